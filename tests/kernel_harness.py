@@ -281,14 +281,18 @@ H200 = DeviceInfo.for_arch("sm_90a")
 
 
 def offers(
-    schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass = Pass.FORWARD, layouts: Layouts | None = None
+    schedule: Schedule,
+    problem: ConvTransposeProblem,
+    pass_: Pass = Pass.FORWARD,
+    layouts: Layouts | None = None,
+    device: DeviceInfo = H200,
 ) -> list[tuple[Candidate, Program]]:
     """What a schedule offers, and its launches."""
     layouts = layouts or Layouts.dense(problem)
-    assert schedule.supports(problem, pass_, H200) is None
+    assert schedule.supports(problem, pass_, device) is None
     return [
-        (candidate, schedule.program(problem, pass_, H200, layouts, candidate.config))
-        for candidate in candidates(schedule, problem, pass_, H200, layouts)
+        (candidate, schedule.program(problem, pass_, device, layouts, candidate.config))
+        for candidate in candidates(schedule, problem, pass_, device, layouts)
     ]
 
 

@@ -13,6 +13,7 @@ import emulator
 from kernel_harness import H200, Emulator, assert_exact, assert_rounds_to_nearest, offers, strange_layouts
 from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.schedule import Candidate, Schedule
 from polyphase.schedules.tap_gemm.mma import _SHAPES, TapGemm, TapGemmWgrad
@@ -20,6 +21,7 @@ from polyphase.schedules.tap_gemm.tma import TapGemmTma
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
+A100 = DeviceInfo.for_arch("sm_80")
 SCHEDULES: dict[Pass, Schedule] = {
     Pass.FORWARD: TapGemm(),
     Pass.INPUT_GRAD: TapGemm(),
@@ -67,7 +69,7 @@ def test_every_pass(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """On tensors of one kind, every third of them dense; on a GPU it is all configs and kinds."""
     all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem} {pass_}".encode())
     layouts = all_layouts[max(0, seed % 6 - 1)]
-    found = offers(SCHEDULES[pass_], problem, pass_, layouts)
+    found = offers(SCHEDULES[pass_], problem, pass_, layouts, A100)
     candidate, program = found[seed // 6 % len(found)]
     assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
 
@@ -95,9 +97,9 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int]) -> None:
     schedule, rows = SCHEDULES[pass_], 16 * shape[0] * shape[2]
     for dtype, tf32 in (("bfloat16", False), ("float32", True), ("float32", False)):
         problem = make((2, rows // 2 + 7, 5, 9), rows // 2 + 5, 4, 2, 1, dtype=dtype, tf32=tf32)
-        found = [config for config in schedule.configs(problem, pass_, H200) if config[:3] == shape]
+        found = [config for config in schedule.configs(problem, pass_, A100) if config[:3] == shape]
         for config in found[zlib.crc32(f"{pass_}{shape}".encode()) % 2 :: 2]:
-            program = schedule.program(problem, pass_, H200, Layouts.dense(problem), config)
+            program = schedule.program(problem, pass_, A100, Layouts.dense(problem), config)
             candidate = Candidate(schedule.name, config, 0.0, "bytes")
             assert_exact(problem, pass_, candidate, program, executor=Emulator(3))
 
@@ -105,14 +107,14 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("name", ["exact", "3-D, many taps", "few positions"])
 def test_no_races(name: str, pass_: Pass) -> None:
-    candidate, program = offers(SCHEDULES[pass_], LAYERS[name], pass_)[0]
+    candidate, program = offers(SCHEDULES[pass_], LAYERS[name], pass_, device=A100)[0]
     assert_exact(LAYERS[name], pass_, candidate, program, executor=Emulator(order=None))
 
 
 def test_sums_are_split_and_promoted() -> None:
     """Few positions and long sums: several splits, whose stages are more than what the cores sum in one go."""
     problem = make((1, 900, 2, 3), 8, 3, 1, 1, bias=True, dtype="bfloat16")
-    candidate, program = offers(SCHEDULES[Pass.FORWARD], problem, Pass.FORWARD)[0]
+    candidate, program = offers(SCHEDULES[Pass.FORWARD], problem, Pass.FORWARD, device=A100)[0]
     assert program.splits > 1
     assert dict(program.main.source.constants)["PROMOTE"] > 0
     assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(3))
@@ -130,12 +132,13 @@ def test_long_sums_of_a_weight_gradient() -> None:
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_float32_is_rounded_to_nearest(pass_: Pass) -> None:
     problem = make((2, 32, 8, 12), 24, 3, 1, 1, tf32=True)
-    _, program = offers(SCHEDULES[pass_], problem, pass_)[0]
+    _, program = offers(SCHEDULES[pass_], problem, pass_, device=A100)[0]
     assert_rounds_to_nearest(problem, pass_, program)
 
 
 def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 3)
-    assert "do not take float64" in (refusal(TapGemm(), replace(layer, dtype="float64"), Pass.FORWARD, H200) or "")
+    assert "do not take float64" in (refusal(TMA, replace(layer, dtype="float64"), Pass.FORWARD, H200) or "")
+    assert "tap_gemm_tma" in (refusal(TapGemm(), layer, Pass.FORWARD, H200) or "")
     assert "too many" in (refusal(TapGemmWgrad(), replace(layer, kernel_size=(512, 512)), Pass.WEIGHT_GRAD, H200) or "")
-    assert "only" in (refusal(TapGemm(), layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "only" in (refusal(TMA, layer, Pass.WEIGHT_GRAD, H200) or "")

@@ -23,12 +23,14 @@ from polyphase.program.step import GRAD, SRC, Step, X
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.product import (
+    MOST_STEP,
     Product,
     as_read,
     common_limits,
     is_dense,
     pack_step,
     product_of,
+    step_of,
     transpose_seconds,
 )
 from polyphase.schedules.tiles import affordable_planes
@@ -164,6 +166,11 @@ class TapGemm(_TapGemm):
 
     name = "tap_gemm"
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
+
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if device.has_wgmma and step_of(problem, pass_, Layouts.dense(problem)) <= MOST_STEP:
+            return "tap_gemm_tma computes it by Hopper's instruction"
+        return super().limits(problem, pass_, device)
 
     def stage_bytes(self, config: TapConfig, parts: int) -> int:
         return (parts * config.rows + config.columns) * (4 * config.stage_words + 16)

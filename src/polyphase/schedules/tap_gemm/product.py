@@ -25,6 +25,9 @@ _MOST_PHASES = 1 << 16
 _PADDED = 1.15  # source channels padded to whole chunks, at most, for each that there is
 _PACK_THREADS = 256
 
+#: Elements from one that TMA brings to the next, at most.
+MOST_STEP = 8
+
 
 @dataclass(frozen=True)
 class Product:
@@ -191,3 +194,8 @@ def common_limits(problem: ConvTransposeProblem) -> str | None:
 def is_dense(side: Side) -> bool:
     """Whether a tensor has no gaps, as planes of partial sums have none."""
     return extent(side.shape, side.strides) == math.prod(side.shape)
+
+
+def step_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
+    """Source elements from a cell to the next, at most."""
+    return max(axis.src for axis in product_of(problem, pass_, layouts).gather.cell_axes)

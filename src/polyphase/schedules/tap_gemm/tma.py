@@ -24,6 +24,7 @@ from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.product import (
+    MOST_STEP,
     Product,
     common_limits,
     in_pieces,
@@ -31,6 +32,7 @@ from polyphase.schedules.tap_gemm.product import (
     pack_step,
     padded_side,
     product_of,
+    step_of,
     transpose_seconds,
 )
 from polyphase.schedules.tiles import Four, tiles_of
@@ -39,7 +41,6 @@ _GROUPS = 2  # warpgroups that multiply
 _THREADS = 128 * (_GROUPS + 1)
 _MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 128  # of a thread, those that are promoted counted twice
-_MOST_STEP = 8  # elements from one that TMA brings to the next
 _MOST_SIDE = 256  # elements that a box spans
 _LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
 _DECLARED = 1024  # bytes of shared memory beside the stages
@@ -76,13 +77,13 @@ class TapGemmTma(Schedule):
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} lacks Hopper's matrix instruction"
-        if (step := _step(problem, pass_, Layouts.dense(problem))) > _MOST_STEP:
-            return f"TMA brings every {_MOST_STEP}-th element at most, not every {step}-th"
+        if (step := step_of(problem, pass_, Layouts.dense(problem))) > MOST_STEP:
+            return f"TMA brings every {MOST_STEP}-th element at most, not every {step}-th"
         return common_limits(problem)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         """None, too, where a layer of one output channel cannot be folded, and its stride is too large."""
-        return None if _step(problem, pass_, layouts) > _MOST_STEP else standard(problem)
+        return None if step_of(problem, pass_, layouts) > MOST_STEP else standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaTapConfig]:
         product = product_of(at, pass_, Layouts.dense(at))
@@ -183,11 +184,6 @@ def _written(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, confi
         return None
     last = dense_strides(shape, True)
     return replace(layouts, output=last) if pass_ is Pass.FORWARD else replace(layouts, input=last)
-
-
-def _step(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
-    """Source elements from a cell to the next, at most."""
-    return max(axis.src for axis in product_of(problem, pass_, layouts).gather.cell_axes)
 
 
 def _configs(product: Product) -> Iterator[TmaTapConfig]:
