@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 
 from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
@@ -87,7 +87,7 @@ def _folded(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransp
     transforms, whose kernel is several times a large stride, become layers of a few taps. Nothing moves in memory.
     """
     axis = problem.axes3[2]
-    count = math.gcd(axis.kernel, axis.stride, axis.padding, problem.output_size[-1])
+    count = reduce(math.gcd, (axis.kernel, axis.stride, axis.padding, problem.output_size[-1]))
     if problem.out_channels > 1 or axis.dilation > 1 or count == 1 or layouts.output[4] != 1:
         return problem, layouts
 
@@ -153,13 +153,15 @@ def transpose_seconds(product: Product, transposed: Iterable[Transposed | None],
     return seconds
 
 
-def pack_step(product: Product, main: KernelSource, rows: int, depth: int, swizzled: bool) -> tuple[Step, int]:
-    """What packs the weights for a kernel, blocks of so many rows in stages of so many elements, and their bytes."""
+def pack_step(
+    product: Product, main: KernelSource, rows: int, depth: int, stages: int, swizzled: bool
+) -> tuple[Step, int]:
+    """What packs the weights for a kernel, and their bytes: blocks of so many rows, stages of so many elements."""
     constants = dict(main.constants)
-    names = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD", "CHUNK", "PARTS")
-    names += ("WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES")
+    names: tuple[str, ...] = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD")
+    names += ("CHUNK", "PARTS", "WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES")
     blocks = -(-product.gather.dst_channels // rows) * len(product.phase_taps) * product.problem.groups
-    pieces = blocks * rows * int(constants["PACKED_STAGES"]) * depth // product.piece
+    pieces = blocks * rows * stages * depth // product.piece
     source = KernelSource(
         "pack_tap_groups",
         product.problem.dtype,

@@ -120,13 +120,13 @@ class TapGemmTma(Schedule):
         gather, chunk = product.gather, config.pitch * product.piece // 16
         read, transposed = _as_read(product, config, layouts.aligned)
         lanes, tiles = _tiles(product, config)
-        splits = _splits(product, config, device)[0]
+        splits, stages = _splits(product, config, device)[0], max(_stages(product, config))
         constants = {
             **dict(gather.constants()),
             "CHUNK": chunk,
             "PADDED_CHANNELS": read.shape[1] // (problem.groups * product.parts),
             "PARTS": product.parts,
-            "PACKED_STAGES": max(_stages(product, config)),
+            "PACKED_STAGES": stages,
             "ROW_TILES": config.row_tiles,
             "COLUMNS": config.columns,
             "FLUSH": _flush(product, config),
@@ -138,7 +138,7 @@ class TapGemmTma(Schedule):
         del constants["DST_CHANNELS_LAST"]
         form = WgmmaForm(config.columns, problem.dtype)
         source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()), (form,))
-        pack, packed_bytes = pack_step(product, source, config.columns, chunk, True)
+        pack, packed_bytes = pack_step(product, source, config.columns, chunk, stages, True)
         even = gather.dst_channels % 2 == 0 and not any(
             stride % 2 for i, stride in enumerate(gather.dst.strides) if i != 1
         )
@@ -272,7 +272,7 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
     operations = _GROUPS * config.row_tiles * config.pitch / 32 * (3 if product.parts == 2 else 1)
     products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
     loading = max(terms.moved * _stage_bytes(product, config), terms.box * (product.parts + 1))
-    stage = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
+    stage: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
     scattered = own.scattered if product.gather.cell_axes[2].dst > 1 or product.gather.dst.strides[1] != 1 else 1.0
     once = config.rows * config.columns * terms.result * scattered + terms.item
     size, elements = 16 // product.piece, math.prod(product.gather.dst.shape)
