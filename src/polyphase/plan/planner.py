@@ -126,8 +126,8 @@ def plan(
         other, first = min(firsts, key=lambda each: each[1].seconds, default=kernels[0])
         if first.seconds < _CLEARLY_BY_OTHERS[pass_] * kernels[0][1].seconds:
             kernels = [(other, first), kernels[-1]]
-    if not any(each.any_size for each, _ in kernels):
-        for_others = (each for each in schedules if each.any_size)
+    if not any(each.any_size(problem, pass_, device) for each, _ in kernels):
+        for_others = (each for each in schedules if each.any_size(problem, pass_, device))
         other, offered = next(_offers(for_others, problem, pass_, device, layouts))
         kernels.append((other, next(offered)))
     try:

@@ -28,6 +28,7 @@ from polyphase.schedules.tap_gemm.product import (
     as_read,
     common_limits,
     is_dense,
+    kernels_change,
     pack_step,
     product_of,
     step_of,
@@ -174,6 +175,9 @@ class TapGemm(_TapGemm):
         if device.has_wgmma and step_of(problem, pass_, Layouts.dense(problem)) <= MOST_STEP:
             return "tap_gemm_tma computes it by Hopper's instruction"
         return super().limits(problem, pass_, device)
+
+    def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+        return not kernels_change(problem, pass_, device)
 
     def stage_bytes(self, config: TapConfig, parts: int) -> int:
         return (parts * config.rows + config.columns) * (4 * config.stage_words + 16)

@@ -29,6 +29,7 @@ from polyphase.schedules.tap_gemm.product import (
     common_limits,
     in_pieces,
     is_dense,
+    kernels_change,
     pack_step,
     padded_side,
     product_of,
@@ -80,6 +81,9 @@ class TapGemmTma(Schedule):
         if (step := step_of(problem, pass_, Layouts.dense(problem))) > MOST_STEP:
             return f"TMA brings every {MOST_STEP}-th element at most, not every {step}-th"
         return common_limits(problem)
+
+    def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+        return not kernels_change(problem, pass_, device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         """None, too, where a layer of one output channel cannot be folded, and its stride is too large."""
