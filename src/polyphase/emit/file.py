@@ -150,13 +150,18 @@ def _collected(model: Model, roots: set[Key]) -> tuple[Found, dict[Key, str]]:
 def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Selection, list[KernelSource]]:
     """What the planner selects at a typical size, and its kernels at that and the layer's, with any output padding.
 
-    Of a layer's two kernels it is the one that serves any size. How even rows of the output or the input are decides
-    about some.
+    Of a layer's two kernels it is the one that serves any size. How even rows of the output or the input are, and how
+    tensors are aligned, decides about some.
     """
     problem = problem.of_pass(pass_)
     selected = plan(typical(problem), pass_, device, by_prediction=True).selected
-    chosen = next(each for each in selected if each.schedule.any_size)
+    chosen = next(each for each in selected if each.schedule.any_size(problem, pass_, device))
     programs = [chosen.program]
+    if not chosen.program.main.tensor_maps:  # TMA's tensors are copied
+        unaligned = replace(Layouts.of_call(typical(problem), pass_), aligned=False)
+        program = chosen.schedule.program(typical(problem), pass_, device, unaligned, chosen.candidate.config)
+        if program.main.source == chosen.program.main.source:  # and those of which another kernel reads unaligned ones
+            programs.append(program)
     *others, width = typical(problem).input_size
     for wider in (width + 1, width + 2):
         sized = replace(typical(problem), input_size=(*others, wider))

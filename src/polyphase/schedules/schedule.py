@@ -44,17 +44,15 @@ class Schedule:
 
     ``passes``: those that it computes, ``on_tensor_cores`` or not.
 
-    ``any_size``: a layer that has a config has one at every size. ``adapts``: gradients, too, take another of the list
-    where that is clearly faster at the size at hand. ``offered``: the length of the list, at most. ``kept``: whether
-    making it takes longer than reading it from the disk. ``compared``: how many of the first are compared at `others`,
-    too. ``best``: how many are taken before those that are best at one of the sizes of `own`. ``prunes``: whether
-    `search` leaves out what is not asked for.
+    ``adapts``: gradients, too, take another of the list where that is clearly faster at the size at hand. ``offered``:
+    the length of the list, at most. ``kept``: whether making it takes longer than reading it from the disk.
+    ``compared``: how many of the first are compared at `others`, too. ``best``: how many are taken before those that
+    are best at one of the sizes of `own`. ``prunes``: whether `search` leaves out what is not asked for.
     """
 
     name: str
     passes: tuple[Pass, ...]
     on_tensor_cores = False
-    any_size = True
     adapts = False
     offered = 6
     kept = False
@@ -76,6 +74,10 @@ class Schedule:
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         """The schedule's own reasons, for a pass that it computes; as cheap as `supports`."""
         return None
+
+    def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+        """Whether a layer that has a config has one at every size, output padding included."""
+        return True
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         """Why there is no config of a layer that it supports."""

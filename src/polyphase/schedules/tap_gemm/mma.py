@@ -28,6 +28,7 @@ from polyphase.schedules.tap_gemm.product import (
     as_read,
     common_limits,
     is_dense,
+    kernels_change,
     pack_step,
     product_of,
     step_of,
@@ -117,7 +118,7 @@ class _TapGemm(Schedule):
             CHUNK=chunk,
             PARTS=product.parts,
             PROMOTE=promote,
-            BUFFERS=_buffers(config, self.stage_bytes(config, product.parts), device),
+            BUFFERS=self.buffers(config, product.parts, device),
             MIN_BLOCKS=config.min_blocks,
             **more,
         )
@@ -129,11 +130,14 @@ class _TapGemm(Schedule):
         """Shared memory of a stage."""
         raise NotImplementedError
 
+    def buffers(self, config: TapConfig, parts: int, device: DeviceInfo) -> int:
+        """Stages in shared memory: as many of four as leave room for the resident blocks, at least two."""
+        room = min(device.shared_bytes_per_block, device.shared_bytes_of(config.min_blocks)) - _TABLES
+        return max(2, min(4, room // self.stage_bytes(config, parts)))
 
-def _buffers(config: TapConfig, stage_bytes: int, device: DeviceInfo) -> int:
-    """Stages in shared memory: as many of four as leave room for the resident blocks, at least two."""
-    room = min(device.shared_bytes_per_block, device.shared_bytes_of(config.min_blocks)) - _TABLES
-    return max(2, min(4, room // stage_bytes))
+    def buffer_bytes(self, config: TapConfig, parts: int, device: DeviceInfo) -> int:
+        """Shared memory of all of them."""
+        return self.buffers(config, parts, device) * self.stage_bytes(config, parts)
 
 
 def _promotion(product: Product, terms: int, config: TapConfig) -> int:
@@ -171,6 +175,9 @@ class TapGemm(_TapGemm):
         if device.has_wgmma and step_of(problem, pass_, Layouts.dense(problem)) <= MOST_STEP:
             return "tap_gemm_tma computes it by Hopper's instruction"
         return super().limits(problem, pass_, device)
+
+    def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+        return not kernels_change(problem, pass_, device)
 
     def stage_bytes(self, config: TapConfig, parts: int) -> int:
         return (parts * config.rows + config.columns) * (4 * config.stage_words + 16)
@@ -228,7 +235,7 @@ class TapGemm(_TapGemm):
         source = self.source(
             product, device, config, chunk, promote, PACKED_STAGES=stages, ONE_BIAS=problem.out_channels == 1
         )
-        pack, packed_bytes = pack_step(product, source, config.rows, config.stage_words * product.word, False)
+        pack, packed_bytes = pack_step(product, source, config.rows, config.stage_words * product.word, stages, False)
         src, transposed = as_read(product, gather.src, layouts.aligned)
         params = params_of(source).pack(
             src=src,
@@ -244,9 +251,7 @@ class TapGemm(_TapGemm):
             source=source,
             grid=(row_blocks * len(product.phase_taps) * tiles * problem.groups, splits, 1),
             block=_THREADS,
-            shared_bytes=max(
-                dict(source.constants)["BUFFERS"] * self.stage_bytes(config, product.parts), 8 * config.columns
-            ),
+            shared_bytes=max(self.buffer_bytes(config, product.parts, device), 8 * config.columns),
             params=params,
         )
         program = assemble(
@@ -390,7 +395,7 @@ class TapGemmWgrad(_TapGemm):
             source=source,
             grid=(blocks * parts, 1, 1),
             block=_THREADS,
-            shared_bytes=dict(source.constants)["BUFFERS"] * self.stage_bytes(config, product.parts),
+            shared_bytes=self.buffer_bytes(config, product.parts, device),
             params=params,
         )
         transposed = {name: how for name, (_, how) in read.items() if how is not None}

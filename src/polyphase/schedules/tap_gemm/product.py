@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 
 from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
@@ -86,9 +86,8 @@ def _folded(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransp
     Neighbouring output elements along the width are channels of one, and so are neighbouring taps: inverse Fourier
     transforms, whose kernel is several times a large stride, become layers of a few taps. Nothing moves in memory.
     """
-    axis = problem.axes3[2]
-    count = math.gcd(axis.kernel, axis.stride, axis.padding, problem.output_size[-1])
-    if problem.out_channels > 1 or axis.dilation > 1 or count == 1 or layouts.output[4] != 1:
+    count = _folded_channels(problem)
+    if count == 1 or problem.output_size[-1] % count or layouts.output[4] != 1:
         return problem, layouts
 
     def divided(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -104,6 +103,14 @@ def _folded(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransp
         output_padding=divided(problem.output_padding),
     )
     return folded, replace(layouts, output=(batch, 1, depth, height, count), weight_channels_last=True)
+
+
+def _folded_channels(problem: ConvTransposeProblem) -> int:
+    """Channels as which the output of a layer of one is seen, where its width is a multiple of them."""
+    axis = problem.axes3[2]
+    if problem.out_channels > 1 or axis.dilation > 1:
+        return 1
+    return reduce(math.gcd, (axis.kernel, axis.stride, axis.padding))
 
 
 @lru_cache(maxsize=1024)
@@ -153,13 +160,15 @@ def transpose_seconds(product: Product, transposed: Iterable[Transposed | None],
     return seconds
 
 
-def pack_step(product: Product, main: KernelSource, rows: int, depth: int, swizzled: bool) -> tuple[Step, int]:
-    """What packs the weights for a kernel, blocks of so many rows in stages of so many elements, and their bytes."""
+def pack_step(
+    product: Product, main: KernelSource, rows: int, depth: int, stages: int, swizzled: bool
+) -> tuple[Step, int]:
+    """What packs the weights for a kernel, and their bytes: blocks of so many rows, stages of so many elements."""
     constants = dict(main.constants)
-    names = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD", "CHUNK", "PARTS")
-    names += ("WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES")
+    names: tuple[str, ...] = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD")
+    names += ("CHUNK", "PARTS", "WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES")
     blocks = -(-product.gather.dst_channels // rows) * len(product.phase_taps) * product.problem.groups
-    pieces = blocks * rows * int(constants["PACKED_STAGES"]) * depth // product.piece
+    pieces = blocks * rows * stages * depth // product.piece
     source = KernelSource(
         "pack_tap_groups",
         product.problem.dtype,
@@ -194,6 +203,12 @@ def common_limits(problem: ConvTransposeProblem) -> str | None:
 def is_dense(side: Side) -> bool:
     """Whether a tensor has no gaps, as planes of partial sums have none."""
     return extent(side.shape, side.strides) == math.prod(side.shape)
+
+
+def kernels_change(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+    """Whether sizes have different kernels: elements of a folded layer are near enough for TMA, those of others not."""
+    stride, folded = problem.axes3[2].stride, problem.axes3[2].stride // _folded_channels(problem)
+    return device.has_wgmma and pass_ is Pass.INPUT_GRAD and folded <= MOST_STEP < stride
 
 
 def step_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:

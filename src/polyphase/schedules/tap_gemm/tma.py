@@ -29,6 +29,7 @@ from polyphase.schedules.tap_gemm.product import (
     common_limits,
     in_pieces,
     is_dense,
+    kernels_change,
     pack_step,
     padded_side,
     product_of,
@@ -81,6 +82,9 @@ class TapGemmTma(Schedule):
             return f"TMA brings every {MOST_STEP}-th element at most, not every {step}-th"
         return common_limits(problem)
 
+    def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+        return not kernels_change(problem, pass_, device)
+
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         """None, too, where a layer of one output channel cannot be folded, and its stride is too large."""
         return None if step_of(problem, pass_, layouts) > MOST_STEP else standard(problem)
@@ -120,13 +124,13 @@ class TapGemmTma(Schedule):
         gather, chunk = product.gather, config.pitch * product.piece // 16
         read, transposed = _as_read(product, config, layouts.aligned)
         lanes, tiles = _tiles(product, config)
-        splits = _splits(product, config, device)[0]
+        splits, stages = _splits(product, config, device)[0], max(_stages(product, config))
         constants = {
             **dict(gather.constants()),
             "CHUNK": chunk,
             "PADDED_CHANNELS": read.shape[1] // (problem.groups * product.parts),
             "PARTS": product.parts,
-            "PACKED_STAGES": max(_stages(product, config)),
+            "PACKED_STAGES": stages,
             "ROW_TILES": config.row_tiles,
             "COLUMNS": config.columns,
             "FLUSH": _flush(product, config),
@@ -138,7 +142,7 @@ class TapGemmTma(Schedule):
         del constants["DST_CHANNELS_LAST"]
         form = WgmmaForm(config.columns, problem.dtype)
         source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()), (form,))
-        pack, packed_bytes = pack_step(product, source, config.columns, chunk, True)
+        pack, packed_bytes = pack_step(product, source, config.columns, chunk, stages, True)
         even = gather.dst_channels % 2 == 0 and not any(
             stride % 2 for i, stride in enumerate(gather.dst.strides) if i != 1
         )
@@ -272,7 +276,7 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
     operations = _GROUPS * config.row_tiles * config.pitch / 32 * (3 if product.parts == 2 else 1)
     products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
     loading = max(terms.moved * _stage_bytes(product, config), terms.box * (product.parts + 1))
-    stage = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
+    stage: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
     once = config.rows * config.columns * _store_cycles(product, terms) + terms.item
     size, elements = 16 // product.piece, math.prod(product.gather.dst.shape)
     packed = sum(stages) * config.pitch * product.parts * round_up(product.gather.dst_channels, config.columns)

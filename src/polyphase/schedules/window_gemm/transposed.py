@@ -21,11 +21,13 @@ class _Transposed(Schedule):
     """What the two have in common."""
 
     on_tensor_cores = True
-    any_size = False
     adapts = True
     kept = True
     _tma: WindowDgradTma | WindowWgradTma
     _reads: int  # tensors that are transposed before; the result is transposed back
+
+    def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+        return False
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.channels_last:

@@ -167,8 +167,10 @@ class WindowWgradWgmma(_WindowWgmma):
 
     passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_wgmma"
-    any_size = False
     adapts = True
+
+    def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+        return False
 
 
 def _weight_grad_params(problem: ConvTransposeProblem, tiling: Tiling, length: int) -> dict[str, int]:
