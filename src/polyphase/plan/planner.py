@@ -30,10 +30,10 @@ from polyphase.program.struct_layout import ParamOverflowError
 from polyphase.schedules import SCHEDULES
 from polyphase.schedules.schedule import Candidate, Schedule
 
-# Another kernel than the first is taken where its prediction is less than that much of the first's; of a gradient also
-# another schedule's.
+# Another kernel than the first is taken where its prediction is less than that much of the first's, and another
+# schedule's.
 _CLEARLY = 0.97
-_CLEARLY_BY_OTHERS = {Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
+_CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def plan(
         schedule, offered = found
         chosen = _by_size(schedule, offered, pass_)
     kernels = [(schedule, candidate) for candidate in chosen]
-    if measured is None and pass_ is not Pass.FORWARD:
+    if measured is None:
         firsts = [(each, next(offered)) for each, offered in offers]
         other, first = min(firsts, key=lambda each: each[1].seconds, default=kernels[0])
         if first.seconds < _CLEARLY_BY_OTHERS[pass_] * kernels[0][1].seconds:

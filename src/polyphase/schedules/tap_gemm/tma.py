@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.costs import costs
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource, WgmmaForm
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -271,14 +271,13 @@ def _items(product: Product, config: TmaTapConfig, tiles: Four) -> int:
 @lru_cache(maxsize=4096)
 def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[int, float]:
     """Splits of a work tile's stages, and the predicted seconds of packing, product and reduction."""
-    terms, own = costs("window_dgrad_tma", device), costs("tap_gemm", device)
+    terms, own = costs("tap_gemm_tma", device), costs("tap_gemm", device)
     items, stages = _items(product, config, _tiles(product, config)[1]), _stages(product, config)
     operations = _GROUPS * config.row_tiles * config.pitch / 32 * (3 if product.parts == 2 else 1)
     products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
     loading = max(terms.moved * _stage_bytes(product, config), terms.box * (product.parts + 1))
     stage: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
-    scattered = own.scattered if product.gather.cell_axes[2].dst > 1 or product.gather.dst.strides[1] != 1 else 1.0
-    once = config.rows * config.columns * terms.result * scattered + terms.item
+    once = config.rows * config.columns * _store_cycles(product, terms) + terms.item
     size, elements = 16 // product.piece, math.prod(product.gather.dst.shape)
     packed = sum(stages) * config.pitch * product.parts * round_up(product.gather.dst_channels, config.columns)
     packing = own.pack + packed * product.problem.groups * own.packed / device.copy_bytes_per_second
@@ -296,6 +295,14 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
         most = min(most, max(1, 2 * device.multiprocessors // max(1, items)))
     found = min(range(1, most + 1), key=lambda splits: (seconds(splits), splits))
     return found, packing + seconds(found)
+
+
+def _store_cycles(product: Product, terms: Costs) -> float:
+    """Of a result: neighbouring channels are stored together, else neighbouring cells by one instruction."""
+    halves = "_halves" if product.word == 2 else ""
+    if product.gather.dst.strides[1] == 1:
+        return terms["pixels" + halves]
+    return terms[("strided" if product.gather.cell_axes[2].dst > 1 else "rows") + halves]
 
 
 def _map(product: Product, config: TmaTapConfig, read: Side, lanes: Four) -> TensorMap:
