@@ -71,6 +71,9 @@ from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_
 from test_phase_gemm_pixels import LAYERS as PIXEL_LAYERS
 from test_scales import LAYERS as SCALED_LAYERS
 from test_scales import assert_near, of_many_sizes, scaled
+from test_tap_gemm import LAYERS as TAP_LAYERS
+from test_tap_gemm import SCHEDULES as TAP_SCHEDULES
+from test_tap_gemm import TMA as TAP_TMA
 from test_window_mma import LAYERS as GRADIENT_LAYERS
 from test_window_mma import MIRRORED, SCHEDULES
 from test_window_tma import LAYERS as BOX_LAYERS
@@ -190,6 +193,12 @@ def strange_cases() -> Iterator[ParameterSet]:
             (f"{name}, boxes", layer, (pass_, schedule))
             for name, layer in BOX_LAYERS.items()
             for pass_, schedule in BOX_SCHEDULES.items()
+            if refusal(schedule, layer, pass_, H200) is None
+        ),
+        *(
+            (f"{name}, taps", layer, (pass_, schedule))
+            for name, layer in TAP_LAYERS.items()
+            for pass_, schedule in (*TAP_SCHEDULES.items(), (Pass.FORWARD, TAP_TMA), (Pass.INPUT_GRAD, TAP_TMA))
             if refusal(schedule, layer, pass_, H200) is None
         ),
         *(
