@@ -373,7 +373,7 @@ def test_weight_gradient_parts_cover_every_position() -> None:
 
 
 def test_layouts_are_part_of_a_plan() -> None:
-    problem = make((2, 8, 16, 16), 8, 3)
+    problem = make((32, 8, 64, 64), 8, 3)  # not so small that `direct_general` computes it
     dense = Layouts.dense(problem)
     last = Layouts.dense(replace(problem, channels_last=True))
     mixed = plan.plan(problem, Pass.FORWARD, H200, replace(dense, input=last.input)).program
