@@ -113,19 +113,36 @@ def test_the_kernels_are_the_files_of_the_package() -> None:
             assert without_includes(name, written) in text
 
 
-def test_emitted_forward_passes_round_where_pytorch_does(tmp_path: Path) -> None:
-    """KernelBench holds them to PyTorch's: KernelBench 81, whose fastest kernel would be exact."""
+@pytest.mark.parametrize(
+    ("layer", "schedule", "constant", "rounded", "exact"),
+    [
+        (["benchmarks/kernelbench/81_asymmetric_input_strided_dilated.py"], "direct_tiled", "ROUNDED", "true", "false"),
+        (["--layer", "2x64x16x16x16 -> 64, k=5, s=2"], "tap_gemm_tma", "PARTS", "1", "2"),
+    ],
+    ids=["KernelBench 81", "tensor cores"],
+)
+def test_emitted_forward_passes_round_where_pytorch_does(
+    layer: list[str],
+    schedule: str,
+    constant: str,
+    rounded: str,
+    exact: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """KernelBench holds them to PyTorch's: KernelBench 81, whose fastest kernel would be exact, and tap groups."""
     pytest.importorskip("cuda.core", reason="how many blocks a kernel has is settled by NVRTC")
-    model, found = ROOT / "benchmarks/kernelbench/81_asymmetric_input_strided_dilated.py", []
-    for flags in ([], ["--strict-fp32"]):
-        command = ["emit", str(model), "--arch", "sm_90a", *flags, "-o", str(tmp_path / "out.py")]
-        done = CliRunner().invoke(app, command)
+    monkeypatch.chdir(ROOT)
+    for flags, expected in (([], rounded), (["--strict-fp32"], exact)):
+        done = CliRunner().invoke(app, ["emit", *layer, "--arch", "sm_90a", *flags, "-o", str(tmp_path / "out.py")])
         assert done.exit_code == 0, done.output
-        assert "forward: direct_tiled" in done.output
+        assert f"forward: {schedule}" in done.output
         text = (tmp_path / "out.py").read_text(encoding="utf-8")
-        constants = re.findall(r"INPUT_GRAD = (true|false);.*?bool ROUNDED = (true|false);", text, re.DOTALL)
-        found.append(dict(constants))
-    assert found == [{"false": "true", "true": "false"}, {"false": "false", "true": "false"}]
+        constants = re.findall(
+            rf"INPUT_GRAD = (true|false);\n(?:constexpr .*\n)*?constexpr \w+ {constant} = (\w+);", text
+        )
+        assert {value for backward, value in constants if backward == "false"} == {expected}
+        assert {value for backward, value in constants if backward == "true"} <= {"false", exact if flags else rounded}
 
 
 def test_what_emit_refuses(tmp_path: Path) -> None:

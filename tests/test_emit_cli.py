@@ -120,7 +120,7 @@ def test_emit_on_the_command_line(tmp_path: Path) -> None:
     output = tmp_path / "new" / "out.py"
     result = invoke("emit", ROOT / "examples" / "grouped_strided.py", "--arch", "sm_80,sm_90", "-o", output)
     assert result.exit_code == 0, result.output
-    assert "sm_90a, weight_grad: tap_gemm_wgrad(" in told(result)
+    assert "sm_90a, weight_grad: direct_wgrad_gemm(" in told(result)
     text = output.read_text(encoding="utf-8")
     assert "--arch sm_80,sm_90a" in text
     assert "float32 is not rounded to TF32" in text  # nor does PyTorch round it, in narrow groups

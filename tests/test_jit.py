@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
+from kernel_harness import offers
 from polyphase import CompilationError, ConvTransposeProblem, UnsupportedError
 from polyphase.bench.layers import parse_layer
 from polyphase.jit import cache as cache_module
 from polyphase.jit import compiler
 from polyphase.jit.source import KernelSource
-from polyphase.plan.planner import kernel_sources, plan, programs
+from polyphase.plan.planner import kernel_sources, programs
 from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -760,11 +761,9 @@ def test_long_pieces_leave_sums_in_registers(
 def test_no_fence_among_the_products_of_a_stage(layer: str, dtype: str, kinds: int, directory: Path) -> None:
     """Each kind of groups of lines begins with one; a branch behind it has the assembler put in others."""
     problem = replace(parse_layer(layer), dtype=dtype)
-    program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH)).program
-    assert program is not None
+    _, program = offers(ImplicitGemm(), problem)[0]
     assert program.main.one_way is not None
     for source in (program.main.source, program.main.one_way):
-        assert source.kernel == "implicit_gemm"
         binary = compiler.compile_kernel(source, ARCH)
         words = [binary[i : i + 8] for i in range(0, len(binary), 8)]
         assert words.count(FENCE) == kinds, source.specialisation

@@ -37,6 +37,7 @@ struct Params {
 
 constexpr int ROW_BLOCKS = ceil_div(DST_CHANNELS, ROWS);
 constexpr int GROUPS_OF_STAGE = DEPTH / CHUNK;
+constexpr int ROW_PITCH = STAGE_WORDS * 4 + 16;  // bytes of a row or column: eight at a time lie in different banks
 constexpr int A_BYTES = PARTS * ROWS * ROW_PITCH, STAGE_BYTES = A_BYTES + COLUMNS * ROW_PITCH;
 constexpr int PIECES = DEPTH / PIECE;                                         // of a row or column, of a stage
 constexpr int AT_ONCE = THREADS / PIECES, EACH = ceil_div(COLUMNS, AT_ONCE);  // columns: together, and of a thread

@@ -44,12 +44,23 @@ constexpr int A_BYTES = DEPTH * ROW_LINE, STAGE_BYTES = A_BYTES + DEPTH * COLUMN
 constexpr int ROW_PIECES = ROWS / PIECE, COLUMN_PIECES = COLUMNS / PIECE;                                 // of a cell
 constexpr int ROW_CELLS = THREADS / ROW_PIECES, COLUMN_CELLS = THREADS / COLUMN_PIECES;                   // at once
 constexpr int DST_PIECES = ceil_div(DST_CHANNELS, PIECE), SOURCE_PIECES = ceil_div(SRC_CHANNELS, PIECE);  // of a group
+constexpr int BETWEEN_ROWS = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;  // of the weight
+constexpr int IN_CHANNELS = INPUT_GRAD ? DST_CHANNELS : SRC_CHANNELS;            // of a group
 static_assert(COLUMNS % CHUNK == 0 && CHUNK % PIECE == 0, "columns are whole tap groups, and these are whole pieces");
 
 // Where a cell of a stage lies.
 struct alignas(16) CellEntry {
   CellSource source;
   int dst;  // pieces of its destination element, below zero where there is none
+
+  __device__ __forceinline__ CellEntry() {}
+  __device__ __forceinline__ CellEntry(const Params& params, const Phase& phase, int index, bool exists) {
+    int cell[4];
+    cell_at(params.cells, index, cell);
+    source = CellSource(params.src, phase, cell, exists);
+    const long long element = dst_element(params.dst, phase, cell, exists);
+    dst = element < 0 ? -1 : (int)(element / PIECE);
+  }
 };
 
 // Words of two steps, from an operand that lies as [k][row].
@@ -146,22 +157,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   auto list = [&](int stage) {
     for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
       const int in_part = stage * DEPTH + i;
-      int cell[4];
-      cell_at(params.cells, first_cell + in_part, cell);
-      CellEntry entry;
-      entry.source = CellSource(params.src, phase, cell, in_part < count);
-      const long long element = dst_element(params.dst, phase, cell, in_part < count);
-      entry.dst = element < 0 ? -1 : (int)(element / PIECE);
-      entries[stage % BUFFERS][i] = entry;
+      entries[stage % BUFFERS][i] = CellEntry(params, phase, first_cell + in_part, in_part < count);
     }
   };
 
-  partial += part * params.plane + (long long)group * (INPUT_GRAD ? DST_CHANNELS : SRC_CHANNELS) * WEIGHT_STRIDE_IN;
+  partial += part * params.plane + (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN;
   Sums sums;
   sums.clear();
   bool flushed = false;
   auto flush = [&]() {
-    constexpr int BETWEEN_ROWS = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;
 #pragma unroll
     for (int j = 0; j < 2 * COLUMN_TILES; ++j) {
       const int column = Sums::first_column() + j / 2 * 8 + j % 2, index = first_group + column / CHUNK;

@@ -1,4 +1,4 @@
-"""The nine schedules. Several of them have more than one kernel, each described by a class of its own.
+"""The ten schedules. Several of them have more than one kernel, each described by a class of its own.
 
 `polyphase.plan.planner` chooses by cost among the kernels of all schedules, `SCHEDULES`.
 """

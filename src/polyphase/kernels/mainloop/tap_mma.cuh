@@ -29,9 +29,7 @@ constexpr int ELEMENT = sizeof(scalar_t), WORD = 4 / ELEMENT;  // elements of a 
 constexpr int STEPS = STAGE_WORDS / 8;                         // instructions along k of a stage
 constexpr int DEPTH = STAGE_WORDS * WORD;                      // elements along k of a stage
 
-// Bytes between rows (columns) of an operand that lies as [row][k]: eight rows at a time lie in different banks.
-constexpr int ROW_PITCH = STAGE_WORDS * 4 + 16;
-// Those between lines of one that lies as [k][row], of so many rows.
+// Bytes between lines of an operand that lies as [k][row], of so many rows: lines at a time lie in different banks.
 __host__ __device__ constexpr int line_pitch(int rows) { return rows * ELEMENT + (ELEMENT == 4 ? 32 : 16); }
 
 __device__ __forceinline__ void split_word(unsigned word, unsigned& high, unsigned& low) {

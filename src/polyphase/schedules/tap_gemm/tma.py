@@ -299,10 +299,12 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
 
 def _store_cycles(product: Product, terms: Costs) -> float:
     """Of a result: neighbouring channels are stored together, else neighbouring cells by one instruction."""
-    halves = "_halves" if product.word == 2 else ""
+    halves = product.word == 2
     if product.gather.dst.strides[1] == 1:
-        return terms["pixels" + halves]
-    return terms[("strided" if product.gather.cell_axes[2].dst > 1 else "rows") + halves]
+        return terms.pixels_halves if halves else terms.pixels
+    if product.gather.cell_axes[2].dst > 1:
+        return terms.strided_halves if halves else terms.strided
+    return terms.rows_halves if halves else terms.rows
 
 
 def _map(product: Product, config: TmaTapConfig, read: Side, lanes: Four) -> TensorMap:
