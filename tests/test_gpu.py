@@ -19,6 +19,7 @@ from torch import Tensor
 
 import polyphase
 import test_grouped_gemm as grouped_gemm
+import test_tap_gemm as taps
 from helpers import (
     OUR_MODULES,
     OURS,
@@ -71,9 +72,6 @@ from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_
 from test_phase_gemm_pixels import LAYERS as PIXEL_LAYERS
 from test_scales import LAYERS as SCALED_LAYERS
 from test_scales import assert_near, of_many_sizes, scaled
-from test_tap_gemm import LAYERS as TAP_LAYERS
-from test_tap_gemm import SCHEDULES as TAP_SCHEDULES
-from test_tap_gemm import TMA as TAP_TMA
 from test_window_mma import LAYERS as GRADIENT_LAYERS
 from test_window_mma import MIRRORED, SCHEDULES
 from test_window_tma import LAYERS as BOX_LAYERS
@@ -190,21 +188,14 @@ def strange_cases() -> Iterator[ParameterSet]:
             for name, layer in WINDOWS_LAYERS.items()
         ),
         *(
-            (f"{name}, boxes", layer, (pass_, schedule))
-            for name, layer in BOX_LAYERS.items()
-            for pass_, schedule in BOX_SCHEDULES.items()
-            if refusal(schedule, layer, pass_, H200) is None
-        ),
-        *(
-            (f"{name}, taps", layer, (pass_, schedule))
-            for name, layer in TAP_LAYERS.items()
-            for pass_, schedule in (*TAP_SCHEDULES.items(), (Pass.FORWARD, TAP_TMA), (Pass.INPUT_GRAD, TAP_TMA))
-            if refusal(schedule, layer, pass_, H200) is None
-        ),
-        *(
-            (f"{name}, turned", layer, (pass_, schedule))
-            for name, layer in TURNED_LAYERS.items()
-            for pass_, schedule in TURNED_SCHEDULES.items()
+            (f"{name}, {label}", layer, (pass_, schedule))
+            for label, layers_of, schedules in (
+                ("boxes", BOX_LAYERS, BOX_SCHEDULES.items()),
+                ("taps", taps.LAYERS, (*taps.SCHEDULES.items(), *((pass_, taps.TMA) for pass_ in taps.TMA.passes))),
+                ("turned", TURNED_LAYERS, TURNED_SCHEDULES.items()),
+            )
+            for name, layer in layers_of.items()
+            for pass_, schedule in schedules
             if refusal(schedule, layer, pass_, H200) is None
         ),
         *(

@@ -46,6 +46,7 @@ LAYERS = {
     "one output channel": make((2, 20, 6, 10), 1, 9, 4, 4, 3, bias=True, dtype="bfloat16"),
     "1-D, long kernel": make((2, 16, 60), 3, 64, 16, 4, tf32=True),
     "inverse Fourier transform": make((2, 20, 9), 1, 64, 16, 24, tf32=True),
+    "inverse Fourier transform, odd width": make((2, 20, 9), 1, 64, 16, 24, 3, tf32=True),
     "one output channel, folded": make((2, 16, 5, 6), 1, (3, 8), (2, 4), (1, 2), bias=True, dtype="bfloat16"),
     "3-D": make((2, 16, 4, 5, 6), 24, (2, 3, 3), (1, 2, 2), (0, 1, 1), bias=True, tf32=True),
     "3-D, many taps": make((1, 12, 4, 4, 5), 6, (3, 5, 7), (2, 1, 2), dtype="bfloat16"),
@@ -89,7 +90,7 @@ def test_every_pass_by_tma(problem: ConvTransposeProblem, pass_: Pass) -> None:
     assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("shape", _SHAPES, ids=str)
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_every_shape(pass_: Pass, shape: tuple[int, int, int]) -> None:
@@ -121,12 +122,15 @@ def test_sums_are_split_and_promoted() -> None:
 
 
 def test_long_sums_of_a_weight_gradient() -> None:
-    problem = make((2, 16, 67, 61), 16, 2, 2, dtype="bfloat16")
-    candidate, program = offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[0]
+    """On a device of one multiprocessor, so that parts are few: sums leave the cores before a part ends."""
+    problem = make((4, 16, 67, 61), 16, 2, 2, dtype="bfloat16")
+    candidate, program = offers(
+        SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD, device=replace(H200, multiprocessors=1)
+    )[0]
     constants = dict(program.main.source.constants)
-    stages = -(-2 * 67 * 61 // program.splits) / (2 * int(constants["STAGE_WORDS"]))
+    stages = 4 * 67 * 61 / program.splits / (2 * int(constants["STAGE_WORDS"]))
+    assert 0 < int(constants["FLUSH"]) < stages
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
-    assert stages > 0
 
 
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -134,6 +138,22 @@ def test_float32_is_rounded_to_nearest(pass_: Pass) -> None:
     problem = make((2, 32, 8, 12), 24, 3, 1, 1, tf32=True)
     _, program = offers(SCHEDULES[pass_], problem, pass_, device=A100)[0]
     assert_rounds_to_nearest(problem, pass_, program)
+
+
+@pytest.mark.parametrize("pass_", list(Pass))
+def test_a_layer_of_one_output_channel_has_two_kernels(pass_: Pass) -> None:
+    """Whatever its output padding: one where its output is seen as several channels, and one where it cannot be."""
+    layer = make((2, 20, 9), 1, 64, 16, 24, tf32=True)
+    schedule, found = SCHEDULES[pass_], set()
+    for padding in range(16):
+        padded = replace(layer, output_padding=(padding,))
+        program = schedule.program(padded, pass_, A100, Layouts.dense(padded), schedule.configs(layer, pass_, A100)[0])
+        constants = dict(program.main.source.constants)
+        found.add((program.main.source, padding % 8 == 0))
+        assert 8 in (constants["SRC_CHANNELS"], constants["DST_CHANNELS"]) or padding % 8
+    assert len(found) == 2
+    assert schedule.any_size(layer, pass_, A100)
+    assert TMA.any_size(layer, pass_, H200) is (pass_ is not Pass.INPUT_GRAD)
 
 
 def test_where_it_refuses() -> None:
