@@ -20,7 +20,7 @@ from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.tensor_cores import parts_of
 
 _MOST_TERMS = 1 << 21  # of a sum, and columns of a group: quotients in float32 are exact below
-_MOST_CELLS = 1 << 31
+_MOST_CELLS = 1 << 30
 _MOST_PHASES = 1 << 16
 _PADDED = 1.15  # source channels padded to whole chunks, at most, for each that there is
 _PACK_THREADS = 256
