@@ -33,6 +33,7 @@ from polyphase.schedules.schedule import Candidate, Schedule
 # Another kernel than the first is taken where its prediction is less than that much of the first's, and another
 # schedule's.
 _CLEARLY = 0.97
+_LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
 _CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
 
 
@@ -124,7 +125,8 @@ def plan(
     if measured is None:
         firsts = [(each, next(offered)) for each, offered in offers]
         other, first = min(firsts, key=lambda each: each[1].seconds, default=kernels[0])
-        if first.seconds < _CLEARLY_BY_OTHERS[pass_] * kernels[0][1].seconds:
+        unseen = _LAUNCH if pass_ is Pass.FORWARD else 0.0
+        if first.seconds + unseen < _CLEARLY_BY_OTHERS[pass_] * (kernels[0][1].seconds + unseen):
             kernels = [(other, first), kernels[-1]]
     if not any(each.any_size(problem, pass_, device) for each, _ in kernels):
         for_others = (each for each in schedules if each.any_size(problem, pass_, device))
