@@ -23,6 +23,7 @@
 #include "core/types.cuh"
 #include "epilogue/finish.cuh"
 #include "mainloop/tap_mma.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
 
 struct Params {
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Sums sums;
   sums.clear();
   griddepcontrol_wait();
-  run_pipeline(
+  run_stages(
       stages, (char*)shared_memory, STAGE_BYTES,
       [&](int stage, char* to) {
         constexpr int ROW_PIECES = PARTS * ROWS * PIECES;

@@ -27,6 +27,7 @@
 #include "core/phase.cuh"
 #include "core/types.cuh"
 #include "mainloop/tap_mma.cuh"
+#include "ptx/cp_async.cuh"
 
 struct Params {
   Tensor5 src, dst;
@@ -189,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   for (int stage = 0; stage < BUFFERS; ++stage) list(stage);
   __syncthreads();
-  run_pipeline(
+  run_stages(
       stages, (char*)shared_memory, STAGE_BYTES,
       [&](int stage, char* to) {
         if (stage >= BUFFERS - 1) list(stage + 1);  // before the barrier that precedes its use

@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                   to + A_BYTES);
   };
   run_stages(STAGES, buffers, params.stage_bytes, load,
-             [&](const char* from) { sums.add(from, from + A_BYTES, offsets, columns); });
+             [&](int, const char* from) { sums.add(from, from + A_BYTES, offsets, columns); });
 
   // Where each position lies, -1 where it does not exist.
   __syncthreads();

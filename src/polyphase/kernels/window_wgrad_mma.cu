@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   };
   int until_flush = FLUSH;
   __syncthreads();
-  run_stages(stages, buffers, params.stage_bytes, load, [&](const char* from) {
+  run_stages(stages, buffers, params.stage_bytes, load, [&](int, const char* from) {
     sums.add(from, from + A_BYTES, offsets, columns);
     if (--until_flush == 0) {
       flush();

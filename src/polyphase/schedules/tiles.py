@@ -87,6 +87,6 @@ def out_blocks(problem: ConvTransposeProblem, out_chunk: int) -> int:
 
 
 def affordable_planes(problem: ConvTransposeProblem, pass_: Pass = Pass.WEIGHT_GRAD) -> int:
-    """Planes of partial sums of a gradient that memory may be spent on."""
-    elements = problem.elements[1] if pass_ is Pass.WEIGHT_GRAD else problem.elements[0]
+    """Planes of partial sums of a pass that memory may be spent on."""
+    elements = problem.elements[{Pass.FORWARD: 2, Pass.INPUT_GRAD: 0, Pass.WEIGHT_GRAD: 1}[pass_]]
     return max(1, _MAX_PLANES_BYTES // (max(1, elements) * accumulator_bytes(problem.dtype)))

@@ -8,6 +8,7 @@
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
 #include "ptx/cp_async.cuh"
+#include "mainloop/cp_async_stages.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int LOADERS = 32 * LOAD_WARPS;
@@ -210,21 +211,3 @@ struct PartLoader {
     }
   }
 };
-
-// Stages through BUFFERS buffers of `bytes` each: load(stage, buffer) begins copies that compute(buffer) needs. Copies
-// run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has freed.
-template <class Load, class Compute>
-__device__ __forceinline__ void run_stages(int stages, char* buffers, int bytes, const Load& load,
-                                           const Compute& compute) {
-#pragma unroll 1
-  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
-    if (stage >= 0) {
-      cp_async_wait<BUFFERS - 2>();
-      __syncthreads();
-    }
-    const int ahead = stage + BUFFERS - 1;
-    if (ahead < stages) load(ahead, buffers + ahead % BUFFERS * bytes);
-    cp_async_commit();
-    if (stage >= 0) compute(buffers + stage % BUFFERS * bytes);
-  }
-}

@@ -19,8 +19,8 @@
 #include "core/axis.cuh"
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/mma.cuh"
+#include "mainloop/cp_async_stages.cuh"
 #include "operand/tf32.cuh"
 
 constexpr int THREADS = 32 * WARPS, COLUMN_WARPS = WARPS / ROW_WARPS;
@@ -110,20 +110,3 @@ struct ColumnPair {
     of[0].set(words[0], words[1]), of[1].set(words[2], words[3]);
   }
 };
-
-// Stages through BUFFERS buffers of `bytes` each: fetch(stage, buffer) begins copies that compute(stage, buffer) needs.
-// Copies run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has freed.
-template <class Fetch, class Compute>
-__device__ __forceinline__ void run_pipeline(int stages, char* buffers, int bytes, Fetch fetch, Compute compute) {
-#pragma unroll 1
-  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
-    if (stage >= 0) {
-      cp_async_wait<BUFFERS - 2>();
-      __syncthreads();
-    }
-    const int ahead = stage + BUFFERS - 1;
-    if (ahead < stages) fetch(ahead, buffers + ahead % BUFFERS * bytes);
-    cp_async_commit();
-    if (stage >= 0) compute(stage, buffers + stage % BUFFERS * bytes);
-  }
-}

@@ -1,1 +1,1 @@
-"""Any layer on tensor cores, operands gathered element by element."""
+"""Any pass of any layer on tensor cores: the sum runs over tap groups, some source channels at one tap."""

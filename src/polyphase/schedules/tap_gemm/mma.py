@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from polyphase.costs import costs
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -97,9 +97,6 @@ class _TapGemm(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
         return standard(problem)
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TapConfig) -> float:
-        return self.cost(at, pass_, device, Layouts.dense(at), config)[0]
-
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TapConfig
     ) -> Cost:
@@ -165,6 +162,16 @@ def _shapes(rows: int, promoted: bool, words: tuple[int, ...]) -> Iterator[TapCo
                 yield config
 
 
+def _stage_cycles(product: Product, config: TapConfig, lines: int, fragments: int, terms: Costs) -> float:
+    """Of a multiprocessor, for a stage of so many rows and columns; ``fragments`` are a warp's, of a step."""
+    warp_steps = _WARPS * config.stage_words / 8
+    products = warp_steps * config.row_tiles * config.column_tiles * (3 if product.parts == 2 else 1)
+    load = config.stage_words * lines / 4 / 32 * terms.piece
+    cores = products * terms.operation + warp_steps * fragments * terms.fragment
+    cycles: float = max(load, cores) + terms.beside * min(load, cores) + terms.stage
+    return cycles
+
+
 class TapGemm(_TapGemm):
     """The forward pass and the input gradient: rows are destination channels, columns are cells of one phase."""
 
@@ -202,13 +209,8 @@ class TapGemm(_TapGemm):
         splits = _splits(product, config, device)
         blocks = row_blocks * tiles * problem.groups * len(stages) * splits
         mean = sum(stages) / len(stages) / splits
-        steps = config.stage_words / 8
-        products = steps * _WARPS * config.row_tiles * config.column_tiles * (3 if product.parts == 2 else 1)
-        fragments = steps * _WARPS * (config.row_tiles * product.parts + config.column_tiles * product.parts)
-        pieces = config.stage_words * (config.columns + product.parts * config.rows) / 4 / 32
-        load = pieces * terms.piece
-        cores = products * terms.operation + fragments * terms.fragment
-        stage = max(load, cores) + terms.beside * min(load, cores) + terms.stage
+        fragments = product.parts * (config.row_tiles + config.column_tiles)
+        stage = _stage_cycles(product, config, product.parts * config.rows + config.columns, fragments, terms)
         resident, rounds = rounds_of(blocks, config.min_blocks, device)
         alone = terms.latency * mean if resident == 1 else 0.0
         stored = config.rows * config.columns / 32 * terms.stored
@@ -294,8 +296,8 @@ def _splits(product: Product, config: TapConfig, device: DeviceInfo) -> int:
     slots = device.multiprocessors * config.min_blocks
     chunk = product.chunk(config.stage_words * product.word)
     stages = max(_stages(product, chunk, taps, config) for taps in product.phase_taps)
-    elements = max(1, math.prod(gather.dst.shape))
-    return max(1, min(slots // blocks, stages // 4, (64 << 20) // (4 * elements), 64))
+    pass_ = Pass.FORWARD if gather.forward else Pass.INPUT_GRAD
+    return max(1, min(slots // blocks, stages // 4, affordable_planes(problem, pass_), 64))
 
 
 class TapGemmWgrad(_TapGemm):
@@ -351,13 +353,8 @@ class TapGemmWgrad(_TapGemm):
         column_blocks = sum(-(-chunks * taps // of_group) for taps in product.phase_taps)
         blocks = row_blocks * column_blocks * problem.groups * parts
         stages = each / (config.stage_words * product.word)
-        steps = config.stage_words / 8
-        products = steps * _WARPS * config.row_tiles * config.column_tiles * (3 if product.parts == 2 else 1)
-        fragments = steps * _WARPS * (config.row_tiles * product.parts * 2 + config.column_tiles * product.parts)
-        pieces = config.stage_words * (config.columns + config.rows) / 4 / 32
-        load = pieces * terms.piece
-        cores = products * terms.operation + fragments * terms.fragment
-        stage = max(load, cores) + terms.beside * min(load, cores) + terms.stage
+        fragments = product.parts * (2 * config.row_tiles + config.column_tiles)
+        stage = _stage_cycles(product, config, config.rows + config.columns, fragments, terms)
         resident, rounds = rounds_of(blocks, config.min_blocks, device)
         alone = terms.latency * stages if resident == 1 else 0.0
         stored = config.rows * config.columns / 32 * terms.stored

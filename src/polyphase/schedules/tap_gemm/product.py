@@ -31,7 +31,7 @@ MOST_STEP = 8
 
 @dataclass(frozen=True)
 class Product:
-    """The product that a pass is: what both kernels go by."""
+    """The product that a pass is: what all kernels go by."""
 
     problem: ConvTransposeProblem
     gather: Gather
@@ -40,7 +40,12 @@ class Product:
     @property
     def word(self) -> int:
         """Elements of four bytes."""
-        return 4 // DTYPE_BYTES[self.problem.dtype]
+        return 4 // self.size
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BYTES[self.problem.dtype]
 
     @property
     def piece(self) -> int:
@@ -123,31 +128,23 @@ def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mir
     return Product(folded, Gather.of(folded, pass_, layouts), parts_of(problem))
 
 
-def in_pieces(side: Side, groups: int, piece: int, aligned: bool) -> bool:
-    """Whether channels of a group are whole pieces, innermost and aligned."""
-    batch, _, *positions = side.strides
-    innermost = side.channels_last or (side.shape[1] == 1 and piece == 1)
-    return (
-        aligned
-        and innermost
-        and side.shape[1] // groups % piece == 0
-        and not any(stride % piece for stride in (batch, *positions))
+def as_read(
+    product: Product, side: Side, aligned: bool, multiple: int | None = None, parts: int = 1
+) -> tuple[Side, Transposed | None]:
+    """A tensor as a kernel reads it, and how it is transposed if it lies otherwise.
+
+    Its channels are innermost, in so many ``parts``, and those of a group a ``multiple`` of pieces, by default of one.
+    """
+    groups, multiple = product.problem.groups, multiple or product.piece
+    batch, channels, depth, height, width = side.shape
+    whole = channels // groups % multiple == 0 and not any(
+        stride % multiple for i, stride in enumerate(side.strides) if i != 1
     )
-
-
-def as_read(product: Product, side: Side, aligned: bool) -> tuple[Side, Transposed | None]:
-    """A tensor as a kernel reads it, and how it is transposed if it lies otherwise."""
-    groups, piece = product.problem.groups, product.piece
-    if in_pieces(side, groups, piece, aligned):
+    if parts == 1 and aligned and side.channels_last and whole:
         return side, None
-    return padded_side(side, Transposed(side.shape, side.strides, groups, round_up(side.shape[1] // groups, piece)))
-
-
-def padded_side(side: Side, how: Transposed) -> tuple[Side, Transposed]:
-    """A tensor after it was transposed, and how it is."""
-    batch, _, depth, height, width = side.shape
-    shape = batch, how.groups * how.parts * how.padded, depth, height, width
-    return Side(shape, dense_strides(shape, True)), how
+    padded = round_up(channels // groups, multiple)
+    shape = batch, groups * parts * padded, depth, height, width
+    return Side(shape, dense_strides(shape, True)), Transposed(side.shape, side.strides, groups, padded, parts)
 
 
 def transpose_seconds(product: Product, transposed: Iterable[Transposed | None], device: DeviceInfo) -> float:
@@ -155,7 +152,7 @@ def transpose_seconds(product: Product, transposed: Iterable[Transposed | None],
     terms, seconds = costs("tap_gemm", device), 0.0
     for how in transposed:
         if how is not None:
-            moved = (how.elements + math.prod(how.shape)) * DTYPE_BYTES[product.problem.dtype]
+            moved = (how.elements + math.prod(how.shape)) * product.size
             seconds += terms.transpose + moved / (terms.transposed * device.copy_bytes_per_second)
     return seconds
 

@@ -26,17 +26,16 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.product import (
     MOST_STEP,
     Product,
+    as_read,
     common_limits,
-    in_pieces,
     is_dense,
     kernels_change,
     pack_step,
-    padded_side,
     product_of,
     step_of,
     transpose_seconds,
 )
-from polyphase.schedules.tiles import Four, tiles_of
+from polyphase.schedules.tiles import Four, affordable_planes, tiles_of
 
 _GROUPS = 2  # warpgroups that multiply
 _THREADS = 128 * (_GROUPS + 1)
@@ -47,7 +46,6 @@ _LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
 _DECLARED = 1024  # bytes of shared memory beside the stages
 _LONG = 8192  # terms that the cores sum; longer sums are promoted
 _LEAST_STAGES = 4  # of a split
-_MOST_PLANES_BYTES = 64 << 20
 
 
 class TmaTapConfig(NamedTuple):
@@ -96,10 +94,6 @@ class TapGemmTma(Schedule):
             found += [config._replace(back=True) for config in found]
         return found
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaTapConfig) -> float:
-        cost = self.cost(at, pass_, device, Layouts.dense(at), config)
-        return math.inf if cost is None else cost[0]
-
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaTapConfig
     ) -> Cost | None:
@@ -109,7 +103,7 @@ class TapGemmTma(Schedule):
         product = product_of(problem, pass_, lie)
         _, seconds = _splits(product, config, device)
         if config.back:
-            terms, written = costs("tap_gemm", device), math.prod(product.gather.dst.shape) * 16 // product.piece
+            terms, written = costs("tap_gemm", device), math.prod(product.gather.dst.shape) * product.size
             seconds += terms.transpose + 2 * written / (terms.transposed * device.copy_bytes_per_second)
         seconds += transpose_seconds(product, (_as_read(product, config, layouts.aligned)[1],), device)
         moving = problem.bytes / device.copy_bytes_per_second
@@ -121,7 +115,7 @@ class TapGemmTma(Schedule):
         lie = _written(problem, pass_, layouts, config)
         assert lie is not None
         product = product_of(problem, pass_, lie)
-        gather, chunk = product.gather, config.pitch * product.piece // 16
+        gather, chunk = product.gather, _chunk(product, config)
         read, transposed = _as_read(product, config, layouts.aligned)
         lanes, tiles = _tiles(product, config)
         splits, stages = _splits(product, config, device)[0], max(_stages(product, config))
@@ -192,7 +186,7 @@ def _written(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, confi
 
 def _configs(product: Product) -> Iterator[TmaTapConfig]:
     """Those whose sums fit the registers; rows of a stage are 128 bytes, or leave fewest channels over."""
-    channels, size = product.gather.src_channels, 16 // product.piece
+    channels, size = product.gather.src_channels, product.size
     best = min((128, 64, 32), key=lambda pitch: (round_up(channels * size, pitch), -pitch))
     columns = {
         round_up(math.ceil(product.gather.dst_channels / math.ceil(product.gather.dst_channels / widest)), 8)
@@ -209,7 +203,7 @@ def _flush(product: Product, config: TmaTapConfig) -> int:
     if product.parts == 2:
         return 1
     long = product.gather.src_channels * max(product.phase_taps) > _LONG
-    return _LONG // (2 * config.pitch * product.piece // 16) if long else 0
+    return _LONG // (2 * _chunk(product, config)) if long else 0
 
 
 def _stage_bytes(product: Product, config: TmaTapConfig) -> int:
@@ -223,8 +217,13 @@ def _buffers(product: Product, config: TmaTapConfig, device: DeviceInfo) -> int:
 
 def _stages(product: Product, config: TmaTapConfig) -> tuple[int, ...]:
     """Of each phase."""
-    chunks = -(-product.gather.src_channels // (config.pitch * product.piece // 16))
+    chunks = -(-product.gather.src_channels // _chunk(product, config))
     return tuple(chunks * taps for taps in product.phase_taps)
+
+
+def _chunk(product: Product, config: TmaTapConfig) -> int:
+    """Source channels of a tap group."""
+    return config.pitch // product.size
 
 
 def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Side, Transposed | None]:
@@ -232,13 +231,10 @@ def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Sid
 
     A box that reaches beyond a group's channels, or a part's, must not meet the next one's.
     """
-    side, groups = product.gather.src, product.problem.groups
-    chunk = config.pitch * product.piece // 16
-    apart = groups * product.parts > 1
-    if product.parts == 1 and in_pieces(side, groups, chunk if apart else product.piece, aligned):
-        return side, None
-    padded = round_up(side.shape[1] // groups, chunk if apart else product.piece)
-    return padded_side(side, Transposed(side.shape, side.strides, groups, padded, product.parts))
+    apart = product.problem.groups * product.parts > 1
+    return as_read(
+        product, product.gather.src, aligned, _chunk(product, config) if apart else product.piece, product.parts
+    )
 
 
 @lru_cache(maxsize=2048)
@@ -278,7 +274,7 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
     loading = max(terms.moved * _stage_bytes(product, config), terms.box * (product.parts + 1))
     stage: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
     once = config.rows * config.columns * _store_cycles(product, terms) + terms.item
-    size, elements = 16 // product.piece, math.prod(product.gather.dst.shape)
+    size, elements = product.size, math.prod(product.gather.dst.shape)
     packed = sum(stages) * config.pitch * product.parts * round_up(product.gather.dst_channels, config.columns)
     packing = own.pack + packed * product.problem.groups * own.packed / device.copy_bytes_per_second
     mean = sum(stages) / len(stages)
@@ -291,7 +287,8 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
 
     most = 1
     if is_dense(product.gather.dst):
-        most = max(1, min(_MOST_PLANES_BYTES // (4 * max(1, elements)), int(mean) // _LEAST_STAGES))
+        pass_ = Pass.FORWARD if product.gather.forward else Pass.INPUT_GRAD
+        most = max(1, min(affordable_planes(product.problem, pass_), int(mean) // _LEAST_STAGES))
         most = min(most, max(1, 2 * device.multiprocessors // max(1, items)))
     found = min(range(1, most + 1), key=lambda splits: (seconds(splits), splits))
     return found, packing + seconds(found)
@@ -309,7 +306,7 @@ def _store_cycles(product: Product, terms: Costs) -> float:
 
 def _map(product: Product, config: TmaTapConfig, read: Side, lanes: Four) -> TensorMap:
     """A tap group of a tile of cells, as TMA brings it."""
-    size = 16 // product.piece
+    size = product.size
     batch, channels, depth, height, width = read.shape
     image, _, slab, row, column = (step * size for step in read.strides)
     dimensions = zip((width, height, depth, batch), (column, row, slab, image))
