@@ -5,25 +5,42 @@ from __future__ import annotations
 import math
 
 from polyphase.jit.source import KernelSource
-from polyphase.problem.integers import round_up
+from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.layouts import Strides, five
 from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
 
 _THREADS = 256
-_PIXELS, _CHANNELS = 64, 64  # of a block
+_PIECES = 1536  # of 16 bytes, of a block's tile in shared memory
+_LEAST_PIXELS = 64  # of a tile
+_WHOLE_ROWS = 20  # pieces of a pixel up to which a tile has all, where rows of the result are not whole pieces
+_SECTOR = 32  # bytes that memory writes at once
 
 
 def transpose_source(dtype: str) -> KernelSource:
     """The kernel, for all tensors of a dtype."""
     return KernelSource(
-        "transpose", dtype, False, (("THREADS", _THREADS), ("PARTS", 2), ("MIN_BLOCKS", 1)), folder="steps"
+        "transpose",
+        dtype,
+        False,
+        (("THREADS", _THREADS), ("PARTS", 2), ("PIECES", _PIECES), ("MIN_BLOCKS", 6)),
+        folder="steps",
     )
 
 
-def missing(channels: int) -> float:
-    """Channels that ``channels`` are short of whole blocks', for each of them."""
-    return (round_up(channels, _CHANNELS) - channels) / max(1, channels)
+def _tile(channels: int, element: int) -> tuple[int, int, int]:
+    """Of a block's tile: pieces of a pixel, logarithm of the pixels, and channels that it shares with its neighbour.
+
+    Tiles of one row have equal widths.
+    """
+    vector, widest = 16 // element, 8 if element == 2 else 16
+    row, halo = math.ceil(channels / vector), 0
+    if channels % vector == 0:
+        row = math.ceil(row / math.ceil(row / widest))
+    elif row > _WHOLE_ROWS:
+        row, halo = 16 + _SECTOR // 16, _SECTOR // element
+    pixels = max(_LEAST_PIXELS, _LEAST_PIXELS * widest // row)
+    return row, pixels.bit_length() - 1, halo
 
 
 def to_channels_last(
@@ -37,17 +54,25 @@ def to_channels_last(
     batch, channels, *sizes = five(shape)
     pixels, group = batch * math.prod(sizes), channels // groups
     each = group if padded is None else padded
+    written, vector = groups * parts * each, 16 // DTYPE_BYTES[dtype]
+    pieces, pixel_bits, halo = _tile(written, DTYPE_BYTES[dtype])
+    row = min(written, pieces * vector) if halo == 0 else pieces * vector - halo
     source = transpose_source(dtype)
     params = params_of(source).pack(
         stride=strides,
-        channels=groups * parts * each,
+        channels=written,
         pixels=pixels,
         sizes=sizes,
         padded=each,
         group=group,
         parts=parts,
+        pieces=pieces,
+        row=row,
+        pixel_bits=pixel_bits,
+        halo=halo,
+        advance=_THREADS * max(1, 4 // DTYPE_BYTES[dtype]) // row,
     )
-    blocks = math.ceil(pixels / _PIXELS) * math.ceil(groups * parts * each / _CHANNELS)
+    blocks = math.ceil(pixels / (1 << pixel_bits)) * math.ceil((written + max(0, halo - 1)) / row)
     return plain_step(source, blocks, _THREADS, params)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from polyphase.costs import costs
 from polyphase.problem.problem import ConvTransposeProblem
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ def cost_seconds(problem: ConvTransposeProblem, device: DeviceInfo, multiprocess
 def slower_of(work: float, moving: float) -> tuple[float, str]:
     """Predicted time from the seconds that instructions and bytes take, and which of them bound it."""
     return max(work, moving), "bytes" if moving > work else "instructions"
+
+
+def transpose_seconds(moved: float, device: DeviceInfo, tensors: int = 1) -> float:
+    """Predicted time of the layout transposes of ``tensors`` that read and write so many bytes in all."""
+    terms = costs("transpose", device)
+    return tensors * terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second)
 
 
 class Sharing(NamedTuple):

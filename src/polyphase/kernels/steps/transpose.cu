@@ -2,9 +2,13 @@
 // takes boxes of it. NHWC to NCHW is the same with pixels and channels exchanged. The channels of each group may be
 // padded with zeros; with `parts` those of float32 come twice, as TF32 and as what that loses.
 //
-// Index mapping. A block has PIXELS pixels, of all images one after the other, by CHANNELS channels. Neighbouring
-// threads read neighbouring pixels of a channel, and write neighbouring channels of a pixel, 16 bytes each where
-// channels are whole pieces of those. Shared memory: [channel][pixel], PITCH elements a channel.
+// A block has a tile of pixels, of all images one after the other, by pieces: 16 bytes of neighbouring channels of a
+// pixel. Neighbouring threads read neighbouring pixels, each the channels of a piece, and write the piece to shared
+// memory, [pixel][piece], at once. An odd pitch keeps both ways free of bank conflicts.
+//
+// Rows of the result that are whole pieces are written so. Others are written in words of four bytes. A tile either has
+// whole rows, which lie in memory one behind the other, or it has `halo` channels of its neighbour, too: each row is
+// written from where a sector of 32 bytes begins.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -18,12 +22,15 @@ struct Params {
   Divisor sizes[3];      // of an image along d, h, w
   Divisor padded;        // channels of a group, and those that exist
   int group, parts;
+  Divisor pieces, row;   // of a pixel in the tile: pieces, and channels that are written
+  int pixel_bits, halo;  // logarithm of the tile's pixels to the base of 2; channels that two tiles have, or none
+  int advance;           // whole rows in what all threads write at once
 };
 
-constexpr int ELEMENT = sizeof(scalar_t), VECTOR = 16 / ELEMENT;
-constexpr int PIXELS = 64, CHANNELS = 64, PITCH = PIXELS + 4 / ELEMENT;
-constexpr int AT_ONCE = THREADS / PIXELS, LOADS = CHANNELS / AT_ONCE;  // channels that are loaded together
-constexpr int VECTORS = CHANNELS / VECTOR;                             // of a pixel
+constexpr int VECTOR = 16 / sizeof(scalar_t);
+constexpr int WORD = sizeof(scalar_t) < 4 ? 4 / sizeof(scalar_t) : 1;
+constexpr int AT_ONCE = VECTOR > 4 ? 2 : 4;  // pieces that a thread reads before it writes one
+using Piece = Vector<scalar_t, VECTOR>;
 
 // TF32, or what it loses (operand/tf32.cuh).
 __device__ __forceinline__ float part_of(float value, int part) {
@@ -36,52 +43,103 @@ __device__ __forceinline__ T part_of(T value, int) {
   return value;
 }
 
+__device__ __forceinline__ const scalar_t* address_of(const scalar_t* src, const Params& params, int pixel) {
+  const int row = pixel / params.sizes[2], slab = row / params.sizes[1], image = slab / params.sizes[0];
+  return src + image * params.stride[0] + slab % params.sizes[0] * params.stride[2] +
+         row % params.sizes[1] * params.stride[3] + pixel % params.sizes[2] * params.stride[4];
+}
+
+// Channels of one pixel, from `first` on; zeros where there are none.
+__device__ __forceinline__ Piece read_piece(const scalar_t* from, const Params& params, int first) {
+  Piece piece;
+  if (params.parts == 1 && params.padded.value == params.group) {
+    from += first * params.stride[1];
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i, from += params.stride[1])
+      piece.value[i] = (unsigned)(first + i) < params.channels ? read(from) : zero<scalar_t>();
+    return piece;
+  }
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    const int channel = first + i, of_parts = channel / params.padded;
+    const int group = params.parts > 1 ? of_parts / 2 : of_parts;
+    const int in_group = channel - of_parts * params.padded.value;
+    const bool exists = (unsigned)channel < params.channels && in_group < params.group;
+    piece.value[i] = exists ? read(from + (group * params.group + in_group) * params.stride[1]) : zero<scalar_t>();
+    if (params.parts > 1) piece.value[i] = part_of(piece.value[i], of_parts % 2);
+  }
+  return piece;
+}
+
+// One element, or two of 16 bits, as far as they exist.
+__device__ __forceinline__ void store_word(scalar_t* to, scalar_t first, scalar_t second, bool has_first,
+                                           bool has_second) {
+  if (WORD == 2 && has_first && has_second) {
+    *(Vector<scalar_t, 2>*)to = Vector<scalar_t, 2>{{first, second}};
+    return;
+  }
+  if (has_first) to[0] = first;
+  if (WORD == 2 && has_second) to[1] = second;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     transpose(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
-  __shared__ scalar_t tile[CHANNELS][PITCH];
-  const int blocks = ceil_div(params.pixels, PIXELS);  // of so many channels
-  const int first_pixel = (int)blockIdx.x % blocks * PIXELS, first_channel = (int)blockIdx.x / blocks * CHANNELS;
+  __shared__ Piece tile[PIECES];
+  const int thread = (int)threadIdx.x;
+  const int tile_pixels = 1 << params.pixel_bits, count = params.pieces.value << params.pixel_bits;
+  const int pitch = params.pieces.value | 1, blocks = ceil_div(params.pixels, tile_pixels);
+  const int first_pixel = (int)blockIdx.x % blocks << params.pixel_bits;
+  const int first_channel = (int)blockIdx.x / blocks * params.row.value;
 
-  const int pixel = first_pixel + threadIdx.x % PIXELS;
-  if (pixel < params.pixels) {
-    const int row = pixel / params.sizes[2], slab = row / params.sizes[1], image = slab / params.sizes[0];
-    const int own = threadIdx.x / PIXELS;  // the first of the thread's channels
-    const scalar_t* const from = src + image * params.stride[0] + slab % params.sizes[0] * params.stride[2] +
-                                 row % params.sizes[1] * params.stride[3] + pixel % params.sizes[2] * params.stride[4];
-    scalar_t values[LOADS];
+  for (int first = thread; first < count; first += AT_ONCE * THREADS) {
+    Piece pieces[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      const int channel = first_channel + own + i * AT_ONCE, of_parts = channel / params.padded;
-      const int group = params.parts > 1 ? of_parts / 2 : of_parts;
-      const int in_group = channel - of_parts * params.padded.value;
-      const bool exists = channel < params.channels && in_group < params.group;
-      values[i] = exists ? read(from + (group * params.group + in_group) * params.stride[1]) : zero<scalar_t>();
-      if (params.parts > 1) values[i] = part_of(values[i], of_parts % 2);
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int at = first + i * THREADS, pixel = first_pixel + (at & tile_pixels - 1);
+      if (at < count && pixel < params.pixels)
+        pieces[i] = read_piece(address_of(src, params, pixel), params,
+                               first_channel - params.halo + (at >> params.pixel_bits) * VECTOR);
     }
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i)
-      if (first_channel + own + i * AT_ONCE < params.channels)
-        tile[own + i * AT_ONCE][threadIdx.x % PIXELS] = values[i];
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int at = first + i * THREADS;
+      if (at < count) tile[(at & tile_pixels - 1) * pitch + (at >> params.pixel_bits)] = pieces[i];
+    }
   }
   __syncthreads();
 
-  if (params.channels % VECTOR) {
-    const int count = min(CHANNELS, params.channels - first_channel);
-    for (int i = threadIdx.x; i < PIXELS * count; i += THREADS)
-      if (first_pixel + i / count < params.pixels)
-        dst[(long long)(first_pixel + i / count) * params.channels + first_channel + i % count] =
-            tile[i % count][i / count];
+  if (params.channels % VECTOR == 0) {
+    for (int at = thread; at < count; at += THREADS) {
+      const int in_tile = at / params.pieces, piece = at % params.pieces;
+      const int pixel = first_pixel + in_tile, channel = first_channel + piece * VECTOR;
+      if (pixel < params.pixels && channel < params.channels)
+        *(Piece*)(dst + (long long)pixel * params.channels + channel) = tile[in_tile * pitch + piece];
+    }
     return;
   }
-  const int channel = threadIdx.x % VECTORS * VECTOR;
-  if (first_channel + channel >= params.channels) return;
-#pragma unroll
-  for (int i = threadIdx.x / VECTORS; i < PIXELS; i += THREADS / VECTORS) {
-    if (first_pixel + i >= params.pixels) break;
-    Vector<scalar_t, VECTOR> values;
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) values.value[j] = tile[channel + j][i];
-    *(Vector<scalar_t, VECTOR>*)(dst + (long long)(first_pixel + i) * params.channels + first_channel + channel) =
-        values;
+  const int present = min(tile_pixels, params.pixels - first_pixel);
+  if (params.halo == 0) {
+    const scalar_t* const elements = (const scalar_t*)tile;
+    scalar_t* const to = dst + (long long)first_pixel * params.channels;
+    const int total = present * params.channels, slots = pitch * VECTOR;
+    int in_tile = thread * WORD / params.row, in_row = thread * WORD % params.row;
+    for (int at = thread * WORD; at < total; at += THREADS * WORD) {
+      const int next =
+          WORD == 2 && in_row + 1 == params.row.value ? (in_tile + 1) * slots : in_tile * slots + in_row + 1;
+      store_word(to + at, elements[in_tile * slots + in_row], elements[min(next, PIECES * VECTOR - 1)], true,
+                 at + WORD <= total);
+      in_tile += params.advance, in_row += THREADS * WORD - params.advance * params.row.value;
+      if (in_row >= params.row.value) in_row -= params.row.value, ++in_tile;
+    }
+    return;
+  }
+  for (int in_tile = thread / 32; in_tile < present; in_tile += THREADS / 32) {
+    const long long start = (long long)(first_pixel + in_tile) * params.channels + first_channel;
+    const int shift = (int)start & params.halo - 1;
+    const scalar_t* const from = (const scalar_t*)(tile + in_tile * pitch) + params.halo - shift;
+    const int begin = shift - first_channel, end = params.channels - first_channel + shift;
+    for (int at = thread % 32 * WORD; at < params.row.value; at += 32 * WORD)
+      store_word(dst + start - shift + at, from[at], from[at + WORD - 1], at >= begin && at < end,
+                 at + WORD - 1 >= begin && at + WORD <= end);
   }
 }

@@ -31,8 +31,8 @@ from polyphase.schedules.tap_gemm.product import (
     kernels_change,
     pack_step,
     product_of,
+    seconds_before,
     step_of,
-    transpose_seconds,
 )
 from polyphase.schedules.tiles import affordable_planes
 
@@ -216,7 +216,7 @@ class TapGemm(_TapGemm):
         stored = config.rows * config.columns / 32 * terms.stored
         work = rounds * (resident * (mean * stage + stored + terms.block) + alone) / device.clock_hz
         packed = row_blocks * config.rows * sum(stages) * config.stage_words * 4 * product.parts * problem.groups
-        work += transpose_seconds(product, (as_read(product, product.gather.src, layouts.aligned)[1],), device)
+        work += seconds_before(product, (as_read(product, product.gather.src, layouts.aligned)[1],), device)
         work += terms.pack + packed * terms.packed / device.copy_bytes_per_second
         if splits > 1:
             elements = problem.elements[2] if pass_ is Pass.FORWARD else problem.elements[0]
@@ -360,7 +360,7 @@ class TapGemmWgrad(_TapGemm):
         stored = config.rows * config.columns / 32 * terms.stored
         work = rounds * (resident * (stages * stage + stored + terms.block) + alone) / device.clock_hz
         sides = (as_read(product, side, layouts.aligned)[1] for side in (product.gather.src, product.gather.dst))
-        work += transpose_seconds(product, sides, device)
+        work += seconds_before(product, sides, device)
         work += terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 

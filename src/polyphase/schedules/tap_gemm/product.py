@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 
-from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -17,6 +16,7 @@ from polyphase.program.params import params_of
 from polyphase.program.program import Transposed
 from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import Gather, Side
+from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.tensor_cores import parts_of
 
 _MOST_TERMS = 1 << 21  # of a sum, and columns of a group: quotients in float32 are exact below
@@ -147,14 +147,10 @@ def as_read(
     return Side(shape, dense_strides(shape, True)), Transposed(side.shape, side.strides, groups, padded, parts)
 
 
-def transpose_seconds(product: Product, transposed: Iterable[Transposed | None], device: DeviceInfo) -> float:
+def seconds_before(product: Product, transposed: Iterable[Transposed | None], device: DeviceInfo) -> float:
     """Predicted seconds of the transposes before a kernel."""
-    terms, seconds = costs("tap_gemm", device), 0.0
-    for how in transposed:
-        if how is not None:
-            moved = (how.elements + math.prod(how.shape)) * product.size
-            seconds += terms.transpose + moved / (terms.transposed * device.copy_bytes_per_second)
-    return seconds
+    moved = [(how.elements + math.prod(how.shape)) * product.size for how in transposed if how is not None]
+    return transpose_seconds(sum(moved), device, len(moved))
 
 
 def pack_step(

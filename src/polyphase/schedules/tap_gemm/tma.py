@@ -21,7 +21,7 @@ from polyphase.program.program import Program, Transposed, assemble, reading_cha
 from polyphase.program.step import SRC, Step
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Side
-from polyphase.schedules.cost import slower_of
+from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.product import (
     MOST_STEP,
@@ -32,8 +32,8 @@ from polyphase.schedules.tap_gemm.product import (
     kernels_change,
     pack_step,
     product_of,
+    seconds_before,
     step_of,
-    transpose_seconds,
 )
 from polyphase.schedules.tiles import Four, affordable_planes, tiles_of
 
@@ -103,9 +103,8 @@ class TapGemmTma(Schedule):
         product = product_of(problem, pass_, lie)
         _, seconds = _splits(product, config, device)
         if config.back:
-            terms, written = costs("tap_gemm", device), math.prod(product.gather.dst.shape) * product.size
-            seconds += terms.transpose + 2 * written / (terms.transposed * device.copy_bytes_per_second)
-        seconds += transpose_seconds(product, (_as_read(product, config, layouts.aligned)[1],), device)
+            seconds += transpose_seconds(2 * math.prod(product.gather.dst.shape) * product.size, device)
+        seconds += seconds_before(product, (_as_read(product, config, layouts.aligned)[1],), device)
         moving = problem.bytes / device.copy_bytes_per_second
         return slower_of(seconds, moving)
 

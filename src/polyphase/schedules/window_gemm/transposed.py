@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from polyphase.costs import costs
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.program.program import Program, between_transposes
-from polyphase.program.transpose import missing
+from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import TmaConfig
@@ -57,11 +56,7 @@ class _Transposed(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Cost:
         """What the TMA kernel costs, and the transposes around it."""
-        terms = costs("window_transposed", device)
-        size, (x, _, y) = DTYPE_BYTES[problem.dtype], problem.elements
-        absent = size * (x * missing(problem.in_channels) + y * missing(problem.out_channels)) if size == 2 else 0.0
-        counted = 2 * (_transposed_bytes(problem, pass_) + terms.missing * absent)
-        transposes = (self._reads + 1) * terms.tensor + counted / (terms.bandwidth * device.copy_bytes_per_second)
+        transposes = transpose_seconds(2 * _transposed_bytes(problem, pass_), device, self._reads + 1)
         lie = self._layouts(problem, layouts)
         seconds, bound = self._tma.cost(_last(problem), pass_, device, lie, config)
         return seconds + transposes, bound
