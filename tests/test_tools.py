@@ -169,3 +169,30 @@ def test_script_says_what_to_do() -> None:
         torch.jit.script(ours)
     polyphase.restore(ours)
     torch.testing.assert_close(torch.jit.script(ours)(X), ours(X))
+
+
+def test_thop() -> None:
+    thop = pytest.importorskip("thop")
+    theirs, ours = both()
+    assert thop.profile(ours, (X,), verbose=False) == thop.profile(theirs, (X,), verbose=False)
+
+
+def test_fvcore() -> None:
+    fvcore = pytest.importorskip("fvcore.nn")
+    theirs, ours = both()
+    expected, got = fvcore.FlopCountAnalysis(theirs, X), fvcore.FlopCountAnalysis(ours, X)
+    assert got.total() == expected.total()
+    assert got.by_module() == expected.by_module()
+    assert not {name for name in got.unsupported_ops() if "polyphase" in name}
+
+
+@pytest.mark.parametrize("backend", ["pytorch", "aten"])
+def test_ptflops(backend: str) -> None:
+    ptflops = pytest.importorskip("ptflops")
+    counted = [
+        ptflops.get_model_complexity_info(
+            model, (4, 5, 5), as_strings=False, print_per_layer_stat=False, verbose=False, backend=backend
+        )
+        for model in both()
+    ]
+    assert counted[1] == counted[0]

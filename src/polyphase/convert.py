@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from polyphase import modules
 from polyphase.calls import function_calls
+from polyphase.tools import tell_counters
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -151,6 +152,7 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
         UserWarning: if the model has no transposed convolution that polyphase can take.
     """
     report = _convert("polyphase.accelerate", model, filter, _TO_POLYPHASE)
+    tell_counters()
     functions = _about_functions(model)
     notes = (_about_devices((*report.swapped, *report.already)), functions)
     report = replace(report, note="\n".join(note for note in notes if note))
