@@ -117,7 +117,7 @@ def test_phases_partition_outputs_and_terms() -> None:
                 cells = itertools.product(*(r[part] for r, part in zip(ranges, tap.cells)))
                 terms += [(i, tap.index, o) for i, o in zip(inputs, cells, strict=True)]
         reached = [
-            [q for q in range(size) if axis.taps_by_phase[q % axis.stride]]
+            [q for q in range(size) if q % axis.stride in axis.taps_by_phase]
             for axis, size in zip(problem.axes, problem.output_size)
         ]
         assert outputs == Counter(itertools.product(*reached))  # the others are bias alone

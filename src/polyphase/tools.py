@@ -31,4 +31,4 @@ def _of_tensors(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """For ptflops, which counts the additions of a bias, too."""
     input, weight, bias = inputs[:3]
     additions = 0 if bias is None else math.prod(outputs[0].shape)
-    return math.prod(input.shape) * math.prod(weight.shape[1:]) + additions
+    return int(math.prod(input.shape) * math.prod(weight.shape[1:]) + additions)

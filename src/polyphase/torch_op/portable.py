@@ -65,9 +65,11 @@ class Phase:
 def phases(axes: Sequence[Axis], input_size: Sequence[int], output_size: Sequence[int]) -> list[Phase]:
     """Every phase that has taps and an output: of a large stride few have, and the others' outputs are bias alone."""
     result = []
-    served = ([u for u, taps in enumerate(axis.taps_by_phase[:size]) if taps] for axis, size in zip(axes, output_size))
+    served = ([u for u in axis.taps_by_phase if u < size] for axis, size in zip(axes, output_size))
     for phase in product(*served):
-        outputs = tuple(slice(u, None, axis.stride) for u, axis in zip(phase, axes))
+        # A longer step than the side would do as well, but not once it is multiplied by what lies between two elements.
+        steps = (min(axis.stride, size) for axis, size in zip(axes, output_size))
+        outputs = tuple(slice(u, None, step) for u, step in zip(phase, steps))
         cells = tuple(len(range(size)[part]) for part, size in zip(outputs, output_size))
         indices = product(*(axis.taps_by_phase[u] for u, axis in zip(phase, axes)))
         taps = (_tap(index, axes, input_size, cells) for index in indices)
