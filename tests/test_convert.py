@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import warnings
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import polyphase
+from polyphase.calls import function_calls
 from polyphase.convert import Outcome
 
 
@@ -56,15 +58,18 @@ def test_swaps_in_place_and_restores() -> None:
     assert [entry.names for entry in report.swapped] == [("0.up",), ("1.up",), ("2",)]
     assert not report.left
     assert not report.already
-    assert [type(m) for m in model.modules() if "Transpose" in repr(type(m))] == [polyphase.ConvTranspose2d] * 3
+    layers = [m for m in model.modules() if "Transpose" in repr(type(m))]
+    assert len(layers) == 3
+    assert all(type(m) is polyphase.ConvTranspose2d for m in layers)
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert str(model) == before
+    assert str(model) == before.replace("ConvTranspose2d", "polyphase.ConvTranspose2d")
     torch.testing.assert_close(model(x), expected)
 
     restored = polyphase.restore(model)
     assert [entry.names for entry in restored.swapped] == [("0.up",), ("1.up",), ("2",)]
     assert {type(m).__module__.split(".")[0] for m in model.modules() if m is not model} == {"torch", __name__}
+    assert str(model) == before
     assert torch.equal(model(x), expected)
 
 
@@ -146,7 +151,8 @@ def test_filter() -> None:
         return name != "1.up"
 
     report = polyphase.accelerate(model, filter=wanted)
-    assert asked == [(name, nn.ConvTranspose2d) for name in ("0.up", "1.up", "2")]
+    assert [name for name, _ in asked] == ["0.up", "1.up", "2"]
+    assert all(cls is nn.ConvTranspose2d for _, cls in asked)
     assert [entry.names[0] for entry in report.left] == ["1.up"]
     assert "filter" in report.left[0].reason
     assert type(model[1].up) is nn.ConvTranspose2d
@@ -242,9 +248,44 @@ def test_report_reads_well() -> None:
 
 
 def test_a_report_is_not_the_model() -> None:
-    model = polyphase.accelerate(unet())
-    with pytest.raises(TypeError, match=r"accelerate changes the model itself, and returns this report"):
+    built = unet()
+    model = polyphase.accelerate(built)
+    words = r"accelerate changes the model itself, and returns this report: write polyphase.accelerate\(model\) without"
+    with pytest.raises(TypeError, match=words):
         model(torch.rand(1, 8, 4, 4))
+    for name in ("eval", "parameters", "state_dict", "to", "half"):
+        assert not hasattr(model, name)
+        with pytest.raises(AttributeError, match=words + f".*{name!r}"):
+            getattr(model, name)
+    assert model.model is built
+    assert copy.copy(model) == model
+    assert str(pickle.loads(pickle.dumps(model))) == str(model)
+
+
+class Functional(nn.Module):
+    """Has no layer to swap: it calls the function, from a method of its own."""
+
+    weight = torch.ones(2, 2, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+    def up(self, x: Tensor) -> Tensor:
+        return nn.functional.conv_transpose2d(x, self.weight)
+
+
+class AlreadyOurs(Functional):
+    def up(self, x: Tensor) -> Tensor:
+        return polyphase.conv_transpose2d(x, self.weight)
+
+
+def test_tells_of_calls_of_the_function() -> None:
+    with pytest.warns(UserWarning, match=r"Functional\.up calls conv_transpose2d\. Call polyphase's"):
+        polyphase.accelerate(nn.Sequential(Functional(), nn.ReLU()))
+    report = polyphase.accelerate(nn.Sequential(Functional(), nn.ConvTranspose2d(2, 2, 3)))
+    assert "Functional.up calls conv_transpose2d" in report.note
+    assert len(report.swapped) == 1
+    assert function_calls(AlreadyOurs()) == []
 
 
 def test_weight_norm_of_either_kind() -> None:
@@ -310,7 +351,7 @@ def test_restores_parametrized_modules_with_their_parametrizations() -> None:
     polyphase.accelerate(model)
     torch.testing.assert_close(model(x), expected)
     polyphase.restore(model)
-    assert type(model).__bases__ == (nn.ConvTranspose2d,)
+    assert type(model).__bases__[0] is nn.ConvTranspose2d
     assert torch.equal(model(x), expected)
 
 
@@ -324,16 +365,16 @@ def test_lazy_modules() -> None:
     model = nn.Sequential(nn.LazyConvTranspose2d(4, 3, stride=2), nn.LazyConvTranspose2d(2, 3))
     reference = copy.deepcopy(model)
     polyphase.accelerate(model)
-    assert [type(m) for m in model] == [polyphase.LazyConvTranspose2d] * 2
+    assert all(type(m) is polyphase.LazyConvTranspose2d for m in model)
     x = torch.randn(1, 5, 4, 4)
     outputs = []
     for each in (model, reference):
         torch.manual_seed(0)
         outputs.append(each(x))
     torch.testing.assert_close(*outputs)
-    assert [type(m) for m in model] == [polyphase.ConvTranspose2d] * 2
+    assert all(type(m) is polyphase.ConvTranspose2d for m in model)
     polyphase.restore(model)
-    assert [type(m) for m in model] == [nn.ConvTranspose2d] * 2
+    assert all(type(m) is nn.ConvTranspose2d for m in model)
     fresh = nn.LazyConvTranspose1d(2, 3)
     polyphase.accelerate(fresh)
     polyphase.restore(fresh)

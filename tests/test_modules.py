@@ -48,7 +48,7 @@ def test_same_constructor_random_numbers_and_state(dims: int, arguments: Any, ke
     assert isinstance(ours, TORCH_MODULES[dims])
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values()))
-    assert repr(ours) == repr(theirs)
+    assert repr(ours) == f"polyphase.{theirs!r}"
     assert inspect.signature(type(ours)) == inspect.signature(type(theirs))
     ours.load_state_dict(theirs.state_dict())
     for batch in (True, False):
@@ -115,10 +115,10 @@ def test_lazy(dims: int, bias: bool) -> None:
         assert module.has_uninitialized_params()
         made.append((repr(module), module, module(x)))
     (theirs_repr, theirs, expected), (ours_repr, ours, got) = made
-    assert theirs_repr == ours_repr
+    assert ours_repr == f"polyphase.{theirs_repr}"
     assert inspect.signature(ours_class) == inspect.signature(theirs_class)
     assert type(ours) is OUR_MODULES[dims]
-    assert repr(ours) == repr(theirs)
+    assert repr(ours) == f"polyphase.{theirs!r}"
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values()))
     torch.testing.assert_close(got, expected)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,13 +18,17 @@ from torch.nn import Module
 from torch.nn.utils import parametrize
 
 from polyphase import modules
+from polyphase.calls import function_calls
+from polyphase.tools import tell_counters
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _NAMES = [f"{lazy}ConvTranspose{dims}d" for lazy in ("", "Lazy") for dims in (1, 2, 3)]
-_TO_POLYPHASE: dict[type, type] = {getattr(torch.nn, name): getattr(modules, name) for name in _NAMES}
-_TO_TORCH: dict[type, type] = {ours: theirs for theirs, ours in _TO_POLYPHASE.items()}
+_PAIRS = [(getattr(torch.nn, name), getattr(modules, name)) for name in _NAMES]
+# By id, as the classes of a pair are equal (`polyphase.modules.StandIn`).
+_TO_POLYPHASE: dict[int, type] = {id(theirs): ours for theirs, ours in _PAIRS}
+_TO_TORCH: dict[int, type] = {id(ours): theirs for theirs, ours in _PAIRS}
 
 
 class Outcome(Enum):
@@ -56,11 +60,15 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What `accelerate` or `restore` found and did. Printing it gives a table, and the ``note`` below it."""
+    """What `accelerate` or `restore` found and did. Printing it gives a table, and the ``note`` below it.
+
+    ``model`` is the model that it is about, for those who want it in one line: ``accelerate(build()).model``.
+    """
 
     title: str
     entries: tuple[Entry, ...]
     note: str = ""
+    model: Module | None = field(default=None, compare=False)
 
     @property
     def swapped(self) -> tuple[Entry, ...]:
@@ -101,7 +109,19 @@ class Report:
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raise TypeError: who calls it took it for the model."""
-        raise TypeError(f"{self.title} changes the model itself, and returns this report: call the model")
+        raise TypeError(f"{self._not_the_model()}: call the model")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise AttributeError, for the same reason."""
+        if name.startswith("__") or "title" not in vars(self):  # asked for by Python itself, as for pickling
+            raise AttributeError(name)
+        raise AttributeError(f"{self._not_the_model()}; the report has no {name!r}")
+
+    def _not_the_model(self) -> str:
+        return (
+            f"{self.title} changes the model itself, and returns this report: write {self.title}(model) without "
+            f"assigning it, or model = {self.title}(model).model"
+        )
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -122,7 +142,8 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
     Returns:
         A `Report` of every transposed convolution: swapped, or why not. Subclasses of PyTorch's modules are left alone,
         as they may compute something else; so are quantized and scripted modules, and those whose ``forward`` was
-        replaced on the instance. It says where the portable path computes, as on a CPU.
+        replaced on the instance. It says where the portable path computes, as on a CPU, and which methods call
+        PyTorch's function themselves, which this does not reach. Its ``model`` is the one that was given.
 
     Raises:
         TypeError: ``model`` is no module, or ``filter`` cannot be called.
@@ -131,9 +152,12 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
         UserWarning: if the model has no transposed convolution that polyphase can take.
     """
     report = _convert("polyphase.accelerate", model, filter, _TO_POLYPHASE)
-    report = replace(report, note=_about_devices((*report.swapped, *report.already)))
+    tell_counters()
+    functions = _about_functions(model)
+    notes = (_about_devices((*report.swapped, *report.already)), functions)
+    report = replace(report, note="\n".join(note for note in notes if note))
     if not report.swapped and not report.already:
-        found = f"\n{report}" if report.entries else ""
+        found = f"\n{report}" if report.entries else f". {functions}" if functions else ""
         warnings.warn(f"polyphase.accelerate: nothing was swapped in {model._get_name()}{found}", stacklevel=2)
     return report
 
@@ -148,7 +172,7 @@ def restore(model: Module) -> Report:
 
 
 def _convert(
-    title: str, model: Module, filter: Callable[[str, Module], bool] | None, classes: dict[type, type]
+    title: str, model: Module, filter: Callable[[str, Module], bool] | None, classes: Mapping[int, type]
 ) -> Report:
     if not isinstance(model, Module):
         raise TypeError(f"{title} takes a torch.nn.Module, not {type(model).__name__}")
@@ -166,9 +190,8 @@ def _convert(
         entries.append(Entry(tuple(paths), described, outcome, reason, device))
     for module, entry in zip(names, entries):  # all or, where a filter raises, none
         if entry.outcome is Outcome.SWAPPED:
-            cls = _class_of(module)
-            module.__class__ = classes[cls] if cls is type(module) else _rebased(type(module), classes[cls])
-    return Report(title, tuple(entries))
+            module.__class__ = _rebased(module, type(module), classes)
+    return Report(title, tuple(entries), model=model)
 
 
 def _about_devices(entries: Iterable[Entry]) -> str:
@@ -181,6 +204,18 @@ def _about_devices(entries: Iterable[Entry]) -> str:
     return f"On {on} the portable path computes, slower than PyTorch; own kernels need an NVIDIA GPU."
 
 
+def _about_functions(model: Module) -> str:
+    """Which methods call PyTorch's function, or "" where none does."""
+    calls = function_calls(model)
+    if not calls:
+        return ""
+    more = f", and {len(calls) - 3} more do" if len(calls) > 3 else ""
+    return (
+        f"Modules are swapped, calls of functions are not: {', '.join(calls[:3])}{more}. Call polyphase's function of "
+        "that name there; its arguments are the same."
+    )
+
+
 def _is_transposed_convolution(module: Module) -> bool:
     """By name, so that the report also tells of those of other libraries, which stay as they are."""
     names = {cls.__name__ for cls in type(module).__mro__}
@@ -188,12 +223,12 @@ def _is_transposed_convolution(module: Module) -> bool:
 
 
 def _outcome(
-    module: Module, name: str, filter: Callable[[str, Module], bool] | None, classes: dict[type, type]
+    module: Module, name: str, filter: Callable[[str, Module], bool] | None, classes: Mapping[int, type]
 ) -> tuple[Outcome, str]:
     cls = _class_of(module)
-    if cls in classes.values():
+    if any(cls is target for target in classes.values()):
         return Outcome.ALREADY, ""
-    if cls not in classes:
+    if id(cls) not in classes:
         return Outcome.LEFT, _why_not(module, cls, classes)
     if "forward" in vars(module):
         return Outcome.LEFT, "its forward was replaced on the instance, so its class does not decide what it computes"
@@ -203,28 +238,45 @@ def _outcome(
 
 
 def _class_of(module: Module) -> type:
-    """The module's class, without the one that `torch.nn.utils.parametrize` may have put before it."""
+    """The module's class, without those that PyTorch may have put before it."""
     cls = type(module)
-    ancestor: type = cls.__bases__[0]
-    parametrized = parametrize.is_parametrized(module) and cls.__name__ == f"Parametrized{ancestor.__name__}"
-    return ancestor if parametrized else cls
+    while (base := _base_of_generated(module, cls)) is not None:
+        cls = base
+    return cls
 
 
-def _rebased(parametrized: type, base: type) -> type:
-    """The same parametrized class over another base.
+def _base_of_generated(module: Module, cls: type) -> type | None:
+    """The class before which PyTorch has put ``cls``, which it has made itself; None for any other.
+
+    ``ParametrizedX`` of `torch.nn.utils.parametrize` derives from X, ``FSDPX`` of ``fully_shard`` and others of
+    `torch.distributed` from a class of theirs and X.
+    """
+    front, base = cls.__bases__[0], cls.__bases__[-1]
+    if parametrize.is_parametrized(module) and cls.__name__ == f"Parametrized{base.__name__}":
+        return base
+    generated = all(each.__module__.startswith("torch.distributed.") for each in (front, cls))
+    return base if generated and cls.__name__.endswith(base.__name__) else None
+
+
+def _rebased(module: Module, cls: type, classes: Mapping[int, type]) -> type:
+    """The class to swap for ``cls``: one that PyTorch has made is made again over another base.
 
     A new class, as copies of a module share theirs. ``remove_parametrizations`` finds the base in ``__bases__``.
     """
-    namespace = {name: value for name, value in vars(parametrized).items() if name not in ("__dict__", "__weakref__")}
-    return type(parametrized.__name__, (base,), namespace)
+    base = _base_of_generated(module, cls)
+    if base is None:
+        return classes[id(cls)]
+    left_out = ("__dict__", "__weakref__", "__abstractmethods__", "_abc_impl")
+    namespace = {name: value for name, value in vars(cls).items() if name not in left_out}
+    return type(cls.__name__, (*cls.__bases__[:-1], _rebased(module, base, classes)), namespace)
 
 
-def _why_not(module: Module, cls: type, classes: dict[type, type]) -> str:
+def _why_not(module: Module, cls: type, classes: Mapping[int, type]) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "compiled by TorchScript, which takes PyTorch's own layers alone"
     if "quantized" in cls.__module__:
         return f"quantized ({cls.__module__})"
     for ancestor in cls.__mro__:
-        if ancestor in classes:
+        if id(ancestor) in classes:
             return f"{cls.__qualname__} is a subclass of {ancestor.__name__} and may compute something else"
     return f"{cls.__module__}.{cls.__qualname__} is no subclass of PyTorch's module"

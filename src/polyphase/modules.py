@@ -1,13 +1,20 @@
 """``ConvTranspose1d/2d/3d`` and their lazy forms: `torch.nn`'s modules with polyphase's forward pass.
 
-They are subclasses of `torch.nn`'s with nothing added: the same constructor, random numbers, parameters, state_dict,
-repr and ``output_size`` argument. `polyphase.accelerate` relies on that when it changes the class of a built module.
+They are subclasses of `torch.nn`'s with nothing added: the same constructor, random numbers, parameters, state_dict and
+``output_size`` argument, and the same repr behind "polyphase.". `polyphase.accelerate` relies on that when it changes
+the class of a built module.
+
+Tools that go by exact types, ``type(module) in (torch.nn.ConvTranspose2d, ...)`` or a dictionary of types, take them
+for `torch.nn`'s: the classes are equal to those that they stand for, though not identical (see `StandIn`).
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,13 +22,69 @@ from torch import Tensor
 from polyphase.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 
 
+class StandIn(ABCMeta):
+    """The type of classes that are equal to the class of `torch.nn` that they name as ``_stands_for``.
+
+    Counters of flops, initialisers and quantization look layers up by their exact type, and what they do not find they
+    pass over in silence. A subclass is equal to itself alone. (ABCMeta: subclasses may have abstract bases, too.)
+    """
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> StandIn:
+        """A class of the caller's module: else what PyTorch derives would be of ABCMeta's, whose frame is nearest."""
+        namespace.setdefault("__module__", sys._getframe(1).f_globals.get("__name__"))
+        return super().__new__(mcls, name, bases, namespace, **keywords)
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or vars(cls).get("_stands_for", cls) is other
+
+    def __hash__(cls) -> int:
+        return type.__hash__(vars(cls).get("_stands_for", cls))
+
+
+def _get_name(module: Any) -> str:
+    cls = type(module)  # itself, or one that PyTorch has derived from it: parametrized, or of FSDP
+    own = cls.__module__.partition(".")[0] in ("polyphase", "torch")
+    return f"polyphase.{cls.__name__}" if own else cls.__name__
+
+
+def _prepare_scriptable(module: Any) -> NoReturn:
+    """What `torch.jit.script` asks for. Raises NotImplementedError."""
+    raise NotImplementedError(
+        f"torch.jit.script compiles no {module._get_name()}: script the model after polyphase.restore(model), or use "
+        "torch.jit.trace, torch.compile or torch.export, which take it as it is"
+    )
+
+
+def _qconfig(module: Any) -> Any:
+    try:
+        return vars(module)["qconfig"]
+    except KeyError:
+        raise AttributeError(f"{module._get_name()} has no qconfig") from None
+
+
+def _set_qconfig(module: Any, value: Any) -> None:
+    """What `torch.ao.quantization` begins with: the layer is PyTorch's from then on, whose quantized form it makes."""
+    from polyphase.convert import restore
+
+    vars(module)["qconfig"] = value
+    if value is not None:
+        warnings.warn(f"{module} is to be quantized, and is PyTorch's from here on", stacklevel=3)
+        restore(module)
+
+
 def _forward(
-    module: Any, function: Callable[..., Tensor], dims: int, input: Tensor, output_size: Sequence[int] | None
+    module: Any, function: Callable[..., Tensor], dims: int, input: Any, output_size: Sequence[int] | None
 ) -> Tensor:
     if module.padding_mode != "zeros":
         raise ValueError(
             f"{module._get_name()} supports the padding mode 'zeros' alone, got padding_mode={module.padding_mode!r}"
         )
+    if type(input) is not Tensor and isinstance(input, torch.fx.Proxy):
+        tracer: Any = input.tracer
+        if getattr(tracer, "root", module) is not module:  # a node of its own, as `torch.nn`'s layers are
+            arguments = (input,) if output_size is None else (input, output_size)
+            node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(module), arguments, {})
+            return node
     output_padding = module.output_padding
     if output_size is not None:
         output_padding = module._output_padding(
@@ -39,8 +102,13 @@ def _forward(
     )
 
 
-class ConvTranspose1d(torch.nn.ConvTranspose1d):
+class ConvTranspose1d(torch.nn.ConvTranspose1d, metaclass=StandIn):
     """`torch.nn.ConvTranspose1d` computed by `polyphase.conv_transpose1d`."""
+
+    _stands_for: type = torch.nn.ConvTranspose1d
+    _get_name = _get_name
+    __prepare_scriptable__ = _prepare_scriptable
+    qconfig = property(_qconfig, _set_qconfig)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """``(N, C_in, L)`` or ``(C_in, L)`` to ``(N, C_out, L_out)`` or ``(C_out, L_out)``.
@@ -51,8 +119,13 @@ class ConvTranspose1d(torch.nn.ConvTranspose1d):
         return _forward(self, conv_transpose1d, 1, input, output_size)
 
 
-class ConvTranspose2d(torch.nn.ConvTranspose2d):
+class ConvTranspose2d(torch.nn.ConvTranspose2d, metaclass=StandIn):
     """`torch.nn.ConvTranspose2d` computed by `polyphase.conv_transpose2d`."""
+
+    _stands_for: type = torch.nn.ConvTranspose2d
+    _get_name = _get_name
+    __prepare_scriptable__ = _prepare_scriptable
+    qconfig = property(_qconfig, _set_qconfig)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """``(N, C_in, H, W)`` or ``(C_in, H, W)`` to ``(N, C_out, H_out, W_out)`` or ``(C_out, H_out, W_out)``.
@@ -63,8 +136,13 @@ class ConvTranspose2d(torch.nn.ConvTranspose2d):
         return _forward(self, conv_transpose2d, 2, input, output_size)
 
 
-class ConvTranspose3d(torch.nn.ConvTranspose3d):
+class ConvTranspose3d(torch.nn.ConvTranspose3d, metaclass=StandIn):
     """`torch.nn.ConvTranspose3d` computed by `polyphase.conv_transpose3d`."""
+
+    _stands_for: type = torch.nn.ConvTranspose3d
+    _get_name = _get_name
+    __prepare_scriptable__ = _prepare_scriptable
+    qconfig = property(_qconfig, _set_qconfig)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)`` to ``(N, C_out, D_out, H_out, W_out)`` or without ``N``.
@@ -78,16 +156,19 @@ class ConvTranspose3d(torch.nn.ConvTranspose3d):
 class LazyConvTranspose1d(torch.nn.LazyConvTranspose1d, ConvTranspose1d):  # type: ignore[misc]
     """A `ConvTranspose1d` that takes ``in_channels`` from its first input."""
 
+    _stands_for = torch.nn.LazyConvTranspose1d
     cls_to_become = ConvTranspose1d
 
 
 class LazyConvTranspose2d(torch.nn.LazyConvTranspose2d, ConvTranspose2d):  # type: ignore[misc]
     """A `ConvTranspose2d` that takes ``in_channels`` from its first input."""
 
+    _stands_for = torch.nn.LazyConvTranspose2d
     cls_to_become = ConvTranspose2d
 
 
 class LazyConvTranspose3d(torch.nn.LazyConvTranspose3d, ConvTranspose3d):  # type: ignore[misc]
     """A `ConvTranspose3d` that takes ``in_channels`` from its first input."""
 
+    _stands_for = torch.nn.LazyConvTranspose3d
     cls_to_become = ConvTranspose3d

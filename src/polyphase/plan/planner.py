@@ -105,7 +105,7 @@ def plan(
     """
     if not device.is_cuda:
         return Plan(problem, pass_)
-    _check_integers(problem)
+    _check_integers(problem.without_idle_constants())
     given = problem
     problem, layouts = as_computed(problem, pass_, layouts)
     schedules = _ranked(compared(problem, pass_), pass_, device)
@@ -147,7 +147,7 @@ def as_computed(
 ) -> tuple[ConvTransposeProblem, Layouts]:
     """The layer as the pass sees it, in other words where those are simpler: it has the same tensors in memory."""
     layouts = layouts or Layouts.of_call(problem, pass_)
-    problem = problem.of_pass(pass_)
+    problem = problem.of_pass(pass_).without_idle_constants()
     # Single pixels have every memory format at once; of a weight's gradient nothing else says which.
     as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
     simpler = as_read.of_lone_pixels()
@@ -234,6 +234,9 @@ def _check_integers(problem: ConvTransposeProblem) -> None:
     counted = {
         "a side of the input": max(problem.input_size),
         "a side of the output": max(problem.output_size),
+        "a side of the output with its padding": max(
+            map(sum, zip(problem.output_size, problem.padding, problem.padding))
+        ),
         "the batch": problem.batch,
         "weights of a group": weights,
     }

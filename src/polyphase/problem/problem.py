@@ -25,6 +25,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
+#: The largest stride, dilation or padding that is not huge.
+LARGE = 2**15
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -69,12 +72,15 @@ class Axis:
         return (tap * self.dilation - self.padding) // self.stride
 
     @cached_property
-    def taps_by_phase(self) -> tuple[tuple[int, ...], ...]:
-        """The taps of each phase, in ascending order; empty for a phase that is bias alone."""
-        taps: list[list[int]] = [[] for _ in range(self.stride)]
+    def taps_by_phase(self) -> dict[int, tuple[int, ...]]:
+        """The taps of each phase that owns any, in ascending order of phases and of taps; the others are bias alone.
+
+        (There are as many phases as the stride, so that nothing may list them all: it has up to 63 bits.)
+        """
+        taps: dict[int, list[int]] = {}
         for tap in range(self.kernel):
-            taps[self.phase(tap)].append(tap)
-        return tuple(map(tuple, taps))
+            taps.setdefault(self.phase(tap), []).append(tap)
+        return {phase: tuple(taps[phase]) for phase in sorted(taps)}
 
     @cached_property
     def shifts(self) -> tuple[int, int]:
@@ -215,6 +221,19 @@ class ConvTransposeProblem:
         """
         bias, last = self.bias and pass_ is Pass.FORWARD, self.channels_last and self.dtype != "float64"
         return self if (bias, last) == (self.bias, self.channels_last) else replace(self, bias=bias, channels_last=last)
+
+    @property
+    def largest_constant(self) -> int:
+        """The largest stride, dilation or padding."""
+        return max(*self.stride, *self.dilation, *self.padding)
+
+    def without_idle_constants(self) -> ConvTransposeProblem:
+        """The layer with 1 for a huge stride that only one input has, and a huge dilation that only one tap has."""
+        if self.largest_constant <= LARGE:
+            return self
+        stride = tuple(1 if n == 1 and s > LARGE else s for n, s in zip(self.input_size, self.stride))
+        dilation = tuple(1 if k == 1 and d > LARGE else d for k, d in zip(self.kernel_size, self.dilation))
+        return replace(self, stride=stride, dilation=dilation)
 
     def mirrored(self) -> ConvTransposeProblem | None:
         """The layer whose forward pass is the gradient of this one's input, where there is one: the stride is 1.

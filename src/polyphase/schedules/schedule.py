@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from polyphase.problem.layouts import Layouts
-from polyphase.problem.problem import ConvTransposeProblem, Pass
+from polyphase.problem.problem import LARGE, ConvTransposeProblem, Pass
 from polyphase.program.program import Program
 from polyphase.schedules.tensor_cores import lacks_cores
 
@@ -48,6 +48,8 @@ class Schedule:
     the length of the list, at most. ``kept``: whether making it takes longer than reading it from the disk.
     ``compared``: how many of the first are compared at `others`, too. ``best``: how many are taken before those that
     are best at one of the sizes of `own`. ``prunes``: whether `search` leaves out what is not asked for.
+    ``any_constants``: whether strides, dilations and paddings may be huge; kernels that list phases, or compute whole
+    tiles of cells, do not count that far.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Schedule:
     compared = 0
     best = 0
     prunes = False
+    any_constants = False
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         """Why the schedule cannot compute the pass, or None where it can if a tile fits.
@@ -67,6 +70,8 @@ class Schedule:
         """
         if pass_ not in self.passes:
             return f"computes the {' and the '.join(_TITLES[each] for each in self.passes)} only"
+        if problem.largest_constant > LARGE and not self.any_constants:
+            return f"strides, dilations and paddings above {LARGE}"
         if self.on_tensor_cores and (reason := lacks_cores(problem, device)) is not None:
             return reason
         return self.limits(problem, pass_, device)

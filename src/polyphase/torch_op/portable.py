@@ -24,7 +24,7 @@ from itertools import product
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, bmm  # by name: ptflops counts what is looked up as torch.bmm
 
 from polyphase.problem import Axis
 from polyphase.torch_op.memory_format import empty_output
@@ -38,6 +38,10 @@ COMPUTE_DTYPE = {
 # Images are taken in runs whose intermediate results have about this many elements. They stay in a CPU's cache (the
 # depthwise layer of the benchmark runs 4 times faster than without), and memory does not grow with the batch.
 ELEMENTS_AT_A_TIME = 1 << 20
+
+# Taps are multiplied in blocks whose products have at least about this many elements, where there are as many. Every
+# product may be shared out among threads, and on a busy machine threads that wait for one another take milliseconds.
+ELEMENTS_OF_A_BLOCK = 1 << 20
 
 _T = TypeVar("_T")
 Box = tuple[slice, ...]
@@ -65,9 +69,11 @@ class Phase:
 def phases(axes: Sequence[Axis], input_size: Sequence[int], output_size: Sequence[int]) -> list[Phase]:
     """Every phase that has taps and an output: of a large stride few have, and the others' outputs are bias alone."""
     result = []
-    served = ([u for u, taps in enumerate(axis.taps_by_phase[:size]) if taps] for axis, size in zip(axes, output_size))
+    served = ([u for u in axis.taps_by_phase if u < size] for axis, size in zip(axes, output_size))
     for phase in product(*served):
-        outputs = tuple(slice(u, None, axis.stride) for u, axis in zip(phase, axes))
+        # A longer step than the side would do as well, but not once it is multiplied by what lies between two elements.
+        steps = (min(axis.stride, size) for axis, size in zip(axes, output_size))
+        outputs = tuple(slice(u, None, step) for u, step in zip(phase, steps))
         cells = tuple(len(range(size)[part]) for part, size in zip(outputs, output_size))
         indices = product(*(axis.taps_by_phase[u] for u, axis in zip(phase, axes)))
         taps = (_tap(index, axes, input_size, cells) for index in indices)
@@ -164,7 +170,7 @@ def weight_grad(
     for images, gradients in _runs(groups, total, input, grad_output):
         pixels = _computable(images).flatten(2).mT
         for taps, columns in _columns(_computable(gradients), planes, images.shape):
-            for tap, addend in zip(taps, torch.bmm(columns, pixels).split(total.shape[-2], 1)):
+            for tap, addend in zip(taps, bmm(columns, pixels).split(total.shape[-2], 1)):
                 total[tap.index] += addend
     _by_tap(result, groups).copy_(total)
     return result
@@ -174,8 +180,8 @@ def _terms(pixels: Tensor, matrices: Tensor, taps: Sequence[Tap]) -> Iterator[Te
     """For each tap in turn its weight times every pixel: ``(groups, C_out/groups, images, *input_size)``."""
     out_channels, in_channels = matrices.shape[-2:]
     flat = pixels.flatten(2)
-    for block in _blocks(taps, out_channels, in_channels):
-        products = torch.bmm(_stack(matrices, block), flat)
+    for block in _blocks(taps, out_channels, in_channels, flat[:, 0].numel()):
+        products = bmm(_stack(matrices, block), flat)
         yield from products.unflatten(2, pixels.shape[2:]).split(out_channels, 1)
 
 
@@ -188,20 +194,20 @@ def _columns(gradients: Tensor, planes: Sequence[Phase], shape: Sequence[int]) -
     groups, in_channels, images, *input_size = shape
     out_channels = gradients.shape[1]
     reaches = [(tap, gradients[ALL + phase.outputs][ALL + tap.cells]) for phase in planes for tap in phase.taps]
-    for block in _blocks(reaches, out_channels, in_channels):
+    for block in _blocks(reaches, out_channels, in_channels, groups * images * math.prod(input_size)):
         columns = gradients.new_zeros((groups, len(block), out_channels, images, *input_size))
         for (tap, reached), column in zip(block, columns.unbind(1)):
             column[ALL + tap.inputs] = reached
         yield [tap for tap, _ in block], columns.flatten(3).flatten(1, 2)
 
 
-def _blocks(taps: Sequence[_T], rows_per_tap: int, rows: int) -> Iterator[Sequence[_T]]:
-    """The taps in blocks, one matrix product each.
+def _blocks(taps: Sequence[_T], rows_per_tap: int, rows: int, columns: int) -> Iterator[Sequence[_T]]:
+    """The taps in blocks, one matrix product each; a row of it has ``columns`` elements, those of all groups.
 
     One tap's product has as many rows as a group has output channels, often too few to be fast. A block has no more
-    than a group has input channels, or 8, so that what it holds is about as large as the input.
+    than a group has input channels, or 8, so that what it holds is about as large as the input, unless that is little.
     """
-    count = max(1, max(8, rows) // rows_per_tap)
+    count = max(1, max(8, rows) // rows_per_tap, ELEMENTS_OF_A_BLOCK // max(1, rows_per_tap * columns))
     return (taps[start : start + count] for start in range(0, len(taps), count))
 
 

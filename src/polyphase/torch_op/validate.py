@@ -50,7 +50,8 @@ def check(
         TypeError: an argument is not of the right type.
         ValueError: an integer beyond 64 bits.
         RuntimeError: shapes, dtypes, devices or constants that do not go together.
-        UnsupportedError: a dtype that the device cannot compute, or a nested tensor (a ``NotImplementedError``).
+        UnsupportedError: a dtype that the device cannot compute, or a nested or a quantized tensor (a
+            ``NotImplementedError``).
     """
     _check_tensors(name, input, weight, bias)
     _check_ranks(name, dims, input, weight)
@@ -76,6 +77,11 @@ def _check_tensors(name: str, input: Any, weight: Any, bias: Any) -> None:
             raise TypeError(f"{name}: {role} must be a Tensor, not {type(tensor).__name__}")
         if tensor.is_nested:
             raise UnsupportedError(f"{name} takes no nested tensors, got one as {role}; unbind it, or pad it")
+        if tensor.is_quantized:
+            raise UnsupportedError(
+                f"{name} takes no quantized tensors, got {tensor.dtype} as {role}; before a model is quantized, "
+                "polyphase.restore(model)"
+            )
         if tensor.layout != torch.strided:
             raise RuntimeError(f"{name}: {role} must be a dense (strided) tensor, got {tensor.layout}")
         if tensor.dtype != input.dtype:

@@ -9,11 +9,17 @@
 #include "specialisation.cuh"
 #include "core/axis.cuh"
 
-// The x in [0, modulus) with a·x ≡ 1.
+// The x in [0, modulus) with a·x ≡ 1, by Euclid's algorithm: the stride may be large.
 __host__ __device__ constexpr int inverse(int a, int modulus) {
-  for (int x = 0; x < modulus; ++x)
-    if ((long long)a * x % modulus == 1 % modulus) return x;
-  return 0;
+  long long rest = modulus, next_rest = a, x = 0, next_x = 1;
+  while (next_rest != 0) {
+    const long long times = rest / next_rest, last_rest = rest, last_x = x;
+    rest = next_rest;
+    next_rest = last_rest - times * rest;
+    x = next_x;
+    next_x = last_x - times * x;
+  }
+  return (int)(x < 0 ? x + modulus : x);
 }
 
 // The taps of one dimension that meet one destination element, and the source element that the first one meets.
@@ -35,7 +41,8 @@ struct Taps {
     const int reach = dst + PADDING;
     if (reach % GCD != 0) return {KERNEL, 0};
     const int tap = (int)((long long)(reach / GCD % PERIOD) * INVERSE % PERIOD);
-    const int distance = reach - tap * DILATION;  // a multiple of STRIDE, perhaps negative
+    // A multiple of STRIDE, perhaps negative; of a tap that the kernel does not have it may be any number.
+    const int distance = (int)((unsigned)reach - (unsigned)tap * (unsigned)DILATION);
     return {tap, distance / STRIDE};
   }
 };

@@ -32,6 +32,7 @@ class DirectGeneral(Schedule):
 
     name = "direct_general"
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
+    any_constants = True
     _THREADS = 256
 
     def ranked_at(

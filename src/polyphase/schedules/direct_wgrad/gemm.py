@@ -50,6 +50,7 @@ class DirectWgradGemm(Schedule):
 
     name = "direct_wgrad_gemm"
     passes = (Pass.WEIGHT_GRAD,)
+    any_constants = True
     offered = 8
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Product:

@@ -71,8 +71,7 @@ def product_of(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
     """The product of a block with so many output channels."""
     # Of each dimension: what each phase that has taps reads.
     taps = [
-        [{-axis.shift(tap) for tap in of_phase} for of_phase in axis.taps_by_phase if of_phase]
-        for axis in problem.axes3
+        [{-axis.shift(tap) for tap in of_phase} for of_phase in axis.taps_by_phase.values()] for axis in problem.axes3
     ]
     reads = [set(itertools.product(*pixels)) for pixels in itertools.product(*taps)]
     row_blocks = math.ceil(len(reads) * out_chunk / 16)

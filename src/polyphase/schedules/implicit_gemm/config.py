@@ -177,7 +177,7 @@ class Taps:
     @lru_cache(maxsize=4096)
     def of(axes: tuple[Axis, Axis, Axis]) -> Taps:
         """The taps of a layer."""
-        depth, height, width = ([len(taps) for taps in axis.taps_by_phase if taps] for axis in axes)
+        depth, height, width = ([len(taps) for taps in axis.taps_by_phase.values()] for axis in axes)
         return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width))
 
     def rows(self, channels: int, lines: int) -> int:
@@ -196,9 +196,8 @@ class Taps:
     @staticmethod
     def width_parts(axes: tuple[Axis, Axis, Axis]) -> int:
         """Parts of the phases along the width: of four or two phases, or 1 where not all have as many taps."""
-        phases = [len(taps) for axis in axes[:2] for taps in axis.taps_by_phase]
-        along_w = {len(taps) for taps in axes[2].taps_by_phase}
-        if not all(phases) or len(along_w) > 1 or axes[2].stride % _PART_PHASES:
+        bare = any(len(axis.taps_by_phase) < axis.stride for axis in axes)
+        if bare or len(set(map(len, axes[2].taps_by_phase.values()))) > 1 or axes[2].stride % _PART_PHASES:
             return 1
         return max(2, axes[2].stride // _PART_PHASES)
 

@@ -1,0 +1,198 @@
+"""Tools that go by a layer's exact type: they take an accelerated model as they take PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from abc import ABC
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyphase
+from helpers import OUR_MODULES, TORCH_MODULES
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def generator() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.ConvTranspose2d(4, 6, 4, 2, 1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.ConvTranspose2d(6, 3, 3, dilation=2),
+        nn.BatchNorm2d(3),
+        nn.Conv2d(3, 1, 1),
+    ).eval()
+
+
+def both() -> tuple[nn.Sequential, nn.Sequential]:
+    """A model, and its accelerated copy."""
+    theirs = generator()
+    for norm in (theirs[1], theirs[4]):
+        norm.running_mean.uniform_(-1, 1)
+        norm.running_var.uniform_(0.5, 2)
+    return theirs, polyphase.accelerate(copy.deepcopy(theirs)).model
+
+
+X = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dims", OUR_MODULES)
+def test_classes_are_equal_to_those_they_stand_for(dims: int) -> None:
+    ours, theirs = OUR_MODULES[dims], TORCH_MODULES[dims]
+    assert ours is not theirs
+    assert ours == theirs
+    assert theirs == ours
+    assert (ours != theirs) is False
+    assert ours in (nn.Linear, theirs)
+    assert {theirs: 1}[ours] == 1
+    assert {ours: 1}[theirs] == 1
+    assert ours != TORCH_MODULES[dims % 3 + 1]
+    assert isinstance(ours(2, 2, 3), theirs)
+    assert not isinstance(theirs(2, 2, 3), ours)
+
+    class Own(ours, ABC):  # type: ignore[misc, valid-type]
+        pass
+
+    assert Own not in (ours, theirs)
+    assert Own in {Own}
+    assert str(Own(2, 2, 3)).startswith("Own(")
+
+
+def test_initialiser_by_type() -> None:
+    def init(module: nn.Module) -> None:
+        if type(module) in (nn.Conv2d, nn.ConvTranspose2d):
+            nn.init.ones_(module.weight)
+
+    _, ours = both()
+    ours.apply(init)
+    assert all(bool((ours[layer].weight == 1).all()) for layer in (0, 3, 5))
+
+
+@pytest.mark.parametrize("fuse", ["fx", "modules"])
+def test_batch_norms_are_fused(fuse: str) -> None:
+    quantization = pytest.importorskip("torch.ao.quantization")
+    from torch.ao.quantization.quantize_fx import fuse_fx
+
+    models = [
+        fuse_fx(model) if fuse == "fx" else quantization.fuse_modules(model, [["0", "1"], ["3", "4"]])
+        for model in both()
+    ]
+    layers, expected = (dict(model.named_modules()) for model in reversed(models))
+    assert isinstance(layers["0"], polyphase.ConvTranspose2d)
+    assert isinstance(layers["3"], polyphase.ConvTranspose2d)
+    assert layers.keys() == expected.keys()
+    assert not isinstance(layers.get("4"), nn.BatchNorm2d)
+    torch.testing.assert_close(models[1](X), models[0](X))
+    torch.testing.assert_close(models[1](X), both()[0](X))
+
+
+def test_fx_sees_layers() -> None:
+    """A node for each, so that patterns of layers match and `restore` finds them."""
+    _, ours = both()
+    traced = torch.fx.symbolic_trace(ours)
+    assert [node.op for node in traced.graph.nodes][1:-1] == ["call_module"] * 6
+    assert torch.equal(traced(X), ours(X))
+    assert len(polyphase.restore(traced).swapped) == 2
+    torch.testing.assert_close(traced(X), ours(X))
+
+    alone = torch.fx.symbolic_trace(ours[0], concrete_args={"output_size": None})
+    assert torch.equal(alone(X), ours[0](X))
+
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = polyphase.ConvTranspose2d(4, 2, 3, stride=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x, output_size=(12, 12))
+
+    sized = Sized()
+    assert torch.equal(torch.fx.symbolic_trace(sized)(X), sized(X))
+
+
+def quantized_eagerly(model: nn.Module) -> nn.Module:
+    quantization = torch.ao.quantization
+    model = quantization.QuantWrapper(model)
+    # Weights by tensor: per channel, PyTorch's transposed convolutions are not quantized.
+    model.qconfig = quantization.QConfig(quantization.default_observer, quantization.default_weight_observer)
+    quantization.prepare(model, inplace=True)
+    model(X)
+    return quantization.convert(model)
+
+
+def quantized_by_fx(model: nn.Module) -> nn.Module:
+    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+
+    quantization = torch.ao.quantization
+    qconfig = quantization.QConfig(quantization.default_observer, quantization.default_weight_observer)
+    prepared = prepare_fx(model, quantization.QConfigMapping().set_global(qconfig), (X,))
+    prepared(X)
+    return convert_fx(prepared)
+
+
+@pytest.mark.parametrize("quantize", [quantized_eagerly, quantized_by_fx])
+def test_quantization(quantize: Callable[[nn.Module], nn.Module]) -> None:
+    """Calibrated and quantized layers are PyTorch's, which is told."""
+    engines = [each for each in torch.backends.quantized.supported_engines if each in ("fbgemm", "qnnpack", "onednn")]
+    if not engines:
+        pytest.skip("this PyTorch quantizes nothing")
+    theirs, ours = both()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = quantize(theirs)
+    with pytest.warns(UserWarning, match=r"polyphase.ConvTranspose2d\(4, 6, .*\) is to be quantized, and is PyTorch's"):
+        ours = quantize(ours)
+    expected, got = theirs(X), ours(X)
+    assert [type(module) for module in ours.modules()][1:] == [type(module) for module in theirs.modules()][1:]
+    assert not any(isinstance(module, polyphase.ConvTranspose2d) for module in ours.modules())
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.05)
+
+
+def test_quantized_tensors_are_told_of() -> None:
+    x = torch.quantize_per_tensor(X, 0.1, 0, torch.quint8)
+    with pytest.raises(
+        polyphase.UnsupportedError, match=r"quantized tensors, got torch.quint8 as input.*restore\(model\)"
+    ):
+        both()[1](x)
+
+
+def test_script_says_what_to_do() -> None:
+    _, ours = both()
+    with pytest.raises(
+        NotImplementedError, match=r"compiles no polyphase.ConvTranspose2d: .*polyphase.restore\(model\)"
+    ):
+        torch.jit.script(ours)
+    polyphase.restore(ours)
+    torch.testing.assert_close(torch.jit.script(ours)(X), ours(X))
+
+
+def test_thop() -> None:
+    thop = pytest.importorskip("thop")
+    theirs, ours = both()
+    assert thop.profile(ours, (X,), verbose=False) == thop.profile(theirs, (X,), verbose=False)
+
+
+def test_fvcore() -> None:
+    fvcore = pytest.importorskip("fvcore.nn")
+    theirs, ours = both()
+    expected, got = fvcore.FlopCountAnalysis(theirs, X), fvcore.FlopCountAnalysis(ours, X)
+    assert got.total() == expected.total()
+    assert got.by_module() == expected.by_module()
+    assert not {name for name in got.unsupported_ops() if "polyphase" in name}
+
+
+@pytest.mark.parametrize("backend", ["pytorch", "aten"])
+def test_ptflops(backend: str) -> None:
+    ptflops = pytest.importorskip("ptflops")
+    counted = [
+        ptflops.get_model_complexity_info(
+            model, (4, 5, 5), as_strings=False, print_per_layer_stat=False, verbose=False, backend=backend
+        )
+        for model in both()
+    ]
+    assert counted[1] == counted[0]
