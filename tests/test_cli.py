@@ -69,16 +69,40 @@ def test_every_command_explains_itself(command: str) -> None:
 
 
 def test_it_runs_as_a_module_and_reading_arguments_imports_no_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "polyphase"]
+    for arguments in (["--help"], ["check", "--help"], ["--version"]):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "polyphase.commands.check" in imported
+        assert not imported & {"torch", "polyphase.api"}
+        wanted = f"polyphase {polyphase.__version__}" if arguments == ["--version"] else "Usage: python -m polyphase"
+        assert wanted in done.stdout
+
+
+def test_the_program_has_the_name_it_is_called_by(tmp_path: Path) -> None:
+    program = tmp_path / "polyphase"
+    program.write_text("import sys\nfrom polyphase.__main__ import main\nmain()\nassert 'torch' not in sys.modules\n")
+    done = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, check=True)
+    assert "Usage: polyphase [OPTIONS]" in done.stdout
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_the_program_says_what_to_install(missing: str) -> None:
     code = (
-        "import sys, types; package = types.ModuleType('polyphase'); package.__path__ = sys.argv[1:]; "
-        "sys.modules['polyphase'] = package; import polyphase.__main__; print('torch' in sys.modules)"
+        "import runpy, sys; sys.modules[sys.argv[1]] = None; "
+        "sys.modules.pop('polyphase', None); runpy.run_module('polyphase', run_name='__main__')"
     )
-    folder = Path(modules.__file__).parent
-    # The package itself is replaced by an empty one: what it imports is its own affair.
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-    done = subprocess.run([sys.executable, "-m", "polyphase", "--help"], capture_output=True, text=True, check=True)
-    assert "python -m polyphase" in done.stdout
+    done = subprocess.run([sys.executable, "-c", code, missing], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f'polyphase\'s command line needs {missing}, which is not installed: pip install "torch-polyphase[cli]"\n'
+    )
+
+
+def test_as_a_program_the_package_still_has_all_its_names() -> None:
+    code = "import sys; sys.argv[0] = 'polyphase'; import polyphase; print('torch' in sys.modules, polyphase.explain)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False <function explain")
 
 
 # check
@@ -127,7 +151,7 @@ def test_a_picture_that_cannot_be_drawn_is_an_error_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = invoke("bench", "--layer", LAYER, "--device", "cpu", "--quick", "--png", tmp_path / "results.png")
     assert result.exit_code == 2
-    assert "pip install matplotlib" in told(result)
+    assert 'pip install "torch-polyphase[bench]"' in told(result)
     assert "floor" not in told(result)
 
 
