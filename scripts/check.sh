@@ -6,5 +6,5 @@
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 
-prepare cuda torch numpy rich typer cuda.core
+prepare cli torch rich typer
 exec "$python" -m polyphase check "$@"

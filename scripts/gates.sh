@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
-prepare cuda torch numpy rich typer cuda.core
+prepare cli,cu13 torch rich typer cuda.core cuda.bindings
 
 part=part
 [[ ${1:-} == --all ]] && part=all && shift

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import multiprocessing
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -69,16 +70,40 @@ def test_every_command_explains_itself(command: str) -> None:
 
 
 def test_it_runs_as_a_module_and_reading_arguments_imports_no_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "polyphase"]
+    for arguments in (["--help"], ["check", "--help"], ["--version"]):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "polyphase.commands.check" in imported
+        assert not imported & {"torch", "polyphase.api"}
+        wanted = f"polyphase {polyphase.__version__}" if arguments == ["--version"] else "Usage: python -m polyphase"
+        assert wanted in done.stdout
+
+
+def test_the_program_has_the_name_it_is_called_by(tmp_path: Path) -> None:
+    program = tmp_path / "polyphase"
+    program.write_text("import sys\nfrom polyphase.__main__ import main\nmain()\nassert 'torch' not in sys.modules\n")
+    done = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, check=True)
+    assert "Usage: polyphase [OPTIONS]" in done.stdout
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_the_program_says_what_to_install(missing: str) -> None:
     code = (
-        "import sys, types; package = types.ModuleType('polyphase'); package.__path__ = sys.argv[1:]; "
-        "sys.modules['polyphase'] = package; import polyphase.__main__; print('torch' in sys.modules)"
+        "import runpy, sys; sys.modules[sys.argv[1]] = None; "
+        "sys.modules.pop('polyphase', None); runpy.run_module('polyphase', run_name='__main__')"
     )
-    folder = Path(modules.__file__).parent
-    # The package itself is replaced by an empty one: what it imports is its own affair.
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-    done = subprocess.run([sys.executable, "-m", "polyphase", "--help"], capture_output=True, text=True, check=True)
-    assert "python -m polyphase" in done.stdout
+    done = subprocess.run([sys.executable, "-c", code, missing], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f'polyphase\'s command line needs {missing}, which is not installed: pip install "torch-polyphase[cli]"\n'
+    )
+
+
+def test_as_a_program_the_package_still_has_all_its_names() -> None:
+    code = "import sys; sys.argv[0] = 'polyphase'; import polyphase; print('torch' in sys.modules, polyphase.explain)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False <function explain")
 
 
 # check
@@ -119,6 +144,56 @@ def test_check_goes_on_after_a_model_that_does_not_run(model: Path, tmp_path: Pa
     assert "the same as PyTorch" in told(result)
     assert "NotImplementedError" in told(result)
     assert "2 of 3 models failed" in told(result)
+    assert "Traceback" not in result.output
+
+
+FAULTS = {
+    "constructor": ("super().__init__()", "super().__init__()\n        assert channels == 5, 'not 5'",
+                    "Model(*get_init_inputs()) raises AssertionError: not 5", "__init__ assert channels == 5"),
+    "init_inputs": ("return [4]", "return 4", "get_init_inputs() returns something of type int", ""),
+    "no_module": ("class Model(torch.nn.Module)", "def Model(channels): return 1\nclass Other(torch.nn.Module)",
+                  "is no torch.nn.Module, but of type int", ""),
+    "forward": ("return self.layer(x)", "return self.layer(x).mixed_up", "no attribute 'mixed_up'",
+                "forward return self.layer(x).mixed_up"),
+    "shape": ("return self.layer(x)", "return self.layer(x) @ torch.ones(3, 3)", "RuntimeError",
+              "forward return self.layer(x) @ torch.ones(3, 3)"),
+    "inputs": ("return [torch.rand(2, 4, 9, 8)]", "return [torch.rand(2, 4, 9, -8)]",
+               "get_inputs() raises RuntimeError", "get_inputs return [torch.rand(2, 4, 9, -8)]"),
+    "dict": ("return [torch.rand(2, 4, 9, 8)]", "return {'x': torch.rand(2, 4, 9, 8)}",
+             "get_inputs() returns something of type dict; a model file's returns a list of what forward takes", ""),
+    "tensor": ("return [torch.rand(2, 4, 9, 8)]", "return torch.rand(2, 4, 9, 8)",
+               "get_inputs() returns something of type Tensor", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_model_s_own_fault_is_one_message_with_its_line(command: str, fault: str, tmp_path: Path) -> None:
+    right, wrong, message, line = FAULTS[fault]
+    text = SMALL_MODEL.format(layer="ConvTranspose2d")
+    assert right in text
+    path = tmp_path / "model.py"
+    path.write_text(text.replace(right, wrong, 1))
+    result = invoke(command, path, "--device", "cpu")
+    assert result.exit_code == (1 if command == "check" else 2)
+    assert message in told(result)
+    assert len(result.output.splitlines()) < 20
+    assert not any(word in result.output for word in ("Traceback", "_call_impl", "bench/"))
+    if line:
+        where, code = line.split(" ", 1)
+        assert re.search(rf"line \d+, in {where} {re.escape(code)}", told(result))
+
+
+def test_a_fault_of_polyphase_s_own_keeps_its_traceback(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyphase.bench import check
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(check, "_images", fails)
+    result = invoke("check", model, "--device", "cpu")
+    assert result.exit_code == 1
+    assert "Traceback" in result.output
 
 
 def test_a_picture_that_cannot_be_drawn_is_an_error_before_anything_is_measured(
@@ -127,7 +202,7 @@ def test_a_picture_that_cannot_be_drawn_is_an_error_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = invoke("bench", "--layer", LAYER, "--device", "cpu", "--quick", "--png", tmp_path / "results.png")
     assert result.exit_code == 2
-    assert "pip install matplotlib" in told(result)
+    assert 'pip install "torch-polyphase[bench]"' in told(result)
     assert "floor" not in told(result)
 
 
@@ -271,6 +346,12 @@ def test_bench_measures_the_host_s_time(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert result.exit_code == 0, result.output
     for words in ("function, no gradients", "module, with gradients", "forward and backward", "cold", "warm"):
         assert words in told(result)
+    stages = [
+        "warm calls: module, no gradients",
+        f"warm calls: {next(iter(host_layers.LAYERS))}",
+        "process: cold, again",
+    ]
+    assert all(stage in " ".join(result.stderr.split()) for stage in stages)
     with (tmp_path / "host.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [(row["layer"], row["situation"]) for row in rows] == [

@@ -6,7 +6,6 @@ reference to it (shared submodules, the root, an optimizer's parameters) stay wh
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from polyphase import modules
 from polyphase.calls import function_calls
+from polyphase.text_table import text_table
 from polyphase.tools import tell_counters
 
 if TYPE_CHECKING:
@@ -93,16 +93,26 @@ class Report:
         from rich.text import Text
 
         if not self.entries:
-            return f"{self.title}: there is no transposed convolution"
-        counts = f"{len(self.swapped)} swapped, {len(self.already)} already done, {len(self.left)} left alone"
-        table = Table(title=f"{self.title}: {counts}", title_justify="left", caption=self.note, caption_justify="left")
-        for column in ("name", "module", "outcome"):
+            return str(self)
+        head, *rows = self._rows()
+        table = Table(title=self._counts(), title_justify="left", caption=self.note, caption_justify="left")
+        for column in head:
             table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def _counts(self) -> str:
+        counts = f"{len(self.swapped)} swapped, {len(self.already)} already done, {len(self.left)} left alone"
+        return f"{self.title}: {counts}"
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        rows = [("name", "module", "outcome")]
         for entry in self.entries:
             names = ", ".join(name or "(the model itself)" for name in entry.names)
             outcome = entry.outcome.value + (f": {entry.reason}" if entry.reason else "")
-            table.add_row(Text(names), Text(entry.module), Text(outcome))
-        return table
+            rows.append((names, entry.module, outcome))
+        return rows
 
     def __repr__(self) -> str:
         return str(self)
@@ -124,11 +134,9 @@ class Report:
         )
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=160, color_system=None).print(self)
-        return text.getvalue().rstrip()
+        if not self.entries:
+            return f"{self.title}: there is no transposed convolution"
+        return text_table(self._counts(), self._rows(), self.note)
 
 
 def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = None) -> Report:

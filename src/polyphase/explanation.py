@@ -8,7 +8,6 @@ from typing import cast
 import torch
 
 from polyphase.errors import UnsupportedError
-from polyphase.plan import explain as plan
 from polyphase.problem import ConvTransposeProblem
 from polyphase.problem.device import ARCHITECTURES, PORTABLE, DeviceInfo
 from polyphase.torch_op.memory_format import is_channels_last
@@ -37,6 +36,8 @@ def explain(
             small for it; a lazy module that has seen no input.
         UnsupportedError: no such architecture or device.
     """
+    from polyphase.plan import explain as plan  # all schedules: `import polyphase` does not wait for them
+
     problem = layer if isinstance(layer, ConvTransposeProblem) else _problem(layer, input_shape)
     text = plan.explain(problem, device_info(device))
     return f"{text}\n\n{NO_GPU}" if is_for_elsewhere(device) else text

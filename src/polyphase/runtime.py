@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from polyphase.jit.compiler import preload
 from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
 from polyphase.plan.planner import Plan, plan
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -43,8 +42,6 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda
 _ADDRESSES = {SRC: 0, X: 0, WEIGHT: 1, GRAD: 1, BIAS: 2, DST: 3}
 _COUNT = 4
 _BUFFER_ALIGNMENT = 256  # bytes; TMA asks for 128
-
-preload()
 
 
 class Call:

@@ -14,6 +14,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 import polyphase
 from polyphase.bench.accuracy import TF32_ROUNDOFF, UNITS, Comparison, compare, kernelbench_rule, spread, tf32_rounding
 from polyphase.bench.environment import first_line
-from polyphase.bench.model_file import Cut, ModelFile, Run, find_cut, leaves, place, trace
+from polyphase.bench.model_file import Cut, ModelFile, Run, find_cut, leaves, naming_the_line, place, trace
 from polyphase.bench.runner import CPU_FLOPS, poisoned_outputs
 from polyphase.bench.timing import Timer, Timing
 from polyphase.plan import planner as plan
@@ -93,7 +94,10 @@ class Options:
 
 
 def check_model(file: ModelFile, options: Options, progress: Callable[[str], None] = lambda stage: None) -> CheckResult:
-    """Check one model file; ``progress`` is told what happens next."""
+    """Check one model file; ``progress`` is told what happens next.
+
+    Raises `ModelFileError` with the model's own line where PyTorch does not run it either.
+    """
     progress("building the model")
     model = file.build(options.device, options.dtype, options.seed)
     polyphase.restore(model)  # a file may use polyphase's modules itself; what it is compared with must be PyTorch's
@@ -113,7 +117,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
             "torch.nn.functional are not): nothing to check"
         )
         return result
-    trial = Trial(model, fast, options, result, progress)
+    trial = Trial(file.path, model, fast, options, result, progress)
     inputs, shapes = first, _shapes(first)
     for number in range(1, options.trials + 1):
         inputs = result.cut.apply(inputs)
@@ -141,8 +145,15 @@ class Trial:
     """The three copies of a model, run side by side."""
 
     def __init__(
-        self, model: nn.Module, fast: nn.Module, options: Options, result: CheckResult, progress: Callable[[str], None]
+        self,
+        path: Path,
+        model: nn.Module,
+        fast: nn.Module,
+        options: Options,
+        result: CheckResult,
+        progress: Callable[[str], None],
     ) -> None:
+        self.path = path
         self.model, self.fast, self.options, self.result, self.progress = model, fast, options, result, progress
         self.reference = copy.deepcopy(model).double()
         self.tf32 = options.dtype == torch.float32 and options.device.type == "cuda" and tf32_allowed()
@@ -176,7 +187,8 @@ class Trial:
         images = _images(self.model, inputs, run)
 
         self.progress(f"trial {number}: PyTorch on {sizes}")
-        rival = _outcome(self.model, inputs, None, images, self.options)
+        with naming_the_line(self.path, f"the model on {sizes}", only_modules=True):
+            rival = _outcome(self.model, inputs, None, images, self.options)
         self.progress(f"trial {number}: polyphase on {sizes}")
         try:
             with poisoned_outputs(self.options.device):
@@ -187,7 +199,9 @@ class Trial:
         self.progress(f"trial {number}: float64 on {sizes}")
         exact_inputs = [place(_pick(value, images), self.options.device, torch.float64) for value in inputs]
         projections = [_pick(value, images).double() for value in rival.projections]
-        exact = _outcome(self.reference, exact_inputs, projections, None, self.options)
+        judge = f"the model in float64, which is the judge, on {sizes}"
+        with naming_the_line(self.path, judge, only_modules=True):
+            exact = _outcome(self.reference, exact_inputs, projections, None, self.options)
 
         if images is not None:
             names = ", ".join(map(str, images))

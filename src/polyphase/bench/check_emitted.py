@@ -79,7 +79,7 @@ def check_emitted(
     assert inputs is not None
     if options.grad and result.ok:
         progress("gradients, against float64")
-        _against_float64(result, inputs, model, fast, options)
+        _against_float64(result, original.path, inputs, model, fast, options)
     if options.time and result.ok:
         progress("timing")
         package = copy.deepcopy(model)
@@ -142,9 +142,14 @@ def _forward(model: torch.nn.Module, inputs: list[object]) -> Callable[[], objec
 
 
 def _against_float64(
-    result: EmittedResult, inputs: list[object], model: torch.nn.Module, fast: torch.nn.Module, options: Options
+    result: EmittedResult,
+    path: Path,
+    inputs: list[object],
+    model: torch.nn.Module,
+    fast: torch.nn.Module,
+    options: Options,
 ) -> None:
     found = CheckResult(Cut(), polyphase.Report("emitted", ()))
-    Trial(model, fast, options, found, lambda stage: None).run(1, inputs)
+    Trial(path, model, fast, options, found, lambda stage: None).run(1, inputs)
     result.findings += found.findings
     result.problems += found.problems

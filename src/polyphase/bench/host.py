@@ -38,8 +38,15 @@ class HostTime:
     torch: float
 
 
-def warm_calls(device: torch.device, problem: ConvTransposeProblem = SMALL) -> list[HostTime]:
-    """Time the functions and the modules, without and with gradients (of the forward call, then with its backward)."""
+def warm_calls(
+    device: torch.device,
+    problem: ConvTransposeProblem = SMALL,
+    progress: Callable[[str], None] = lambda what: None,
+) -> list[HostTime]:
+    """Time the functions and the modules, without and with gradients (of the forward call, then with its backward).
+
+    ``progress`` is told what is timed next.
+    """
     import polyphase
 
     operands = make_operands(replace(problem, bias=True), device)
@@ -65,11 +72,16 @@ def warm_calls(device: torch.device, problem: ConvTransposeProblem = SMALL) -> l
         module_calls = [_bind(module.requires_grad_(grad), leaves[0]) for module in modules]
         suffix = "with gradients" if grad else "no gradients"
         with torch.set_grad_enabled(grad):
-            found.append(_compare(f"function, {suffix}", calls, device))
-            found.append(_compare(f"module, {suffix}", module_calls, device))
+            timed: dict[str, Sequence[Callable[[], object]]] = {
+                f"function, {suffix}": calls,
+                f"module, {suffix}": module_calls,
+            }
             if grad:
                 both = [_with_backward(call, leaves, operands.grad_output) for call in calls]
-                found.append(_compare("function, forward and backward", both, device))
+                timed["function, forward and backward"] = both
+            for what, compared in timed.items():
+                progress(what)
+                found.append(_compare(what, compared, device))
     return found
 
 
@@ -142,11 +154,11 @@ print(json.dumps({"package": package, **main(sys.argv[1])}))
 """
 
 
-def first_calls(device: torch.device) -> list[FirstCall]:
+def first_calls(device: torch.device, progress: Callable[[str], None] = lambda cache: None) -> list[FirstCall]:
     """First calls with an empty kernel cache, with another empty one, then with the one that these have filled.
 
     The first of these processes may have to read PyTorch's and the compiler's libraries from a disk.
-    Raises RuntimeError with the output of a process that fails.
+    ``progress`` is told which cache comes next. Raises RuntimeError with the output of a process that fails.
     """
     command = [sys.executable, "-c", _FIRST_CALLS, str(device)]
     found = []
@@ -154,6 +166,7 @@ def first_calls(device: torch.device) -> list[FirstCall]:
         with tempfile.TemporaryDirectory(prefix="polyphase-cache-") as folder:
             environment = {**os.environ, "POLYPHASE_CACHE_DIR": folder}
             for cache in caches:
+                progress(cache)
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
                 if done.returncode:
                     raise RuntimeError(f"first calls with a {cache} cache failed:\n{done.stderr}")

@@ -12,16 +12,15 @@ from rich.table import Table
 from polyphase.bench.environment import device_name
 from polyphase.bench.host import SMALL, first_calls, warm_calls
 from polyphase.bench.host_layers import SITUATIONS, HostRecord, measure, write_csv
+from polyphase.bench.report import telling
 from polyphase.jit.launcher import quiet
 
 
 def show_host_times(console: Console, device: torch.device, csv: Path | None = None) -> None:
     """Measure and print what a call costs the host, warm and for the first time; warm ones of layers go to ``csv``."""
-    with quiet():  # what a thread compiled for later calls would be in the times
-        with console.status("warm calls"):
-            warm = warm_calls(device)
-        with console.status("warm calls") as status:
-            records = measure(device, lambda name: status.update(f"warm calls: {name}"))
+    with quiet(), telling("warm calls") as tell:  # what a thread compiled for later calls would be in the times
+        warm = warm_calls(device, progress=lambda name: tell(f"warm calls: {name}"))
+        records = measure(device, lambda name: tell(f"warm calls: {name}"))
     if csv is not None:
         write_csv(csv, records)
     table = Table(title=f"Host time of a warm call, µs ({device_name(device.type)})", title_justify="left")
@@ -36,8 +35,8 @@ def show_host_times(console: Console, device: torch.device, csv: Path | None = N
     if csv is not None:
         console.print(f"written to {csv}", markup=False)
 
-    with console.status("first calls, in fresh processes"):
-        first = first_calls(device)
+    with telling("first calls") as tell:
+        first = first_calls(device, lambda cache: tell(f"first calls, in a new process: {cache} kernel cache"))
     table = Table(title="First calls in a fresh process, ms", title_justify="left")
     table.add_column("kernel cache")
     for name in ("importing polyphase", "starting the device", "first layer", "second layer", "PyTorch's first layer"):

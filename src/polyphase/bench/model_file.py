@@ -11,7 +11,9 @@ import copy
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,38 @@ from polyphase.bench.layers import cut_side
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 from polyphase.torch_op.memory_format import is_channels_last
 
+_FORM = "a model file's returns a list of what {takes}"
+ON_SHAPES = "the model does not run on shapes alone, so its layers are not known: it"
+"""What is said of a model that `trace` runs."""
+
+_SHOWN_LINES = 4  # of an exception's text: PyTorch's may be followed by a trace of its C++
+
 
 class ModelFileError(ValueError):
-    """A model file that cannot be loaded or lacks one of its three names."""
+    """A model file that cannot be loaded, lacks one of its three names, or does not run."""
+
+
+@contextmanager
+def naming_the_line(path: Path, what: str, only_modules: bool = False) -> Iterator[None]:
+    """Raise what a model file raises as `ModelFileError`, with the file's own line that led there.
+
+    With ``only_modules``, what neither the file nor a call of a module has to do with is raised as it is.
+    """
+    try:
+        yield
+    except ModelFileError:
+        raise
+    except (Exception, SystemExit) as failure:
+        frames = traceback.extract_tb(failure.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+        called = any(frame.filename.endswith(str(Path("torch/nn/modules/module.py"))) for frame in frames)
+        if only_modules and not own and not called:
+            raise
+        text = "\n".join(str(failure).strip().splitlines()[:_SHOWN_LINES])
+        line = f"\n  {path}, line {own[-1].lineno}, in {own[-1].name}\n    {own[-1].line}" if own else ""
+        raise ModelFileError(
+            f"{path}: {what} raises {type(failure).__name__}{': ' if text else ''}{text}{line}"
+        ) from failure
 
 
 def run_file(path: Path, prefix: str) -> Any:
@@ -41,7 +72,9 @@ def run_file(path: Path, prefix: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as failure:
-        raise ModelFileError(f"{path} does not run: {type(failure).__name__}: {failure}") from failure
+        frames = [each for each in traceback.extract_tb(failure.__traceback__) if each.filename == str(path)]
+        line = f"\n  {path}, line {frames[-1].lineno}\n    {frames[-1].line}" if frames else ""
+        raise ModelFileError(f"{path} does not run: {type(failure).__name__}: {failure}{line}") from failure
     return module
 
 
@@ -67,10 +100,13 @@ class ModelFile:
         return cls(path, module.Model, module.get_inputs, module.get_init_inputs)
 
     def build(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
-        """The model with the random weights of ``seed``, on ``device`` and in ``dtype``."""
+        """The model with the random weights of ``seed``, on ``device`` and in ``dtype``. Raises `ModelFileError`."""
         torch.manual_seed(seed)
-        arguments = self.get_init_inputs()
-        with torch.device(device):
+        with naming_the_line(self.path, "get_init_inputs()"):
+            arguments = self.get_init_inputs()
+        if not isinstance(arguments, (dict, list, tuple)):
+            raise self._is_not("get_init_inputs", arguments, "the constructor takes, such as [64, 32]")
+        with torch.device(device), naming_the_line(self.path, "Model(*get_init_inputs())"):
             # KernelBench writes the arguments as a list, or as a list of a list and a dictionary of keywords.
             if isinstance(arguments, dict):
                 model = self.make_model(**arguments)
@@ -78,13 +114,31 @@ class ModelFile:
                 model = self.make_model(*arguments[0], **arguments[1])
             else:
                 model = self.make_model(*arguments)
+        if not isinstance(model, nn.Module):
+            raise ModelFileError(
+                f"{self.path}: Model(*get_init_inputs()) is no torch.nn.Module, but of type {_type(model)}"
+            )
         return model.to(device=device, dtype=dtype)
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Any]:
-        """One call of ``get_inputs``, floating-point tensors in ``dtype``. Tensors are made on ``device``."""
-        with torch.device(device):
+        """One call of ``get_inputs``, floating-point tensors in ``dtype``. Tensors are made on ``device``.
+
+        Raises `ModelFileError` for what is no list of arguments.
+        """
+        with torch.device(device), naming_the_line(self.path, "get_inputs()"):
             inputs = self.get_inputs()
+        if isinstance(inputs, (Mapping, torch.Tensor, str)) or not isinstance(inputs, Iterable):
+            raise self._is_not("get_inputs", inputs, "forward takes, such as [torch.rand(8, 64, 32, 32)]")
         return [place(value, device, dtype) for value in inputs]
+
+    def _is_not(self, name: str, found: object, takes: str) -> ModelFileError:
+        return ModelFileError(
+            f"{self.path}: {name}() returns something of type {_type(found)}; {_FORM.format(takes=takes)}"
+        )
+
+
+def _type(value: object) -> str:
+    return type(value).__name__
 
 
 def place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:

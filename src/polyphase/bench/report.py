@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
@@ -20,6 +21,17 @@ def make_console(stderr: bool = False) -> Console:
     """A console as wide as the terminal, and wide enough for the tables where there is none."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+
+
+@contextmanager
+def telling(what: str) -> Iterator[Callable[[str], None]]:
+    """A function to be told what is worked at: shown in place on a terminal, and elsewhere on lines of stderr."""
+    console = make_console(stderr=True)
+    if console.is_terminal:
+        with console.status(what) as status:
+            yield status.update
+    else:
+        yield lambda stage: console.print(stage, markup=False)
 
 
 def plain_table(title: str, names: Iterable[str], figures: Iterable[str]) -> Table:

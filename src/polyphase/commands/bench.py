@@ -187,7 +187,9 @@ def _require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise typer.BadParameter("drawing needs matplotlib: pip install matplotlib", param_hint="--png") from None
+        raise typer.BadParameter(
+            'drawing needs matplotlib: pip install "torch-polyphase[bench]"', param_hint="--png"
+        ) from None
 
 
 def _draw(console: Console, records: list[Record], png: Path) -> None:

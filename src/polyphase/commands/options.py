@@ -156,16 +156,19 @@ def _layers_of_model(path: Path) -> list[NamedLayer]:
     import torch
 
     from polyphase.bench.layers import NamedLayer
-    from polyphase.bench.model_file import ModelFile, ModelFileError, trace
+    from polyphase.bench.model_file import ON_SHAPES, ModelFile, ModelFileError, naming_the_line, trace
 
+    meta = torch.device("meta")
     try:
         file = ModelFile.load(path)
+        model = file.build(meta, torch.float32, seed=0)
+        inputs = file.inputs(meta, torch.float32)
+        with naming_the_line(path, ON_SHAPES, only_modules=True):
+            run = trace(model, inputs)
     except ModelFileError as failure:
         raise typer.BadParameter(str(failure), param_hint="FILE") from None
-    meta = torch.device("meta")
-    model = file.build(meta, torch.float32, seed=0)
     modules, found = dict(model.named_modules()), []
-    for name, problem in trace(model, file.inputs(meta, torch.float32)).problems:
+    for name, problem in run.problems:
         shown, module = f"{path}: {name or 'the model itself'}", modules[name]
         if problem is None:
             raise typer.BadParameter(

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from polyphase.bench.environment import first_line
 from polyphase.bench.layers import LayerSyntaxError, parse_layer
-from polyphase.bench.model_file import ModelFile, ModelFileError, trace
+from polyphase.bench.model_file import ON_SHAPES, ModelFile, ModelFileError, naming_the_line, trace
 from polyphase.emit.rewrite import rewrite
 from polyphase.emit.support import constants
 from polyphase.problem import ConvTransposeProblem
@@ -43,18 +42,13 @@ def model_of_file(path: Path, dtype: str, tf32: bool) -> Model:
     meta = torch.device("meta")
     try:
         model = file.build(meta, getattr(torch, dtype), seed=0)
-    except ModelFileError:
-        raise
-    except Exception as failure:  # whatever the model raises
-        raise EmitError(
-            f"{path}: Model(*get_init_inputs()) raises {type(failure).__name__}: {first_line(failure)}"
-        ) from failure
-    try:
-        run = trace(model, file.inputs(meta, getattr(torch, dtype)))
-    except Exception as failure:  # whatever the model raises
-        raise EmitError(
-            f"{path} does not run on shapes alone, so its layers are not known: {type(failure).__name__}: {failure}"
-        ) from failure
+        inputs = file.inputs(meta, getattr(torch, dtype))
+        with naming_the_line(path, ON_SHAPES, only_modules=True):
+            run = trace(model, inputs)
+    except ModelFileError as failure:
+        raise EmitError(str(failure)) from failure
+    except Exception as failure:  # whatever else the model raises
+        raise EmitError(f"{path} does not run on shapes alone: {type(failure).__name__}: {failure}") from failure
     return _model(str(path), path.read_text(encoding="utf-8"), model, run.problems, tf32)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -171,18 +171,10 @@ def cuda_core() -> Any:
         except ImportError as error:
             raise UnsupportedError(
                 "polyphase's CUDA kernels are compiled at run time with cuda-core and cuda-bindings, which cannot be "
-                f"imported ({error}); install them with: pip install cuda-core cuda-bindings"
+                f"imported ({error}); torch-polyphase requires them on Linux and Windows, so install it again, or them "
+                "alone with: pip install cuda-core cuda-bindings"
             ) from error
         return cuda.core
-
-
-def preload() -> None:
-    """Loads the libraries that the first call would wait for, which takes 0.1 to 0.2 s. Touches no CUDA.
-
-    What is missing is that call's error.
-    """
-    with suppress(UnsupportedError):
-        compiler_version()
 
 
 def _keep(source: KernelSource) -> Path | None:
@@ -214,6 +206,15 @@ def _nvrtc_version() -> tuple[int, int]:
     except (ImportError, RuntimeError) as error:  # the library is looked for by the first call
         raise UnsupportedError(
             f"polyphase's CUDA kernels are compiled at run time by NVRTC, which cannot be loaded ({error}); "
-            "install it with: pip install nvidia-cuda-nvrtc"
+            f"install the one for {_extra_of_nvrtc()}"
         ) from error
     return major, minor
+
+
+def _extra_of_nvrtc() -> str:
+    """What to install for NVRTC, of the major version of CUDA that PyTorch was built for: its builds bring NVRTC."""
+    torch = sys.modules.get("torch")
+    cuda = str(getattr(getattr(torch, "version", None), "cuda", None) or "")
+    major = "12" if cuda.startswith("12") else "13"
+    built = f"PyTorch's CUDA {cuda}" if cuda else f"CUDA {major}"
+    return f'{built} with: pip install "torch-polyphase[cu{major}]"'

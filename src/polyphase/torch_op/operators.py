@@ -38,7 +38,7 @@ _SCHEMAS = {
 
 @functools.cache
 def _runtime() -> ModuleType:
-    """The CUDA path; PyTorch without CUDA never needs it."""
+    """The CUDA path, planner and compiler, which the first call on a GPU imports: `import polyphase` stays cheap."""
     from polyphase import runtime
 
     return runtime
@@ -228,6 +228,3 @@ _FINDERS = {
     conv_transpose_input_grad: "input_grad_call",
     conv_transpose_weight_grad: "weight_grad_call",
 }
-
-if torch.version.cuda is not None:  # so that no first call waits for what is imported
-    _runtime()

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Wheel and sdist, in dist/: built, checked, and the wheel installed into a new environment, where README's code runs.
+#
+#   scripts/package.sh           as CI does
+#   scripts/package.sh URL       for a release: URL is the repository's address on the web, where README's links lead
+#
+# The new environment finds PyTorch and other requirements where this one has them; nothing is downloaded into it.
+set -euo pipefail
+source "$(dirname "$0")/environment.sh"
+cd "$root"
+
+prepare dev torch rich typer cuda.core build twine
+work=$root/build/package
+rm -rf "$work" dist
+mkdir -p "$work/source"
+
+"$python" scripts/package_source.py "$work/source" "$@"
+"$python" -m build --no-isolation --outdir dist "$work/source" > "$work/build.log" 2>&1 ||
+  { cat "$work/build.log" >&2; exit 1; }
+"$python" -m twine check --strict dist/*
+# Every file of the package is in the wheel.
+diff <(cd "$work/source/src" && find polyphase -type f | sort) \
+  <("$python" -m zipfile --list dist/*.whl | awk '$1 ~ /^polyphase\// {print $1}' | sort)
+
+"$python" -m venv --without-pip "$work/venv"  # nor the setuptools that come with pip: PyTorch asks for newer ones
+"$python" -c 'import sys, sysconfig; print("\n".join(path for path in sys.path if "site-packages" in path
+  or path == sysconfig.get_path("purelib")))' > "$("$work/venv/bin/python" -c \
+  'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+# Alone at first: what is installed from a checkout lies on the path too, and has the same version.
+"$python" -m pip --python "$work/venv/bin/python" install --quiet --no-index --no-deps --force-reinstall dist/*.whl
+"$python" -m pip --python "$work/venv/bin/python" install --quiet --no-index "torch-polyphase[cli]"
+cd "$work"
+unset PYTHONPATH
+venv/bin/python -c '
+import polyphase, sys
+assert polyphase.__file__.startswith(sys.prefix), polyphase.__file__'
+venv/bin/polyphase --version
+venv/bin/python "$root/scripts/snippets.py" "$root/README.md"

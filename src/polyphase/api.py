@@ -1,0 +1,35 @@
+"""The public names, imported from where they are made. Importing this module imports torch and registers operators."""
+
+from polyphase.convert import Report, accelerate, restore
+from polyphase.errors import CompilationError, PolyphaseError, UnsupportedError
+from polyphase.explanation import explain
+from polyphase.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
+from polyphase.modules import (
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+    LazyConvTranspose1d,
+    LazyConvTranspose2d,
+    LazyConvTranspose3d,
+)
+from polyphase.problem import ConvTransposeProblem
+
+__all__ = [
+    "CompilationError",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
+    "ConvTransposeProblem",
+    "LazyConvTranspose1d",
+    "LazyConvTranspose2d",
+    "LazyConvTranspose3d",
+    "PolyphaseError",
+    "Report",
+    "UnsupportedError",
+    "accelerate",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "explain",
+    "restore",
+]
