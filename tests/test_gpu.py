@@ -191,7 +191,7 @@ def strange_cases() -> Iterator[ParameterSet]:
             (f"{name}, {label}", layer, (pass_, schedule))
             for label, layers_of, schedules in (
                 ("boxes", BOX_LAYERS, BOX_SCHEDULES.items()),
-                ("taps", taps.LAYERS, (*taps.SCHEDULES.items(), *((pass_, taps.TMA) for pass_ in taps.TMA.passes))),
+                ("taps", taps.LAYERS, (*taps.SCHEDULES.items(), *taps.BY_TMA.items())),
                 ("turned", TURNED_LAYERS, TURNED_SCHEDULES.items()),
             )
             for name, layer in layers_of.items()

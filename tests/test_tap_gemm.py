@@ -10,7 +10,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import H200, Emulator, assert_exact, assert_rounds_to_nearest, offers, strange_layouts
+from kernel_harness import H200, Emulator, assert_exact, assert_rounds_to_nearest, offers, params, strange_layouts
 from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -18,6 +18,7 @@ from polyphase.problem.layouts import Layouts
 from polyphase.schedules.schedule import Candidate, Schedule
 from polyphase.schedules.tap_gemm.mma import _SHAPES, TapGemm, TapGemmWgrad
 from polyphase.schedules.tap_gemm.tma import TapGemmTma
+from polyphase.schedules.tap_gemm.wgrad_tma import TapGemmWgradTma
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -27,7 +28,8 @@ SCHEDULES: dict[Pass, Schedule] = {
     Pass.INPUT_GRAD: TapGemm(),
     Pass.WEIGHT_GRAD: TapGemmWgrad(),
 }
-TMA = TapGemmTma()
+TMA, WGRAD_TMA = TapGemmTma(), TapGemmWgradTma()
+BY_TMA: dict[Pass, Schedule] = {Pass.FORWARD: TMA, Pass.INPUT_GRAD: TMA, Pass.WEIGHT_GRAD: WGRAD_TMA}
 
 LAYERS = {
     "stride 1": make((2, 20, 9, 10), 24, 3, bias=True, tf32=True),
@@ -91,6 +93,41 @@ def test_every_pass_by_tma(problem: ConvTransposeProblem, pass_: Pass) -> None:
 
 
 @pytest.mark.sampled(12)
+@pytest.mark.parametrize("problem", [case.values[0] for case in cases() if case.values[1] is Pass.WEIGHT_GRAD], ids=str)
+def test_weight_gradient_by_tma(problem: ConvTransposeProblem) -> None:
+    """The weight gradient of planes whose positions are innermost."""
+    all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem}".encode())
+    layouts = all_layouts[max(0, seed % 6 - 1)]
+    found = offers(WGRAD_TMA, problem, Pass.WEIGHT_GRAD, layouts)
+    candidate, program = found[seed // 6 % len(found)]
+    assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, layouts, Emulator(seed % 1000))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        make((2, 20, 9, 7), 36, (3, 2)),  # operands may be swapped
+        make((1, 12, 50), 10, 21, dilation=2),  # more taps along the width than copies
+        make((2, 40, 5, 6), 72, (3, 5), (2, 3), 1),  # residues with fewer taps than others
+        make((1, 18, 3, 4, 5), 30, (2, 3, 4), (1, 2, 2), 1, groups=3),
+    ],
+    ids=str,
+)
+def test_every_config_of_a_weight_gradient_by_tma(layer: ConvTransposeProblem, dtype: str) -> None:
+    problem = replace(layer, dtype=dtype.replace("tf32", "float32"), tf32=dtype == "tf32")
+    configs = WGRAD_TMA.configs(problem, Pass.WEIGHT_GRAD, H200)
+    assert {config.mirrored for config in configs} == {False, True}
+    assert {config.swapped for config in configs} == ({False, True} if max(problem.stride) == 1 else {False})
+    layouts = Layouts.dense(problem)
+    for config in configs[zlib.crc32(f"{problem}".encode()) % 3 :: 3]:
+        program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, H200, layouts, config)
+        candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
+        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, layouts, Emulator(3))
+
+
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("shape", _SHAPES, ids=str)
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_every_shape(pass_: Pass, shape: tuple[int, int, int]) -> None:
@@ -112,6 +149,12 @@ def test_no_races(name: str, pass_: Pass) -> None:
     assert_exact(LAYERS[name], pass_, candidate, program, executor=Emulator(order=None))
 
 
+@pytest.mark.parametrize("name", ["exact", "stride 2, grouped"])
+def test_no_races_by_tma(name: str) -> None:
+    candidate, program = offers(WGRAD_TMA, LAYERS[name], Pass.WEIGHT_GRAD)[0]
+    assert_exact(LAYERS[name], Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(order=None))
+
+
 def test_sums_are_split_and_promoted() -> None:
     """Few positions and long sums: several splits, whose stages are more than what the cores sum in one go."""
     problem = make((1, 900, 2, 3), 8, 3, 1, 1, bias=True, dtype="bfloat16")
@@ -131,6 +174,26 @@ def test_long_sums_of_a_weight_gradient() -> None:
     stages = 4 * 67 * 61 / program.splits / (2 * int(constants["STAGE_WORDS"]))
     assert 0 < int(constants["FLUSH"]) < stages
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_long_sums_of_a_weight_gradient_by_tma(mirrored: bool) -> None:
+    """What the cores have summed is added to memory, and the sums of several splits in the end."""
+    problem = make((5, 16, 67, 61), 16, 2, 2, dtype="bfloat16")
+    device = replace(H200, multiprocessors=2)
+    config = next(each for each in WGRAD_TMA.configs(problem, Pass.WEIGHT_GRAD, device) if each.mirrored is mirrored)
+    program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, device, Layouts.dense(problem), config)
+    values = params(program)
+    assert values["splits"] == program.splits > 1
+    assert 0 < values["flush"] < values["stages"] // values["splits"]
+    candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
+    assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
+
+
+def test_float32_is_rounded_to_nearest_by_tma() -> None:
+    problem = make((2, 32, 8, 12), 24, 3, 1, 1, tf32=True)
+    _, program = offers(WGRAD_TMA, problem, Pass.WEIGHT_GRAD)[0]
+    assert_rounds_to_nearest(problem, Pass.WEIGHT_GRAD, program)
 
 
 @pytest.mark.parametrize("pass_", list(Pass))
@@ -162,3 +225,7 @@ def test_where_it_refuses() -> None:
     assert "tap_gemm_tma" in (refusal(TapGemm(), layer, Pass.FORWARD, H200) or "")
     assert "too many" in (refusal(TapGemmWgrad(), replace(layer, kernel_size=(512, 512)), Pass.WEIGHT_GRAD, H200) or "")
     assert "only" in (refusal(TMA, layer, Pass.WEIGHT_GRAD, H200) or "")
+    assert "lacks Hopper's" in (refusal(WGRAD_TMA, layer, Pass.WEIGHT_GRAD, A100) or "")
+    wide = make((64, 8, 512, 512), 8, 9, padding=4, dtype="bfloat16")
+    assert "as planes, more than" in (refusal(WGRAD_TMA, wide, Pass.WEIGHT_GRAD, H200) or "")
+    assert refusal(WGRAD_TMA, replace(wide, batch=2), Pass.WEIGHT_GRAD, H200) is None

@@ -144,13 +144,12 @@ def assemble(
     )
 
 
-def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed]) -> Program:
-    """A program that reads some tensors in channels_last, for such as lie otherwise: they are transposed before."""
+def prepared(inner: Program, read: dict[str, tuple[Step, Buffer]]) -> Program:
+    """A program that reads some tensors as a step writes them, each to a buffer: they are prepared before."""
     before, buffers, names = [], [], {}
-    for name, how in read.items():
-        names[name] = f"{name}_channels_last"
-        buffers.append(Buffer(names[name], dtype, how.elements))
-        step = to_channels_last(dtype, *how)
+    for name, (step, buffer) in read.items():
+        names[name] = buffer.name
+        buffers.append(buffer)
         before.append(replace(step, operands=(name, names[name])))
     steps = [replace(step, operands=tuple(names.get(name, name) for name in step.operands)) for step in inner.steps]
     return replace(
@@ -159,6 +158,15 @@ def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed
         main_index=len(before) + inner.main_index,
         buffers=(*inner.buffers, *buffers),
     )
+
+
+def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed]) -> Program:
+    """A program that reads some tensors in channels_last, for such as lie otherwise: they are transposed before."""
+    found = {
+        name: (to_channels_last(dtype, *how), Buffer(f"{name}_channels_last", dtype, how.elements))
+        for name, how in read.items()
+    }
+    return prepared(inner, found)
 
 
 def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:

@@ -20,6 +20,7 @@ from polyphase.schedules.phase_gemm.pixels import PhaseGemmPixels
 from polyphase.schedules.schedule import Schedule
 from polyphase.schedules.tap_gemm.mma import TapGemm, TapGemmWgrad
 from polyphase.schedules.tap_gemm.tma import TapGemmTma
+from polyphase.schedules.tap_gemm.wgrad_tma import TapGemmWgradTma
 from polyphase.schedules.window_gemm.mma import WindowDgradMma, WindowWgradMma
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
@@ -34,7 +35,7 @@ KERNELS: dict[str, tuple[Schedule, ...]] = {
     "window_dgrad": (WindowDgradMma(), WindowDgradWgmma(), WindowDgradTma(), WindowDgradTransposed()),
     "dot_dgrad": (DotDgrad(),),
     "window_wgrad": (WindowWgradMma(), WindowWgradWgmma(), WindowWgradTma(), WindowWgradTransposed()),
-    "tap_gemm": (TapGemmTma(), TapGemm(), TapGemmWgrad()),
+    "tap_gemm": (TapGemmTma(), TapGemm(), TapGemmWgradTma(), TapGemmWgrad()),
     "direct": (DirectChannels(), DirectTiled(), DirectGeneral()),
     "direct_wgrad": (DirectWgradChannels(), DirectWgradWindows(), DirectWgradGemm()),
 }

@@ -121,6 +121,7 @@ class TapGemmTma(Schedule):
         constants = {
             **dict(gather.constants()),
             "CHUNK": chunk,
+            "PITCH": config.pitch,
             "PADDED_CHANNELS": read.shape[1] // (problem.groups * product.parts),
             "PARTS": product.parts,
             "PACKED_STAGES": stages,

@@ -1,0 +1,302 @@
+// The weight gradient of any layer by Hopper's instruction. Along each dimension a tap is r + j·STEP, where STEP taps
+// further a tap meets elements of the same residue of the stride, SHIFT positions further:
+//
+//   gw[cb, cp, tap] = Σ over positions k of   base[cb, k - shift(j_w)] · phased[plane(r), cp, k + shift(j_d, j_h)]
+//
+// Both operands come as planes whose positions are innermost (steps/flatten_positions.cu), of images that are padded,
+// so that a shift is a distance in memory, and what lies beside an image is multiplied by zero. "base" is the layer's
+// input, and "phased" the gradient of its output, one plane for each residue; with stride 1 they may be SWAPPED, where
+// taps count backwards. TMA begins at multiples of 16 bytes, and so do rows of a padded image: shifts along d and h are
+// where a box begins, those along the width are of copies of the base, COPIES of them, that are shifted beforehand.
+//
+// Index mapping. An item is CHUNK channels at one tap of its side: j_w of the base, all others of the phased operand. A
+// tile has ROW_ITEMS items of one side by COLUMN_ITEMS items of the other; MIRRORED, rows are of the base. k runs over
+// positions, split among `splits` blocks, which leave planes of partial sums (steps/reduce_splits.cu). Two warpgroups
+// multiply, and a warp has TMA bring what comes next: a lane has a box. Persistent blocks take work tiles (tile of the
+// phased side fastest, then of the base, group, split) in turns.
+//
+// Tensor-core accumulation truncates at every step. So `flush` stages are summed there, and those sums in the plane;
+// PROMOTE stages, and those sums in registers, where float32 comes in two parts.
+//
+// Shared memory: BUFFERS stages (mainloop/k_major_product.cuh).
+
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/pipeline.cuh"
+#include "core/shared_address.cuh"
+#include "core/types.cuh"
+#include "mainloop/k_major_product.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/registers.cuh"
+#include "ptx/tma.cuh"
+
+struct Params {
+  TensorMap base_box, phased_box;
+  int groups, splits, items;
+  int stages, flush;
+  int row, slab;    // positions of a padded image's row, and of its slab
+  long long plane;  // elements of a plane of partial sums
+};
+
+// One dimension: residues, and taps of the first of these.
+struct Residues {
+  int count, taps, shift;
+};
+__host__ __device__ constexpr Residues residues(Axis axis) {
+  const int step = tap_step(axis);
+  return {axis.kernel < step ? axis.kernel : step, ceil_div(axis.kernel, step), element_step(axis)};
+}
+constexpr Residues ALONG_D = residues(AXIS_D), ALONG_H = residues(AXIS_H), ALONG_W = residues(AXIS_W);
+constexpr int STEP_W = tap_step(AXIS_W);
+constexpr int TAPS_DH = AXIS_D.kernel * AXIS_H.kernel, TAPS = TAPS_DH * AXIS_W.kernel;
+constexpr int COPIES_SHIFT = COPIES * ALONG_W.shift;  // of whole pieces, where there are taps behind the last copy's
+constexpr int IN_CHANNELS = SWAPPED ? PHASED_CHANNELS : BASE_CHANNELS;
+constexpr int OUT_CHANNELS = SWAPPED ? BASE_CHANNELS : PHASED_CHANNELS;  // innermost in the result
+
+constexpr int BASE_CHUNK = MIRRORED ? ROW_CHUNK : COLUMN_CHUNK, PHASED_CHUNK = MIRRORED ? COLUMN_CHUNK : ROW_CHUNK;
+constexpr int BASE_ITEMS = MIRRORED ? ROW_ITEMS : COLUMN_ITEMS, PHASED_ITEMS = MIRRORED ? COLUMN_ITEMS : ROW_ITEMS;
+constexpr int BASE_CHUNKS = ceil_div(BASE_CHANNELS, BASE_CHUNK);
+constexpr int PHASED_CHUNKS = ceil_div(PHASED_CHANNELS, PHASED_CHUNK);
+constexpr int DEPTH = PITCH / (int)sizeof(scalar_t);
+static_assert(ROW_ITEMS * ROW_CHUNK <= ROWS && COLUMN_ITEMS * COLUMN_CHUNK == COLUMNS, "a tile is items");
+
+// Tiles: of the last j_w fewer residues may have a tap, so that the phased side has fewer items.
+constexpr int LAST_RESIDUES = AXIS_W.kernel - (ALONG_W.taps - 1) * STEP_W;
+constexpr int BASE_TILES = ceil_div(ALONG_W.taps * BASE_CHUNKS, BASE_ITEMS);
+constexpr int WHOLE_TILES =  // of the base, that meet all residues
+    LAST_RESIDUES >= ALONG_W.count ? BASE_TILES : ceil_div((ALONG_W.taps - 1) * BASE_CHUNKS, BASE_ITEMS);
+__host__ __device__ constexpr int phased_items(int residues_w) { return residues_w * TAPS_DH * PHASED_CHUNKS; }
+constexpr int MANY = ceil_div(phased_items(ALONG_W.count), PHASED_ITEMS);
+constexpr int FEW = ceil_div(phased_items(LAST_RESIDUES < ALONG_W.count ? LAST_RESIDUES : ALONG_W.count), PHASED_ITEMS);
+constexpr int TILES = WHOLE_TILES * MANY + (BASE_TILES - WHOLE_TILES) * FEW;
+
+// What a block computes at once: the first items of both sides, and stages.
+struct WorkTile {
+  int base, phased, group, split, first, stages;
+
+  __device__ __forceinline__ WorkTile(const Params& params, int index) {
+    const int tile = index % TILES;
+    index /= TILES;
+    const bool whole = tile < WHOLE_TILES * MANY;
+    const int rest = tile - WHOLE_TILES * MANY;
+    base = (whole ? tile / MANY : WHOLE_TILES + rest / FEW) * BASE_ITEMS;
+    phased = (whole ? tile % MANY : rest % FEW) * PHASED_ITEMS;
+    group = index % params.groups, split = index / params.groups;
+    const int each = ceil_div(params.stages, params.splits);
+    first = split * each, stages = max(0, min(each, params.stages - first));
+  }
+};
+
+struct BaseItem {
+  int channel, tap;  // in its group; j_w
+  bool exists;
+
+  __device__ __forceinline__ explicit BaseItem(int index)
+      : channel(index % BASE_CHUNKS * BASE_CHUNK),
+        tap(index / BASE_CHUNKS),
+        exists(index < ALONG_W.taps * BASE_CHUNKS) {}
+};
+
+struct PhasedItem {
+  int channel, d, h, w;  // in its group; taps along d and h, the residue along w
+  bool exists;
+
+  __device__ __forceinline__ explicit PhasedItem(int index) : channel(index % PHASED_CHUNKS * PHASED_CHUNK) {
+    const int tap = index / PHASED_CHUNKS;
+    h = tap % AXIS_H.kernel, d = tap / AXIS_H.kernel % AXIS_D.kernel, w = tap / TAPS_DH;
+    exists = w < ALONG_W.count;
+  }
+};
+
+// Where a box begins: at a position beside that of its stage, a channel, and a plane.
+struct Box {
+  int position, channel, plane;
+  unsigned offset;  // in a stage
+  bool exists, base;
+
+  __device__ __forceinline__ Box(const Params& params, const WorkTile& work, int index) {
+    constexpr int ITEMS = ROW_ITEMS + COLUMN_ITEMS;
+    const int part = index / ITEMS, in_part = index % ITEMS;
+    const bool is_row = in_part < ROW_ITEMS;
+    const int item = is_row ? in_part : in_part - ROW_ITEMS;
+    offset = is_row ? part * A_BYTES + item * (ROW_CHUNK * PITCH)
+                    : PARTS * A_BYTES + part * B_BYTES + item * (COLUMN_CHUNK * PITCH);
+    base = is_row == MIRRORED;
+    exists = index < PARTS * ITEMS;
+    if (base) {
+      const BaseItem at(work.base + item);
+      position = -(at.tap / COPIES * COPIES_SHIFT), channel = work.group * BASE_CHANNELS + at.channel;
+      plane = at.tap % COPIES * PARTS + part, exists = exists && at.exists;
+    } else {
+      const PhasedItem at(work.phased + item);
+      position =
+          at.d / tap_step(AXIS_D) * ALONG_D.shift * params.slab + at.h / tap_step(AXIS_H) * ALONG_H.shift * params.row;
+      channel = work.group * PHASED_CHANNELS + at.channel;
+      const int residue_d = at.d % tap_step(AXIS_D), residue_h = at.h % tap_step(AXIS_H);
+      plane = ((residue_d * ALONG_H.count + residue_h) * ALONG_W.count + at.w) * PARTS + part;
+      exists = exists && at.exists;
+    }
+  }
+};
+constexpr int BOXES_OF_LANE = ceil_div(PARTS * (ROW_ITEMS + COLUMN_ITEMS), 32);
+
+// By one warp: the boxes of all stages of the block's work tiles.
+__device__ __forceinline__ void load_items(const Params& params, const scalar_t* x, const scalar_t* grad,
+                                           PipelineBarriers<BUFFERS>& ring, const unsigned char* buffers) {
+  PipelineState<BUFFERS> state;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
+    const WorkTile work(params, index);
+    int places[BOXES_OF_LANE][3];
+    unsigned offsets[BOXES_OF_LANE];
+    bool exist[BOXES_OF_LANE], of_base[BOXES_OF_LANE];
+#pragma unroll
+    for (int i = 0; i < BOXES_OF_LANE; ++i) {
+      const Box box(params, work, threadIdx.x % 32 + 32 * i);
+      places[i][0] = box.position + work.first * DEPTH, places[i][1] = box.channel, places[i][2] = box.plane;
+      offsets[i] = box.offset, exist[i] = box.exists, of_base[i] = box.base;
+    }
+#pragma unroll 1
+    for (int stage = 0; stage < work.stages; ++stage) {
+      const unsigned to = shared_address(buffers + state.index * STAGE_BYTES);
+      const unsigned full = shared_address(ring.full + state.index);
+      mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < BOXES_OF_LANE; ++i) {
+        const int from[5] = {places[i][0], places[i][1], places[i][2], 0, 0};
+        if (exist[i] && of_base[i])
+          tma_load_box(to + offsets[i], params.base_box, SWAPPED ? grad : x, from, BASE_CHUNK * PITCH, full);
+        if (exist[i] && !of_base[i])
+          tma_load_box(to + offsets[i], params.phased_box, SWAPPED ? x : grad, from, PHASED_CHUNK * PITCH, full);
+        places[i][0] += DEPTH;
+      }
+      mbarrier_arrive(full);
+      state.next();
+    }
+  }
+}
+
+// Where a row's or a column's sums belong: elements of the group's weights, and its share of the tap along w, which
+// none has that does not exist.
+struct Place {
+  int element, tap_w;
+
+  __device__ __forceinline__ Place(int item, int in_item, bool base) {
+    constexpr int ONE_TAP = SWAPPED ? -OUT_CHANNELS : OUT_CHANNELS;
+    if (base) {
+      const BaseItem at(item);
+      const int channel = at.channel + in_item;
+      tap_w = at.exists && channel < BASE_CHANNELS ? at.tap * STEP_W : AXIS_W.kernel;
+      element = channel * (SWAPPED ? 1 : TAPS * OUT_CHANNELS) + tap_w * ONE_TAP;
+    } else {
+      const PhasedItem at(item);
+      const int channel = at.channel + in_item;
+      tap_w = at.exists && channel < PHASED_CHANNELS ? at.w : AXIS_W.kernel;
+      element = channel * (SWAPPED ? TAPS * OUT_CHANNELS : 1) +
+                ((at.d * AXIS_H.kernel + at.h) * AXIS_W.kernel + tap_w) * ONE_TAP;
+    }
+  }
+};
+__device__ __forceinline__ Place row_place(const WorkTile& work, int row) {
+  const int item = row / ROW_CHUNK;
+  Place found((MIRRORED ? work.base : work.phased) + item, row % ROW_CHUNK, MIRRORED);
+  if (item >= ROW_ITEMS) found.tap_w = AXIS_W.kernel;
+  return found;
+}
+// Of a column of eight whose first is known at compile time: chunks are whole eights, so that a warp has one item.
+__device__ __forceinline__ Place column_place(int first_item, int eight, int column) {
+  return Place(first_item + 8 * eight / COLUMN_CHUNK, 8 * eight % COLUMN_CHUNK + column, !MIRRORED);
+}
+
+// Two neighbouring columns are neighbouring output channels.
+constexpr bool PAIRS = MIRRORED != SWAPPED && OUT_CHANNELS % 2 == 0;
+typedef Vector<float, PAIRS ? 2 : 1> Stored;
+constexpr int STORES = PAIRS ? 1 : 2;   // of two columns
+constexpr int AT_ONCE = 4 / ROW_TILES;  // eights of columns, of which what was there is read together
+constexpr int OF_ROW = AT_ONCE * STORES, ROWS_OF_THREAD = 2 * ROW_TILES;
+
+// The sums of a work tile, all of them or those of the first `flush` stages or of the next ones: `again`.
+__device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums, float* partial,
+                                      bool again) {
+  float* const to = partial + work.split * params.plane + (long long)work.group * (IN_CHANNELS * TAPS * OUT_CHANNELS) +
+                    (SWAPPED ? (TAPS - 1) * OUT_CHANNELS : 0);
+  int elements[ROWS_OF_THREAD], taps[ROWS_OF_THREAD];
+#pragma unroll
+  for (int i = 0; i < ROWS_OF_THREAD; ++i) {
+    const Place row = row_place(work, Sums::row(i));
+    elements[i] = row.element, taps[i] = row.tap_w;
+  }
+#pragma unroll
+  for (int first = 0; first < COLUMNS / 8; first += AT_ONCE) {
+    // Opaque, so that the compiler does not find all columns' places at once: there are no registers for that.
+    const int first_item = (int)opaque(MIRRORED ? work.phased : work.base);
+    int places[OF_ROW], at_taps[OF_ROW];
+#pragma unroll
+    for (int j = 0; j < OF_ROW; ++j) {
+      const int eight = first + j / STORES;
+      const Place place = column_place(first_item, eight, fragment_column() + j % STORES);
+      places[j] = place.element, at_taps[j] = eight < COLUMNS / 8 ? place.tap_w : AXIS_W.kernel;
+    }
+    Stored before[ROWS_OF_THREAD * OF_ROW] = {};
+    if (again) {
+#pragma unroll
+      for (int i = 0; i < ROWS_OF_THREAD; ++i)
+#pragma unroll
+        for (int j = 0; j < OF_ROW; ++j)
+          if (taps[i] + at_taps[j] < AXIS_W.kernel)
+            before[i * OF_ROW + j] = *(const Stored*)(to + elements[i] + places[j]);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS_OF_THREAD; ++i)
+#pragma unroll
+      for (int j = 0; j < OF_ROW; ++j) {
+        const int tile = first + j / STORES;
+        if (tile >= COLUMNS / 8 || taps[i] + at_taps[j] >= AXIS_W.kernel) continue;
+        const float* const found = sums.of[i / 2] + 4 * tile + i % 2 * 2 + j % STORES;
+        Stored& sum = before[i * OF_ROW + j];
+#pragma unroll
+        for (int k = 0; k < (PAIRS ? 2 : 1); ++k) sum.value[k] += found[k];
+        *(Stored*)(to + elements[i] + places[j]) = sum;
+      }
+    __syncwarp();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    tap_gemm_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+                       const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
+  if (threadIdx.x == 0) ring.init(32, CONSUMER_THREADS / 32);
+  __syncthreads();
+  if (threadIdx.x >= CONSUMER_THREADS) {
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (threadIdx.x < CONSUMER_THREADS + 32) load_items(params, x, grad, ring, shared_memory);
+    return;
+  }
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
+  PipelineState<BUFFERS> state;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
+    const WorkTile work(params, index);
+    int stage = 0;
+#pragma unroll 1
+    do {
+      const int count = min(params.flush, work.stages - stage);
+      Sums sums, total;
+      if (PROMOTE > 0) {
+        total.clear();
+#pragma unroll 1
+        for (int i = 0; i < count; i += PROMOTE) {
+          sums.multiply(min(PROMOTE, count - i), ring, state, shared_memory);
+          total.take(sums, i == 0);
+        }
+      } else {
+        sums.multiply(count, ring, state, shared_memory);
+        if (count == 0) sums.clear();  // of an empty batch
+      }
+      store(params, work, PROMOTE > 0 ? total : sums, partial, stage > 0);
+      stage += count;
+    } while (stage < work.stages);
+  }
+}

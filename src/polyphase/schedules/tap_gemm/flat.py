@@ -1,0 +1,159 @@
+"""A weight gradient as a product over positions that lie side by side: what ``tap_gemm_wgrad_tma`` goes by.
+
+Along each dimension a tap is ``residue + j * step``: every ``step``-th tap meets elements of the same residue of the
+stride, ``shift`` positions further. One operand, the *base*, is the layer's input; the other one, *phased*, is the
+gradient of its output, with a plane for each residue. With stride 1 they may be swapped, where taps count backwards.
+Rows of images are padded so that a shift is a distance in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from polyphase.problem import Axis, ConvTransposeProblem, Pass
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts
+from polyphase.program.flatten import Flattened, Three
+from polyphase.schedules.cells import Side
+from polyphase.schedules.tap_gemm.product import Product, product_of
+
+#: Bytes of a row of a stage.
+PITCH = 128
+
+
+@dataclass(frozen=True)
+class FlatAxis:
+    """One dimension: ``residues`` have ``taps`` at most, each ``shift`` positions further than the one before."""
+
+    step: int
+    shift: int
+    residues: int
+    taps: int
+
+    @classmethod
+    def of(cls, axis: Axis) -> FlatAxis:
+        """Of the layer along a dimension."""
+        divisor = math.gcd(axis.stride, axis.dilation)
+        step = axis.stride // divisor
+        return cls(step, axis.dilation // divisor, min(axis.kernel, step), -(-axis.kernel // step))
+
+    @property
+    def reach(self) -> int:
+        """Positions from a residue's first tap to its last."""
+        return self.shift * (self.taps - 1)
+
+
+@dataclass(frozen=True)
+class FlatProduct:
+    """Both operands as planes, and how taps lie in them."""
+
+    product: Product
+    swapped: bool
+
+    @cached_property
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        """As the product has them: swapped, taps count backwards."""
+        depth, height, width = (
+            Axis(each.kernel, 1, (each.kernel - 1) * each.dilation - each.padding, each.dilation)
+            if self.swapped
+            else each
+            for each in self.product.problem.axes3
+        )
+        return depth, height, width
+
+    @cached_property
+    def along(self) -> tuple[FlatAxis, FlatAxis, FlatAxis]:
+        """Depth, height and width."""
+        depth, height, width = map(FlatAxis.of, self.axes)
+        return depth, height, width
+
+    @property
+    def depth(self) -> int:
+        """Positions of a stage."""
+        return PITCH // self.product.size
+
+    @property
+    def copies(self) -> int:
+        """Of the base, each a shift along the width further; what is further is further by whole pieces."""
+        width, piece = self.along[2], self.product.piece
+        return min(width.taps, piece // math.gcd(width.shift, piece))
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """The base and the phased operand."""
+        input_side, output_side = self.product.gather.dst, self.product.gather.src
+        return (output_side, input_side) if self.swapped else (input_side, output_side)
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Of a group, of both."""
+        base, phased = (side.shape[1] // self.product.problem.groups for side in self.sides)
+        return base, phased
+
+    @cached_property
+    def padded(self) -> Three:
+        """Positions of a padded image. Rows are whole pieces where a shift along another dimension must be some."""
+        depth, height, width = (size + axis.reach for size, axis in zip(self.sides[0].shape[2:], self.along))
+        apart = self.along[0].taps > 1 or self.along[1].taps > 1
+        return depth, height, round_up(width, self.product.piece) if apart else width
+
+    @property
+    def positions(self) -> int:
+        """Of all images."""
+        return self.product.problem.batch * math.prod(self.padded)
+
+    @cached_property
+    def planes(self) -> tuple[Flattened, Flattened]:
+        """The base and the phased operand as planes."""
+        pitch = round_up(max(1, self.positions), self.product.piece)
+        base, phased = self.sides
+        first, second, third = self.axes
+        still = Flattened(
+            base.shape,
+            base.strides,
+            self.padded,
+            (1, 1, 1),
+            (0, 0, 0),
+            (0, 0, -self.along[2].shift),
+            (1, 1, self.copies),
+            self.product.parts,
+            pitch,
+        )
+        moved = Flattened(
+            phased.shape,
+            phased.strides,
+            self.padded,
+            (first.stride, second.stride, third.stride),
+            (-first.padding, -second.padding, -third.padding),
+            (first.dilation, second.dilation, third.dilation),
+            (self.along[0].residues, self.along[1].residues, self.along[2].residues),
+            self.product.parts,
+            pitch,
+        )
+        return still, moved
+
+    @property
+    def bytes(self) -> int:
+        """Of all planes."""
+        return sum(each.elements for each in self.planes) * self.product.size
+
+    def base_items(self, chunks: int) -> int:
+        """Items of the base, so many chunks of channels at each tap."""
+        return self.along[2].taps * chunks
+
+    def phased_items(self, chunks: int, residues: int) -> int:
+        """Items of the phased operand that meet a base item, which meets so many residues along the width."""
+        return residues * self.axes[0].kernel * self.axes[1].kernel * chunks
+
+
+@lru_cache(maxsize=1024)
+def flat_product(problem: ConvTransposeProblem, layouts: Layouts, swapped: bool) -> FlatProduct:
+    """Of a weight gradient."""
+    return FlatProduct(product_of(problem, Pass.WEIGHT_GRAD, layouts), swapped)
+
+
+def may_swap(problem: ConvTransposeProblem) -> bool:
+    """Whether operands may change places."""
+    return all(axis.stride == 1 for axis in problem.axes3)

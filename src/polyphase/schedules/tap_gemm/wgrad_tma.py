@@ -1,0 +1,358 @@
+"""The weight gradient of any layer by Hopper's instruction, ``kernels/tap_gemm_wgrad_tma.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from polyphase.costs import Costs, costs
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts
+from polyphase.problem.problem import DTYPE_BYTES
+from polyphase.problem.sizes import standard
+from polyphase.program.flatten import Flattened, flatten_positions
+from polyphase.program.params import params_of
+from polyphase.program.program import Buffer, Program, assemble, prepared, writing_channels_last
+from polyphase.program.step import GRAD, Step, X
+from polyphase.program.tensor_map import TensorMap
+from polyphase.schedules.cost import slower_of, transpose_seconds
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tap_gemm.flat import PITCH, FlatProduct, flat_product, may_swap
+from polyphase.schedules.tap_gemm.product import common_limits
+from polyphase.schedules.tensor_cores import parts_of
+from polyphase.schedules.tiles import affordable_planes
+
+_GROUPS = 2  # warpgroups that multiply
+_THREADS = 128 * (_GROUPS + 1)
+_MOST_COLUMNS = 256  # of an instruction
+_MOST_SUMS = 128  # of a thread, those that are promoted counted twice
+_LEAST_CHUNK = 32  # channels of an item, where there are so many: small boxes cost as much as large ones
+_MOST_BOX = 256  # channels that a box spans
+_LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
+_DECLARED = 1024  # bytes of shared memory beside the stages
+_FLUSH = 8192  # positions that the cores sum
+_LEAST_STAGES = 4  # of a split
+_SHAPES = 3  # of columns, that are offered beside each shape of rows
+_MOST_BYTES = 3 << 29  # of the planes, or twice as many as the tensors have, for each part
+_MOST_WEIGHTS = 1 << 31  # of a group
+_MOST_POSITIONS = 1 << 30
+_CACHED = 24 << 20  # bytes of planes that surely stay in the L2 cache
+
+
+class WgradTmaConfig(NamedTuple):
+    """The compile-time shape of ``tap_gemm_wgrad_tma.cu``: items of rows and columns, and channels of each.
+
+    ``mirrored``: rows are of the base. ``swapped``: the base is the gradient of the output.
+    """
+
+    row_tiles: int
+    row_items: int
+    row_chunk: int
+    column_items: int
+    column_chunk: int
+    mirrored: bool = False
+    swapped: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return 64 * _GROUPS * self.row_tiles
+
+    @property
+    def columns(self) -> int:
+        """Of a block."""
+        return self.column_items * self.column_chunk
+
+    @property
+    def base(self) -> tuple[int, int]:
+        """Channels of an item of the base, and its items in a block."""
+        return (self.row_chunk, self.row_items) if self.mirrored else (self.column_chunk, self.column_items)
+
+    @property
+    def phased(self) -> tuple[int, int]:
+        """The same of the phased operand."""
+        return (self.column_chunk, self.column_items) if self.mirrored else (self.row_chunk, self.row_items)
+
+
+class TapGemmWgradTma(Schedule):
+    """Rows and columns are channels at a tap of either operand; TMA brings a box of positions for each."""
+
+    name = "tap_gemm_wgrad_tma"
+    passes = (Pass.WEIGHT_GRAD,)
+    on_tensor_cores = True
+    kept = True
+
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if not device.has_wgmma:
+            return f"{device.arch} lacks Hopper's matrix instruction"
+        weights = math.prod(problem.weight_shape) // problem.groups
+        if weights >= _MOST_WEIGHTS:
+            return f"{weights} weights of a group are too many (at most {_MOST_WEIGHTS - 1})"
+        layouts, ways = Layouts.dense(problem), (False, True) if may_swap(problem) else (False,)
+        flats = [flat_product(problem, layouts, swapped) for swapped in ways]
+        if (least := min(flat.bytes for flat in flats)) > (most := _most_bytes(problem)):
+            return f"operands would take {least} bytes as planes, more than {most}"
+        if all(flat.positions >= _MOST_POSITIONS for flat in flats):
+            return "padded images have too many positions"
+        return common_limits(problem)
+
+    def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+        return False
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
+        return standard(problem)
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgradTmaConfig]:
+        found = []
+        for swapped in (False, True) if may_swap(at) else (False,):
+            flat = flat_product(at, Layouts.dense(at), swapped)
+            found += [config for config in _configs(flat) if _buffers(flat, config, device) >= _LEAST_BUFFERS]
+        return found
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
+    ) -> Cost | None:
+        """None where the planes would take too much memory."""
+        flat = flat_product(problem, layouts, config.swapped)
+        if flat.bytes > _most_bytes(problem) or flat.positions >= _MOST_POSITIONS:
+            return None
+        return self._cost(problem, device, flat, config)
+
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: WgradTmaConfig) -> float:
+        """Whatever memory the planes would take at the ranking size."""
+        return self._cost(at, device, flat_product(at, Layouts.dense(at), config.swapped), config)[0]
+
+    def _cost(
+        self, problem: ConvTransposeProblem, device: DeviceInfo, flat: FlatProduct, config: WgradTmaConfig
+    ) -> Cost:
+        _, seconds = _splits(flat, config, device)
+        terms, bandwidth = costs("tap_gemm_wgrad_tma", device), device.copy_bytes_per_second
+        read = (problem.elements[0] + problem.elements[2]) * DTYPE_BYTES[problem.dtype]
+        seconds += 2 * terms.flatten + (read + flat.bytes) / (terms.flattened * bandwidth)
+        if _goes_back(problem):
+            seconds += transpose_seconds(2 * problem.elements[1] * DTYPE_BYTES[problem.dtype], device)
+        return slower_of(seconds, problem.bytes / bandwidth)
+
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
+    ) -> Program:
+        flat = flat_product(problem, layouts, config.swapped)
+        product, splits = flat.product, _splits(flat, config, device)[0]
+        stages = -(-flat.positions // flat.depth)
+        flush = max(1, _FLUSH // flat.depth if product.parts == 1 else stages)
+        items = _tiles(flat, config) * product.problem.groups * splits
+        params = params_of(source := _source(flat, config, device)).pack(
+            groups=product.problem.groups,
+            splits=splits,
+            items=items,
+            stages=stages,
+            flush=flush,
+            row=flat.padded[2],
+            slab=flat.padded[1] * flat.padded[2],
+            plane=math.prod(problem.weight_shape),
+        )
+        base, phased = flat.planes
+        maps = (
+            _map(flat, base, config.base[0], int(config.swapped)),
+            _map(flat, phased, config.phased[0], int(not config.swapped)),
+        )
+        main = Step(
+            source=source,
+            grid=(min(items, device.multiprocessors), 1, 1),
+            block=_THREADS,
+            shared_bytes=_buffers(flat, config, device) * _stage_bytes(flat, config),
+            params=params,
+            tensor_maps=maps,
+        )
+        back = _goes_back(problem)
+        last = back or (problem.channels_last and problem.out_channels > 1)
+        program = assemble(problem, pass_, main, splits=splits, dst_channels_last=last)
+        read = dict(zip((X, GRAD), (phased, base) if config.swapped else (base, phased)))
+        program = prepared(
+            program,
+            {
+                name: (
+                    flatten_positions(problem.dtype, product.word, how),
+                    Buffer(f"{name}_planes", problem.dtype, how.elements),
+                )
+                for name, how in read.items()
+            },
+        )
+        return writing_channels_last(program, problem.dtype, problem.weight_shape) if back else program
+
+
+def _most_bytes(problem: ConvTransposeProblem) -> int:
+    """That planes may take."""
+    x, _, y = problem.elements
+    return max(_MOST_BYTES, 2 * parts_of(problem) * DTYPE_BYTES[problem.dtype] * (x + y))
+
+
+def _goes_back(problem: ConvTransposeProblem) -> bool:
+    """Whether the result, whose output channels are innermost, is transposed to where it belongs."""
+    return not problem.channels_last and problem.taps > 1 and problem.out_channels_per_group > 1
+
+
+def _source(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> KernelSource:
+    """The kernel of a config."""
+    base, phased = flat.channels
+    exact = flat.product.parts == 2
+    constants: dict[str, Constant] = {
+        "AXIS_D": flat.axes[0],
+        "AXIS_H": flat.axes[1],
+        "AXIS_W": flat.axes[2],
+        "BASE_CHANNELS": base,
+        "PHASED_CHANNELS": phased,
+        "COPIES": flat.copies,
+        "SWAPPED": config.swapped,
+        "MIRRORED": config.mirrored,
+        "PARTS": flat.product.parts,
+        "PITCH": PITCH,
+        "ROW_TILES": config.row_tiles,
+        "ROW_ITEMS": config.row_items,
+        "ROW_CHUNK": config.row_chunk,
+        "COLUMNS": config.columns,
+        "COLUMN_ITEMS": config.column_items,
+        "COLUMN_CHUNK": config.column_chunk,
+        "PROMOTE": int(exact),
+        "BUFFERS": _buffers(flat, config, device),
+        "MIN_BLOCKS": 1,
+        "WGMMA": True,
+    }
+    dtype = flat.product.problem.dtype
+    form = WgmmaForm(config.columns, dtype)
+    return KernelSource("tap_gemm_wgrad_tma", dtype, True, tuple(constants.items()), (form,))
+
+
+def _map(flat: FlatProduct, planes: Flattened, chunk: int, tensor: int) -> TensorMap:
+    """A stage of an item."""
+    size, channels = flat.product.size, planes.shape[1]
+    return TensorMap(
+        flat.product.problem.dtype,
+        (max(1, planes.positions), channels, math.prod(planes.planes) * planes.parts, 1, 1),
+        (planes.pitch * size, channels * planes.pitch * size, 16, 16),
+        (flat.depth, chunk, 1, 1, 1),
+        PITCH,
+        True,
+        tensor,
+    )
+
+
+def _configs(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
+    """Those whose sums fit the registers; of the shapes of columns those that promise most."""
+    most = _MOST_SUMS // flat.product.parts
+    for mirrored, row_tiles in itertools.product((False, True), (1, 2)):
+        (rows, row_taps), (columns, column_taps) = _sides(flat, mirrored)
+        all_rows = 64 * _GROUPS * row_tiles
+        row_chunk, row_items = _row_shape(rows, row_taps, all_rows)
+        if row_tiles > 1 and row_items * row_chunk <= all_rows // 2:
+            continue
+        shapes = _column_shapes(columns, column_taps, min(_MOST_COLUMNS, 2 * most // row_tiles), all_rows)
+        for column_chunk, column_items in shapes[:_SHAPES]:
+            yield WgradTmaConfig(row_tiles, row_items, row_chunk, column_items, column_chunk, mirrored, flat.swapped)
+
+
+def _sides(flat: FlatProduct, mirrored: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Channels and taps of the rows' side, and of the columns'."""
+    base, phased = flat.channels
+    residues = flat.along[2].residues
+    found = (phased, flat.phased_items(1, residues)), (base, flat.base_items(1))
+    return (found[1], found[0]) if mirrored else found
+
+
+def _chunks(channels: int, most: int) -> Iterator[tuple[int, int]]:
+    """Channels that an item may have, at most so many, and items that all channels come to."""
+    for pieces in range(1, -(-channels // min(channels, _LEAST_CHUNK)) + 1):
+        chunk = round_up(-(-channels // pieces), 8)
+        if chunk <= most:
+            yield chunk, pieces
+
+
+def _row_shape(channels: int, taps: int, rows: int) -> tuple[int, int]:
+    """Channels of an item and items of a block, so that few of the block's rows are empty, in few boxes."""
+    best, found = 0.0, (8, 1)
+    for chunk, pieces in _chunks(channels, min(rows, _MOST_BOX)):
+        items = min(rows // chunk, taps * pieces)
+        blocks = -(-taps * pieces // items)
+        share = channels * taps / (blocks * rows) - 0.002 * items
+        if share > best or best == 0.0:
+            best, found = share, (chunk, items)
+    return found
+
+
+def _column_shapes(channels: int, taps: int, most: int, rows: int) -> list[tuple[int, int]]:
+    """Channels of an item and items of a block, the best first: few columns are empty, and many share the rows."""
+    found: dict[tuple[int, int], float] = {}
+    for chunk, pieces in _chunks(channels, most):
+        total, fit = taps * pieces, most // chunk
+        for items in {min(fit, total), -(-total // -(-total // min(fit, total))), max(1, fit // 2)}:
+            if items > total:
+                continue
+            columns, blocks = items * chunk, -(-total // items)
+            # Cycles of 32 bytes of k: products, or bytes from the L2 cache.
+            cycles = max(rows / 64 * max(columns / 2, 16 + columns / 4), 0.8 * (rows + columns)) + items
+            found[chunk, items] = blocks * cycles
+    return sorted(found, key=lambda each: found[each])
+
+
+def _stage_bytes(flat: FlatProduct, config: WgradTmaConfig) -> int:
+    return flat.product.parts * (config.rows + config.columns) * PITCH
+
+
+def _buffers(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> int:
+    """Stages in shared memory."""
+    return min(_MOST_BUFFERS, (device.shared_bytes_of(1) - _DECLARED) // _stage_bytes(flat, config))
+
+
+def _tiles(flat: FlatProduct, config: WgradTmaConfig) -> int:
+    """Of a group: the kernel's ``TILES``."""
+    width, (base, phased) = flat.along[2], flat.channels
+    (base_chunk, base_items), (phased_chunk, phased_items) = config.base, config.phased
+    base_chunks, phased_chunks = -(-base // base_chunk), -(-phased // phased_chunk)
+    last = flat.axes[2].kernel - (width.taps - 1) * width.step
+    tiles = -(-flat.base_items(base_chunks) // base_items)
+    whole = tiles if last >= width.residues else -(-(width.taps - 1) * base_chunks // base_items)
+    many, few = (-(-flat.phased_items(phased_chunks, residues) // phased_items) for residues in (width.residues, last))
+    return whole * many + (tiles - whole) * few
+
+
+@lru_cache(maxsize=4096)
+def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> tuple[int, float]:
+    """Splits of the positions, and the predicted seconds of product and reduction."""
+    terms, product = costs("tap_gemm_wgrad_tma", device), flat.product
+    items = _tiles(flat, config) * product.problem.groups
+    stages = max(1, -(-flat.positions // flat.depth))
+    stage = _stage_cycles(flat, config, terms)
+    results = config.rows * config.columns * terms.result
+    flush = _FLUSH // flat.depth if product.parts == 1 else stages
+    weights, bandwidth = math.prod(product.problem.weight_shape), device.copy_bytes_per_second
+    moving = flat.bytes * (1 if flat.bytes < _CACHED else max(1, items / device.multiprocessors)) / bandwidth
+
+    def seconds(splits: int) -> float:
+        rounds, each = items * splits / device.multiprocessors, math.ceil(stages / splits)
+        once = terms.item + results * math.ceil(each / flush)
+        cycles = (math.ceil(rounds) if rounds < 8 else rounds + 0.5) * (each * stage + once)
+        alone = splits == 1 and product.size == 4
+        end = 0.0 if alone else terms.reduce + weights * (8 * splits + product.size) / bandwidth
+        return max(cycles / device.clock_hz, moving) + terms.launch / device.clock_hz + end
+
+    most = max(1, min(affordable_planes(product.problem), stages // _LEAST_STAGES))
+    most = min(most, max(1, 2 * device.multiprocessors // items))
+    found = min(range(1, most + 1), key=lambda splits: (seconds(splits), splits))
+    return found, seconds(found)
+
+
+def _stage_cycles(flat: FlatProduct, config: WgradTmaConfig, terms: Costs) -> float:
+    """Of a multiprocessor, for a stage."""
+    parts = flat.product.parts
+    operations = _GROUPS * config.row_tiles * (PITCH // 32) * (3 if parts == 2 else 1)
+    products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
+    loaded = parts * (config.row_items * config.row_chunk + config.columns) * PITCH
+    loading = terms.moved * loaded + terms.box * parts * (config.row_items + config.column_items)
+    cycles: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
+    return cycles
