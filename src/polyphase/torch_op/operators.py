@@ -5,7 +5,7 @@ take batched tensors of one dtype and one device and one integer per spatial dim
 call `polyphase.conv_transpose2d` and its kin, which check first. Derivatives and vmap rules are in
 `polyphase.torch_op.derivatives`.
 
-Sizes that may be symbolic under ``torch.compile`` (those that follow from the shapes of tensors) are SymInts.
+All constants may be symbolic under ``torch.compile`` and ``torch.export``, as those that follow from shapes are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from polyphase.torch_op.memory_format import as_output, empty_output, output_cha
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING
 
-_CONSTANTS = "int[] stride, int[] padding, SymInt[] output_padding, int[] dilation, int groups"
+_CONSTANTS = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt[] dilation, SymInt groups"
 _SCHEMAS = {
     "conv_transpose": f"(Tensor input, Tensor weight, Tensor? bias, {_CONSTANTS}) -> Tensor",
     "conv_transpose_input_grad": f"(Tensor grad_output, Tensor weight, {_CONSTANTS}) -> Tensor",
