@@ -1,4 +1,4 @@
-"""`torch.func.functionalize`: PyTorch has no rule for any autograd.Function. Ours, which changes no operand, has one."""
+"""`torch.func.functionalize`: PyTorch has no rule for autograd.Function. Ours, which changes no operand, has one."""
 
 from __future__ import annotations
 
