@@ -1,4 +1,4 @@
-"""DistributedDataParallel over two processes: the gradients of two halves of a batch average to that of the whole."""
+"""Two processes: gradients of halves of a batch that DistributedDataParallel averages, and layers of DTensors."""
 
 from __future__ import annotations
 
@@ -46,6 +46,26 @@ def work(rank: int, backend: str, store: str) -> None:
             torch.testing.assert_close(got.grad.cpu(), expected.grad)
     finally:
         dist.destroy_process_group()
+
+
+def work_on_shards(rank: int, store: str) -> None:
+    from test_dtensor import check_distributed_module, check_sharded_layers
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    try:
+        mesh = dist.init_device_mesh("cpu", (WORLD,))
+        check_sharded_layers(mesh)
+        check_distributed_module(mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+def test_shards_in_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed.tensor.experimental")
+    mp.spawn(work_on_shards, (str(tmp_path / "store"),), nprocs=WORLD)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def conv_transpose1d(
     Args:
         input: ``(N, C_in, L)``, or ``(C_in, L)`` unbatched.
         weight: ``(C_in, C_out/groups, kL)``.
-        bias: ``(C_out,)``.
+        bias: ``(C_out,)``; beside float16 and bfloat16 it may be float32, but on CUDA.
         stride: distance between the outputs of neighbouring inputs.
         padding: how many outputs are cropped on either side.
         output_padding: how many outputs are added at the end; smaller than stride or dilation.

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from polyphase.torch_op import operators
+from polyphase.torch_op.functionalized import functionalizes, give_rule
 from polyphase.torch_op.validate import Layer
 
 INPUT, WEIGHT, OUTPUT, BIAS = range(4)
@@ -58,7 +59,11 @@ def run(operands: Operands, bias: Tensor | None, layer: Layer, call: Call | None
     """
     if call is not None:
         return _apply(*operands, bias, layer, call)
+    if torch.compiler.is_compiling():  # a backward pass that compiled autograd traces
+        return run_operator(operands, bias, layer)
     if torch._C._are_functorch_transforms_active():
+        if functionalizes():
+            give_rule(TransformedContraction)
         result: Tensor = TransformedContraction.apply(*operands, bias, layer, None)  # type: ignore[no-untyped-call]
         return result
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
@@ -109,7 +114,7 @@ def _remember(ctx: Any, operands: Operands, layer: Layer) -> None:
 
 def _remember_forward(ctx: Any, operands: Operands, output: Tensor) -> None:
     """For forward mode, beside that."""
-    ctx.shape = output.shape
+    ctx.shape, ctx.dtype = output.shape, output.dtype
     ctx.save_for_forward(*operands)
 
 
@@ -151,7 +156,7 @@ class Contraction(torch.autograd.Function):
         ]
         bias = tangents[BIAS]
         if bias is not None:
-            terms.append(bias.view(-1, *[1] * (len(ctx.shape) - 2)).expand(ctx.shape))
+            terms.append(bias.to(ctx.dtype).view(-1, *[1] * (len(ctx.shape) - 2)).expand(ctx.shape))
         return sum(terms[1:], terms[0]) if terms else None
 
 
@@ -205,7 +210,7 @@ def batched(
             result = folded.unflatten(0, images.shape[:2])
         biases = moved[BIAS]
         if own_bias and biases is not None:
-            result = result + biases.unflatten(1, (-1, *[1] * len(layer.stride))).unsqueeze(1)
+            result = result + biases.to(result.dtype).unflatten(1, (-1, *[1] * len(layer.stride))).unsqueeze(1)
         return result, 0
 
     *each, bias = (

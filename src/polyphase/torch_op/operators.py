@@ -5,13 +5,14 @@ take batched tensors of one dtype and one device and one integer per spatial dim
 call `polyphase.conv_transpose2d` and its kin, which check first. Derivatives and vmap rules are in
 `polyphase.torch_op.derivatives`.
 
-Sizes that may be symbolic under ``torch.compile`` (those that follow from the shapes of tensors) are SymInts.
+All constants may be symbolic under ``torch.compile`` and ``torch.export``, as those that follow from shapes are.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -25,10 +26,11 @@ from polyphase.problem import Axis
 from polyphase.torch_op import as_real, portable
 from polyphase.torch_op.memory import Memory
 from polyphase.torch_op.memory_format import as_output, empty_output, output_channels_last
+from polyphase.torch_op.sharding import give_strategies
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING
 
-_CONSTANTS = "int[] stride, int[] padding, SymInt[] output_padding, int[] dilation, int groups"
+_CONSTANTS = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt[] dilation, SymInt groups"
 _SCHEMAS = {
     "conv_transpose": f"(Tensor input, Tensor weight, Tensor? bias, {_CONSTANTS}) -> Tensor",
     "conv_transpose_input_grad": f"(Tensor grad_output, Tensor weight, {_CONSTANTS}) -> Tensor",
@@ -173,6 +175,8 @@ def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: 
                 _calls.add(key, call, first, second, lie_so=True)
         if call is not None:
             return call(first, second)
+    if not plain and "torch.distributed.tensor" in sys.modules:
+        give_strategies()
     with torch._C._AutoDispatchBelowAutograd():
         return operator(first, second, *arguments)
 
@@ -228,3 +232,6 @@ _FINDERS = {
     conv_transpose_input_grad: "input_grad_call",
     conv_transpose_weight_grad: "weight_grad_call",
 }
+
+if "torch.distributed.tensor" in sys.modules:
+    give_strategies()

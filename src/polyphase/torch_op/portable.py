@@ -111,7 +111,7 @@ def forward(
 
     planes = phases(axes, input_size, output_size)
     matrices = _by_tap(_computable(weight), groups)
-    start = matrices.new_zeros(output.shape[1]) if bias is None else _computable(bias)
+    start = matrices.new_zeros(output.shape[1]) if bias is None else bias.to(matrices.dtype)
     start = start.reshape(groups, -1, *[1] * (1 + len(axes)))
     some_are_bare = len(planes) < math.prod(min(axis.stride, size) for axis, size in zip(axes, output_size))
     for images, pixels in _runs(groups, matrices, output, input):

@@ -84,7 +84,7 @@ def _check_tensors(name: str, input: Any, weight: Any, bias: Any) -> None:
             )
         if tensor.layout != torch.strided:
             raise RuntimeError(f"{name}: {role} must be a dense (strided) tensor, got {tensor.layout}")
-        if tensor.dtype != input.dtype:
+        if tensor.dtype != input.dtype and not (role == "bias" and _goes_beside(tensor, input)):
             raise RuntimeError(
                 f"{name}: input, weight and bias must have the same dtype, got input {input.dtype} and "
                 f"{role} {tensor.dtype}; convert one of them, or use torch.autocast"
@@ -99,6 +99,14 @@ def _check_tensors(name: str, input: Any, weight: Any, bias: Any) -> None:
             f"{name} is not implemented for {input.dtype} on {input.device.type}: it takes float64, float32, float16, "
             "bfloat16 and complex, and int64 except on CUDA"
         )
+
+
+def _goes_beside(bias: Tensor, input: Tensor) -> bool:
+    """Whether this bias of another dtype is taken: float32 beside half types, but on CUDA, where PyTorch refuses it.
+
+    On the CPU PyTorch takes it or not, by its build, the processor and the number of dimensions.
+    """
+    return bias.dtype == torch.float32 and input.dtype in (torch.float16, torch.bfloat16) and not input.is_cuda
 
 
 def _check_ranks(name: str, dims: int, input: Tensor, weight: Tensor) -> None:

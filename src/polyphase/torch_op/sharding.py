@@ -1,0 +1,61 @@
+"""How DTensors may be sharded in each pass, one mesh dimension at a time.
+
+Images are independent; so are output channels where there is one group, and the sum over input channels, or over images
+for the gradient of the weight, may be left to the processes (``Partial``). Groups stay together: a process would have to
+be told of how many it has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+#: Operands and result of a pass by their letters: images, input channels, output channels.
+_TENSORS = {"x": "ni", "w": "io", "b": "o", "g": "no"}
+
+
+@functools.cache
+def give_strategies() -> None:
+    """Has `torch.distributed.tensor` know the operators. Imports it."""
+    try:
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+        from torch.distributed.tensor.experimental import register_sharding
+    except ImportError:  # PyTorch before 2.6
+        return
+    for name, result, operands in (
+        ("conv_transpose", "g", "xwb"),
+        ("conv_transpose_input_grad", "x", "gw"),
+        ("conv_transpose_weight_grad", "w", "xg"),
+    ):
+        operator = getattr(torch.ops.polyphase, name).default
+        register_sharding(operator)(_strategy(result, operands))
+        # All constants decide the shape of the result. By itself PyTorch would take lists of them for what does not.
+        known = RuntimeSchemaInfo(len(operands), needs_pytree=True)
+        DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[operator] = known
+
+
+def _strategy(result: str, operands: str) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
+    """What a pass may be given, and what it then gives, as ``register_sharding`` asks for it."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    def strategy(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+        has_bias = operands == "xwb" and arguments[2] is not None
+        names = operands if has_bias or operands != "xwb" else "xw"
+        constants = [None] * (len(arguments) - len(names))
+        found: list[tuple[list[Any], list[Any]]] = [([Replicate()], [Replicate()] * len(names) + constants)]
+        for letter in "nio" if arguments[-1] == 1 else "n":
+            summed = letter not in _TENSORS[result]
+            if summed and has_bias:  # each process would add it
+                continue
+            placements = [Partial() if summed else Shard(_TENSORS[result].index(letter))]
+            needed = [
+                Shard(_TENSORS[name].index(letter)) if letter in _TENSORS[name] else Replicate() for name in names
+            ]
+            found.append((placements, needed + constants))
+        return found
+
+    return strategy
