@@ -2,11 +2,11 @@
 
     python benchmarks/check_figures.py        # exit status 1, and a line for each problem
 
-The rule. In README.md, docs/performance.md, docs/layers.md and docs/kernels/*.md a *figure* is a speed-up ("3.7×",
-"2.2 times"), a time or a rate (ms, µs, seconds, TB/s, GB/s, TFLOP/s, GFLOP/s), a share of time ("3 % slower"), a change
-("0.28 → 0.24"), or a row of a table whose head names one of these. The paragraph, list item or table it stands in has
-a *source*, or the paragraph that introduces this list or table has one, or the first paragraph below the nearest
-heading. A source is one of
+The rule. In README.md, docs/performance.md, docs/layers.md, docs/support.md, docs/guides/*.md and docs/kernels/*.md a
+*figure* is a speed-up ("3.7×", "2.2 times"), a time or a rate (ms, µs, seconds, TB/s, GB/s, TFLOP/s, GFLOP/s), a share
+of time ("3 % slower"), a change ("0.28 → 0.24"), or a row of a table whose head names one of these. The paragraph, list
+item or table it stands in has a *source*, or the paragraph that introduces this list or table has one, or the first
+paragraph below the nearest heading. A source is one of
 
 - a record that exists: `benchmarks/results/NAME.csv`;
 - an experiment that exists: `benchmarks/experiments/NNN-slug`, with a script and a CSV in it;
@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 #: Pages whose figures need sources, and how many lines these pages may have.
-CHECKED = ("README.md", "docs/performance.md", "docs/layers.md", "docs/kernels/*.md")
-LONGEST = {"docs/performance.md": 200, "docs/architecture.md": 150, "docs/kernels/*.md": 150}
-LINKED = ("*.md", "docs/*.md", "docs/kernels/*.md", "benchmarks/experiments/**/*.md")
+CHECKED = (
+    "README.md", "docs/performance.md", "docs/layers.md", "docs/support.md", "docs/guides/*.md", "docs/kernels/*.md",
+)  # fmt: skip
+LONGEST = {"README.md": 110, "docs/performance.md": 200, "docs/architecture.md": 150, "docs/kernels/*.md": 150}
+LINKED = ("*.md", "docs/*.md", "docs/guides/*.md", "docs/kernels/*.md", "benchmarks/experiments/**/*.md")
 NOTEBOOK = "docs/notebook.md"
 
 _NUMBER = r"(?<![\w.])\d(?:[\d.,]*\d)?(?:e-?\d+)?"

@@ -1,4 +1,4 @@
-"""Writes the tables of figures in README.md and docs again, from the records in benchmarks/results.
+"""Writes the tables of figures in docs again, from the records in benchmarks/results.
 
     PYTHONPATH=src python benchmarks/tables.py            # after a new record
     PYTHONPATH=src python benchmarks/tables.py --check    # exit status 1 where a table is not that of the record
@@ -108,18 +108,6 @@ def times(value: float | None, notable: float = float("inf")) -> str:
     """A speed-up, in bold from ``notable`` on."""
     assert value is not None
     return f"**{value:.2f}×**" if value >= notable else f"{value:.2f}×"
-
-
-def headline() -> Iterable[list[str]]:
-    """The forward passes, the most accelerated first."""
-    layers = by_layer(records("h200.csv"))
-    ranked = sorted(layers, key=lambda name: -(layers[name]["forward", "float32"].speedup or 0.0))
-    for name in ranked:
-        single, half = layers[name]["forward", "float32"], layers[name]["forward", "bfloat16"]
-        yield [
-            name, ms(single.floor_ms), ms(single.ms), ms(single.torch_default_ms), times(single.speedup, 1.5),
-            ms(half.ms), ms(half.torch_default_ms), times(half.speedup, 1.5),
-        ]  # fmt: skip
 
 
 def means() -> Iterable[list[str]]:
@@ -278,7 +266,6 @@ def paired(first: tuple[str, ...], columns: tuple[str, ...], floor: bool = True)
 
 
 TABLES = [
-    TableOf("README.md", paired(("layer, forward",), _BOTH), headline),
     TableOf(_PERFORMANCE, ("record", "GPU", "copy", "products"), ceilings),
     TableOf(
         _PERFORMANCE,

@@ -56,7 +56,7 @@ picture() {
   bench --plot-from "$RESULTS.csv" --plot-from "$RESULTS-gradients.csv" --png "$RESULTS.png"
 }
 tables() { # of the docs, whose record is an H200's
-  if [[ $RESULTS == */h200 ]]; then "$python" benchmarks/tables.py; fi
+  if [[ $RESULTS == */h200 ]]; then "$python" benchmarks/tables.py && "$python" benchmarks/picture.py; fi
 }
 
 prepare test torch numpy rich typer cuda.core pytest matplotlib

@@ -12,14 +12,22 @@ left out, ``"cuda"`` is ``"cpu"``, and blocks below ``<!-- needs a GPU -->`` are
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # what is computed is small, and other processes may be at work
+
+import torch
+
+import polyphase  # noqa: F401  # with PyTorch, before processes fork
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 _TITLE = re.compile(r'title="([^"]+)"')
@@ -61,9 +69,10 @@ def snippets(text: str) -> Iterator[Snippet]:
 
 def run_page(path: Path, gpu: bool) -> int:
     """Runs a page; returns how many blocks it ran. Raises `BrokenSnippetError`."""
-    count, program = 0, ""
+    programs: list[tuple[str, str]] = []  # where a block begins, and its code
+    commands: list[tuple[str, str]] = []
     with tempfile.TemporaryDirectory(prefix="snippets-") as name:
-        folder = Path(name)
+        folder, files = Path(name), 0
         for snippet in snippets(path.read_text(encoding="utf-8")):
             where = f"{path}:{snippet.line}"
             if snippet.remark.startswith("not run") or snippet.language in ("text", "toml", "yaml", "cuda", "cpp"):
@@ -75,14 +84,21 @@ def run_page(path: Path, gpu: bool) -> int:
             code = snippet.code if gpu else snippet.code.replace(".cuda()", "").replace('"cuda"', '"cpu"')
             if snippet.title:
                 (folder / snippet.title).write_text(code, encoding="utf-8")
-            elif snippet.language == "python":  # with the blocks before it, from whose names it starts
-                program += f"\n{code}"
-                _run([sys.executable, "-c", program], folder, where)
+                files += 1
             else:
-                for line in code.splitlines():
-                    _command(line, folder, where)
-            count += 1
-    return count
+                (programs if snippet.language == "python" else commands).append((where, code))
+        if programs:
+            _run(lambda: _program(programs), folder, programs[0][0])
+        for where, code in commands:
+            for line in code.splitlines():
+                _command(line, folder, where)
+    return len(programs) + len(commands) + files
+
+
+def _program(blocks: list[tuple[str, str]]) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    for where, code in blocks:
+        exec(compile(code, where, "exec"), names)
 
 
 def _command(line: str, folder: Path, where: str) -> None:
@@ -92,28 +108,50 @@ def _command(line: str, folder: Path, where: str) -> None:
         if any(not re.fullmatch(rf"{DISTRIBUTION}(\[[\w,]+\])?", name) for name in names):
             raise BrokenSnippetError(f"{where}: {line}: the distribution is {DISTRIBUTION}")
     elif words[:1] == ["polyphase"]:
-        _run([sys.executable, "-m", *words], folder, where)
+        _run(lambda: _polyphase(words), folder, where)
     elif words[:1] == ["python"]:
-        _run([sys.executable, *words[1:]], folder, where)
+        _run(lambda: _script(words[1:]), folder, where)
     elif words:
         raise BrokenSnippetError(f"{where}: nothing runs {line!r}")
 
 
-def _run(command: list[str], folder: Path, where: str) -> None:
-    try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=MOST_SECONDS, check=False, errors="replace"
-        )
-    except subprocess.TimeoutExpired:
-        raise BrokenSnippetError(f"{where}: not done after {MOST_SECONDS} s") from None
-    if done.returncode:
-        raise BrokenSnippetError(f"{where}: exit status {done.returncode}\n{done.stdout}{done.stderr}")
+def _polyphase(words: list[str]) -> None:
+    from polyphase.__main__ import main as program
+
+    sys.argv = words
+    program()
+
+
+def _script(words: list[str]) -> None:
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def _run(work: Callable[[], None], folder: Path, where: str) -> None:
+    """Runs what a reader would start Python for, in a fork of this process, which has imported PyTorch already."""
+    log = folder / ".log"
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(work, folder, log))
+    process.start()
+    process.join(MOST_SECONDS)
+    if process.is_alive():
+        process.kill()
+        raise BrokenSnippetError(f"{where}: not done after {MOST_SECONDS} s")
+    if process.exitcode:
+        raise BrokenSnippetError(f"{where}: exit status {process.exitcode}\n{log.read_text(errors='replace')}")
+
+
+def _child(work: Callable[[], None], folder: Path, log: Path) -> None:
+    sys.stdout = sys.stderr = log.open("w", encoding="utf-8", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(sys.stdout.fileno(), descriptor)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    work()
 
 
 def has_gpu() -> bool:
-    """Whether blocks run on a GPU."""
-    import torch
-
+    """Whether blocks run on a GPU. Asked of the driver, as a process that has started CUDA must not fork."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return torch.cuda.is_available()
 
 

@@ -1,0 +1,67 @@
+"""The docs: their code runs, every public name is documented, and every page is in the site."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from polyphase import api
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+CODE = [ROOT / "README.md", DOCS / "index.md", DOCS / "reference.md", *sorted((DOCS / "guides").glob("*.md"))]
+
+
+def test_all_code_of_readme_and_guides_runs() -> None:
+    """In one process that imports PyTorch once. On a machine without a GPU on the CPU."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "snippets.py", *CODE], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    ran = [int(count) for count in re.findall(r": (\d+) blocks run", done.stdout)]
+    assert len(ran) == len(CODE)
+    assert sum(ran) >= 25
+
+
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 110
+    assert len(text.split()) <= 700
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^::: polyphase\.(\w+)$", text, re.MULTILINE)) == sorted(api.__all__)
+    for name in api.__all__:
+        assert getattr(api, name).__doc__, name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = set(
+        re.findall(r"^ +- [^:\n]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.glob("**/*.md")}
+    assert named == pages | {"contributing.md", "changelog.md"}
+
+
+def test_readme_s_picture_is_that_of_the_record() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "picture.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_messages_of_errors_are_in_the_guide() -> None:
+    """By words between the values of each message of the package's errors."""
+    guide = " ".join((DOCS / "guides" / "troubleshooting.md").read_text(encoding="utf-8").split())
+    raised = re.compile(r"raise (?:UnsupportedError|CompilationError|PolyphaseError|RuntimeError)\(\s*f?\"([^\"]+)\"")
+    files = [ROOT / "src" / "polyphase" / name for name in ("torch_op/validate.py", "torch_op/operators.py")]
+    files += sorted((ROOT / "src" / "polyphase" / "jit").glob("*.py"))
+    found = [message for path in files for message in raised.findall(path.read_text(encoding="utf-8"))]
+    assert len(found) >= 15
+    for message in found:
+        parts = [part.strip(" ,:;(") for part in re.split(r"\{[^}]*\}", message)]
+        words = [" ".join(part.split()[:4]).rstrip(",;:") for part in parts if len(part.split()) >= 3]
+        assert any(each in guide for each in words), f"{message!r}: {words!r}"
