@@ -49,23 +49,17 @@ __device__ __forceinline__ const scalar_t* address_of(const scalar_t* src, const
          row % params.sizes[1] * params.stride[3] + pixel % params.sizes[2] * params.stride[4];
 }
 
-// Channels of one pixel, from `first` on; zeros where there are none.
+// Channels of one pixel, from `first` on; zeros where there are none. Groups that are padded are whole pieces.
 __device__ __forceinline__ Piece read_piece(const scalar_t* from, const Params& params, int first) {
+  const bool as_they_are = params.parts == 1 && params.padded.value == params.group;
+  const int of_parts = as_they_are ? 0 : first / params.padded, group = params.parts > 1 ? of_parts / 2 : of_parts;
+  const int in_group = as_they_are ? first : first - of_parts * params.padded.value;
+  const int channels = as_they_are ? params.channels : first < params.channels ? params.group : 0;
+  from += (group * params.group + in_group) * params.stride[1];
   Piece piece;
-  if (params.parts == 1 && params.padded.value == params.group) {
-    from += first * params.stride[1];
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i, from += params.stride[1])
-      piece.value[i] = (unsigned)(first + i) < params.channels ? read(from) : zero<scalar_t>();
-    return piece;
-  }
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) {
-    const int channel = first + i, of_parts = channel / params.padded;
-    const int group = params.parts > 1 ? of_parts / 2 : of_parts;
-    const int in_group = channel - of_parts * params.padded.value;
-    const bool exists = (unsigned)channel < params.channels && in_group < params.group;
-    piece.value[i] = exists ? read(from + (group * params.group + in_group) * params.stride[1]) : zero<scalar_t>();
+  for (int i = 0; i < VECTOR; ++i, from += params.stride[1]) {
+    piece.value[i] = (unsigned)(in_group + i) < channels ? read(from) : zero<scalar_t>();
     if (params.parts > 1) piece.value[i] = part_of(piece.value[i], of_parts % 2);
   }
   return piece;
