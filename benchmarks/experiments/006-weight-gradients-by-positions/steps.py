@@ -1,6 +1,6 @@
 """Times each step of weight gradients by `tap_gemm_wgrad_tma`: ``python steps.py --csv FILE``; needs a Hopper GPU.
 
-For each layer and config that the schedule offers: the planes' two steps, the product, the reduction, and all together.
+For each layer and config that the schedule offers: the planes' step, the product, the reduction, and all together.
 Results are checked against those of the planner's choice without it, which is timed as well.
 """
 
