@@ -26,6 +26,7 @@
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
 #include "mainloop/k_major_product.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
@@ -143,6 +144,7 @@ constexpr int BOXES_OF_LANE = ceil_div(PARTS * (ROW_ITEMS + COLUMN_ITEMS), 32);
 // By one warp: the boxes of all stages of the block's work tiles.
 __device__ __forceinline__ void load_items(const Params& params, const scalar_t* x, const scalar_t* grad,
                                            PipelineBarriers<BUFFERS>& ring, const unsigned char* buffers) {
+  griddepcontrol_wait();
   PipelineState<BUFFERS> state;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.items; index += gridDim.x) {

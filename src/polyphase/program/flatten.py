@@ -8,10 +8,13 @@ from typing import NamedTuple
 from polyphase.jit.source import KernelSource
 from polyphase.problem.layouts import Strides, channels_innermost
 from polyphase.program.params import params_of
-from polyphase.program.step import Step, plain_step
+from polyphase.program.step import GRAD, Step, X, plain_step
 
 _THREADS = 256
 _CHANNELS, _TILE = 8, 64  # of a block: channels, or where these are innermost channels and positions
+
+#: The planes.
+X_PLANES, GRAD_PLANES = "x_planes", "grad_planes"
 
 #: Along depth, height and width.
 Three = tuple[int, int, int]
@@ -45,24 +48,36 @@ class Flattened(NamedTuple):
         return math.prod(self.planes) * self.parts * self.shape[1] * self.pitch
 
 
-def flatten_positions(dtype: str, word: int, how: Flattened) -> Step:
-    """The launch that writes the planes; ``word`` are elements of four bytes."""
-    last = channels_innermost(how.shape[1], how.strides)
-    constants = (("THREADS", _THREADS), ("PARTS", how.parts), ("CHANNELS_LAST", last), ("MIN_BLOCKS", 1))
-    source = KernelSource("flatten_positions", dtype, False, constants, folder="steps")
-    along, across = (_TILE, _TILE) if last else (_THREADS * word, _CHANNELS)
-    blocks = -(-how.positions // along)
-    params = params_of(source).pack(
-        stride=how.strides,
-        channels=how.shape[1],
-        positions=how.positions,
-        padded=how.padded,
-        size=how.shape[2:],
-        step=how.step,
-        first=how.first,
-        apart=how.apart,
-        planes=how.planes,
-        blocks=blocks,
-        pitch=how.pitch,
+def flatten_positions(dtype: str, word: int, x: Flattened, grad: Flattened) -> Step:
+    """The launch that writes the planes of both operands; ``word`` are elements of four bytes."""
+    last = [channels_innermost(how.shape[1], how.strides) for how in (x, grad)]
+    constants = (
+        ("THREADS", _THREADS),
+        ("PARTS", x.parts),
+        ("X_CHANNELS_LAST", last[0]),
+        ("GRAD_CHANNELS_LAST", last[1]),
+        ("MIN_BLOCKS", 1),
     )
-    return plain_step(source, math.prod(how.planes) * blocks * -(-how.shape[1] // across), _THREADS, params)
+    source = KernelSource("flatten_positions", dtype, False, constants, folder="steps")
+    operands, blocks = [], []
+    for how, innermost in zip((x, grad), last):
+        along, across = (_TILE, _TILE) if innermost else (_THREADS * word, _CHANNELS)
+        of_positions = -(-how.positions // along)
+        blocks.append(math.prod(how.planes) * of_positions * -(-how.shape[1] // across))
+        operands.append(
+            {
+                "stride": how.strides,
+                "channels": how.shape[1],
+                "positions": how.positions,
+                "padded": how.padded,
+                "size": how.shape[2:],
+                "step": how.step,
+                "first": how.first,
+                "apart": how.apart,
+                "planes": how.planes,
+                "blocks": of_positions,
+                "pitch": how.pitch,
+            }
+        )
+    params = params_of(source).pack(x=operands[0], grad=operands[1], x_blocks=blocks[0])
+    return plain_step(source, sum(blocks), _THREADS, params, (X, GRAD, X_PLANES, GRAD_PLANES))

@@ -144,29 +144,27 @@ def assemble(
     )
 
 
-def prepared(inner: Program, read: dict[str, tuple[Step, Buffer]]) -> Program:
-    """A program that reads some tensors as a step writes them, each to a buffer: they are prepared before."""
-    before, buffers, names = [], [], {}
-    for name, (step, buffer) in read.items():
-        names[name] = buffer.name
-        buffers.append(buffer)
-        before.append(replace(step, operands=(name, names[name])))
+def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer], overlaps: bool = False) -> Program:
+    """A program that reads some tensors from buffers that steps before it write, complete with their operands.
+
+    ``overlaps``: its first step may start before they end.
+    """
+    names = {name: buffer.name for name, buffer in read.items()}
     steps = [replace(step, operands=tuple(names.get(name, name) for name in step.operands)) for step in inner.steps]
+    steps[0] = replace(steps[0], overlaps=overlaps or steps[0].overlaps)
     return replace(
         inner,
         steps=(*before, *steps),
         main_index=len(before) + inner.main_index,
-        buffers=(*inner.buffers, *buffers),
+        buffers=(*inner.buffers, *read.values()),
     )
 
 
 def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed]) -> Program:
     """A program that reads some tensors in channels_last, for such as lie otherwise: they are transposed before."""
-    found = {
-        name: (to_channels_last(dtype, *how), Buffer(f"{name}_channels_last", dtype, how.elements))
-        for name, how in read.items()
-    }
-    return prepared(inner, found)
+    buffers = {name: Buffer(f"{name}_channels_last", dtype, how.elements) for name, how in read.items()}
+    before = (replace(to_channels_last(dtype, *how), operands=(name, buffers[name].name)) for name, how in read.items())
+    return prepared(inner, tuple(before), buffers)
 
 
 def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:

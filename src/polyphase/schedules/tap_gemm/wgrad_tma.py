@@ -16,7 +16,7 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.problem import DTYPE_BYTES
 from polyphase.problem.sizes import standard
-from polyphase.program.flatten import Flattened, flatten_positions
+from polyphase.program.flatten import GRAD_PLANES, X_PLANES, Flattened, flatten_positions
 from polyphase.program.params import params_of
 from polyphase.program.program import Buffer, Program, assemble, prepared, writing_channels_last
 from polyphase.program.step import GRAD, Step, X
@@ -134,7 +134,7 @@ class TapGemmWgradTma(Schedule):
         _, seconds = _splits(flat, config, device)
         terms, bandwidth = costs("tap_gemm_wgrad_tma", device), device.copy_bytes_per_second
         read = (problem.elements[0] + problem.elements[2]) * DTYPE_BYTES[problem.dtype]
-        seconds += 2 * terms.flatten + (read + flat.bytes) / (terms.flattened * bandwidth)
+        seconds += terms.flatten + (read + flat.bytes) / (terms.flattened * bandwidth)
         if _goes_back(problem):
             seconds += transpose_seconds(2 * problem.elements[1] * DTYPE_BYTES[problem.dtype], device)
         return slower_of(seconds, problem.bytes / bandwidth)
@@ -173,16 +173,15 @@ class TapGemmWgradTma(Schedule):
         back = _goes_back(problem)
         last = back or (problem.channels_last and problem.out_channels > 1)
         program = assemble(problem, pass_, main, splits=splits, dst_channels_last=last)
-        read = dict(zip((X, GRAD), (phased, base) if config.swapped else (base, phased)))
+        x, grad = (phased, base) if config.swapped else (base, phased)
         program = prepared(
             program,
+            (flatten_positions(problem.dtype, product.word, x, grad),),
             {
-                name: (
-                    flatten_positions(problem.dtype, product.word, how),
-                    Buffer(f"{name}_planes", problem.dtype, how.elements),
-                )
-                for name, how in read.items()
+                X: Buffer(X_PLANES, problem.dtype, x.elements),
+                GRAD: Buffer(GRAD_PLANES, problem.dtype, grad.elements),
             },
+            overlaps=True,
         )
         return writing_channels_last(program, problem.dtype, problem.weight_shape) if back else program
 
