@@ -3,6 +3,7 @@
 from polyphase.convert import Report, accelerate, restore
 from polyphase.errors import CompilationError, PolyphaseError, UnsupportedError
 from polyphase.explanation import explain
+from polyphase.export import to_aten
 from polyphase.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from polyphase.modules import (
     ConvTranspose1d,
@@ -32,4 +33,5 @@ __all__ = [
     "conv_transpose3d",
     "explain",
     "restore",
+    "to_aten",
 ]

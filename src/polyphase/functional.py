@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
+from polyphase.export import run_traced
 from polyphase.torch_op import operators
 from polyphase.torch_op.derivatives import run as run_differentiable
 from polyphase.torch_op.derivatives import run_operator
@@ -130,7 +131,8 @@ def _conv_transpose(
     layer, call = (_check_traced(arguments), None) if tracing else _check_once(arguments, constants)
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     if tracing:  # Dynamo takes no Function with a jvp; the operators have derivatives and vmap rules of their own
-        output = run_operator((batch, weight, None), bias, layer)
+        run = run_operator if torch.compiler.is_dynamo_compiling() else run_traced
+        output = run((batch, weight, None), bias, layer)
     elif _wants_derivatives(input, weight, bias):
         output = run_differentiable((batch, weight, None), bias, layer, call)
     elif call is not None:

@@ -1,8 +1,8 @@
 """How DTensors may be sharded in each pass, one mesh dimension at a time.
 
-Images are independent; so are output channels where there is one group, and the sum over input channels, or over images
-for the gradient of the weight, may be left to the processes (``Partial``). Groups stay together: a process would have to
-be told of how many it has.
+Images are independent; so are output channels where there is one group. The sum over input channels, or over images for
+the gradient of the weight, may be left to the processes (``Partial``). Groups stay together: a process would have to be
+told of how many it has.
 """
 
 from __future__ import annotations

@@ -1,0 +1,137 @@
+"""Programs in other hands: `to_aten`, and what ONNX's exporters find in an accelerated model.
+
+Both say the same layer in words that others know, as a translation of a graph that the user asks for. Nothing is run
+by it, and polyphase itself computes no layer so.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polyphase.problem import Axis
+from polyphase.torch_op.derivatives import Operands, run_operator
+from polyphase.torch_op.validate import Layer
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+
+def to_aten(program: ExportedProgram) -> ExportedProgram:
+    """The program with PyTorch's operators for polyphase's, for TensorRT and whatever else knows no others.
+
+    Args:
+        program: what `torch.export.export` gives for a model with polyphase's layers.
+
+    Returns:
+        A program of the same values, by ``run_decompositions``: ``polyphase.conv_transpose`` is ``aten.convolution``,
+        its gradients are ``aten.convolution_backward``. Whatever runs it calls PyTorch's convolution, or its own.
+    """
+    operators = torch.ops.polyphase
+    translated: ExportedProgram = program.run_decompositions(
+        {
+            operators.conv_transpose.default: _forward,
+            operators.conv_transpose_input_grad.default: _input_grad,
+            operators.conv_transpose_weight_grad.default: _weight_grad,
+        }
+    )
+    return translated
+
+
+def run_traced(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
+    """A forward pass that is being traced: the operator, but for ONNX, which has a node of its own for it."""
+    input, weight, _ = operands
+    onnx = sys.modules.get("torch.onnx")
+    if onnx is None or not onnx.is_in_onnx_export():
+        return run_operator(operands, bias, layer)
+    if torch._C._is_tracing():
+        _register_symbolic()
+        return run_operator(operands, bias, layer)
+    assert input is not None
+    assert weight is not None
+    return _forward(input, weight, bias, *layer[1:])
+
+
+def _forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    constants = (stride, padding, dilation, True, output_padding, groups)
+    result: Tensor = torch.ops.aten.convolution.default(input, weight, bias, *constants)
+    return result
+
+
+def _input_grad(
+    grad_output: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    axes = map(Axis, weight.shape[2:], stride, padding, dilation)
+    size = [axis.input_size(n, extra) for axis, n, extra in zip(axes, grad_output.shape[2:], output_padding)]
+    input = grad_output.new_empty((grad_output.shape[0], weight.shape[0], *size))
+    constants = (None, stride, padding, dilation, True, output_padding, groups, [True, False, False])
+    result: Tensor = torch.ops.aten.convolution_backward.default(grad_output, input, weight, *constants)[0]
+    return result
+
+
+def _weight_grad(
+    input: Tensor,
+    grad_output: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    output_padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    weight = input.new_empty((input.shape[1], grad_output.shape[1] // groups, *kernel_size))
+    constants = (None, stride, padding, dilation, True, output_padding, groups, [False, True, False])
+    result: Tensor = torch.ops.aten.convolution_backward.default(grad_output, input, weight, *constants)[1]
+    return result
+
+
+@functools.cache
+def _register_symbolic() -> None:
+    """Has the exporter of TorchScript graphs write ConvTranspose nodes."""
+    from torch import onnx
+    from torch.onnx import symbolic_helper
+
+    @symbolic_helper.parse_args("v", "v", "v", "is", "is", "is", "is", "i")
+    def conv_transpose(
+        graph: Any,
+        input: Any,
+        weight: Any,
+        bias: Any,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        output_padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> Any:
+        tensors = (input, weight) if symbolic_helper._is_none(bias) else (input, weight, bias)
+        return graph.op(
+            "ConvTranspose",
+            *tensors,
+            strides_i=stride,
+            pads_i=[*padding, *padding],
+            output_padding_i=output_padding,
+            dilations_i=dilation,
+            group_i=groups,
+        )
+
+    onnx.register_custom_op_symbolic("polyphase::conv_transpose", conv_transpose, 11)  # type: ignore[attr-defined]
