@@ -6,7 +6,6 @@ in the accumulator's type from the sum on, and are rounded once, behind the last
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -79,19 +78,20 @@ class Operation:
             raise ValueError(f"an epilogue has no operation {self.kind!r}; it has {', '.join(_kinds())}")
         if len(self.constants) != wanted:
             raise ValueError(f"{self.kind} takes {wanted} constants, given {self.constants}")
-        all_roles = [role.strip("[]") for role in _OPERANDS.get(self.kind, ())]
-        needed = [role for role in _OPERANDS.get(self.kind, ()) if "[" not in role]
-        roles = [operand.role for operand in self.operands]
-        in_order = [role for role in all_roles if role in roles] == roles
-        if not in_order or not set(needed) <= set(roles) or bool(roles) != bool(all_roles):
-            raise ValueError(f"{self.kind} takes the operands {', '.join(_OPERANDS.get(self.kind, ()))}, given {roles}")
-        elementwise = [operand.per == ELEMENT for operand in self.operands]
-        if any(elementwise) != (self.kind == "add"):
-            raise ValueError(f"{self.kind} cannot have operands {self.operands}")
-        if not all(math.isfinite(each) for each in self.constants) and self.kind != "clamp":
+        if (not all(map(math.isfinite, self.constants)) and self.kind != "clamp") or any(
+            map(math.isnan, self.constants)
+        ):
             raise ValueError(f"{self.kind} takes finite constants, given {self.constants}")
-        if any(math.isnan(each) for each in self.constants):
-            raise ValueError(f"{self.kind} takes numbers, given {self.constants}")
+        self._check_operands()
+
+    def _check_operands(self) -> None:
+        named = _OPERANDS.get(self.kind, ())
+        roles = [operand.role for operand in self.operands]
+        in_order = [role for role in (each.strip("[]") for each in named) if role in roles] == roles
+        if not in_order or not {role for role in named if "[" not in role} <= set(roles) or bool(roles) != bool(named):
+            raise ValueError(f"{self.kind} takes the operands {', '.join(named)}, given {roles}")
+        if any(operand.per == ELEMENT for operand in self.operands) != (self.kind == "add"):
+            raise ValueError(f"{self.kind} cannot have operands {self.operands}")
 
     def __str__(self) -> str:
         operands = (f"{role} per {per}" if per != ELEMENT else role for role, per, _ in self.operands)
@@ -150,19 +150,32 @@ NONE = Epilogue()
 
 
 def encoded(epilogue: Epilogue) -> str:
-    """The operations as text, which an operator of PyTorch's takes."""
-    return json.dumps([[each.kind, each.constants, each.operands, each.of] for each in epilogue.operations])
+    """The operations as text, which an operator of PyTorch's takes; Dynamo traces it."""
+    return ";".join([_encoded(operation) for operation in epilogue.operations])
+
+
+def _encoded(operation: Operation) -> str:
+    constants = ",".join([str(constant) for constant in operation.constants])
+    operands = ",".join([f"{role} {per} {'wide' if wide else ''}" for role, per, wide in operation.operands])
+    return f"{operation.kind}:{constants}:{operands}:{operation.of}"
 
 
 @lru_cache(maxsize=1024)
 def decoded(text: str) -> Epilogue:
     """The operations that `encoded` gave."""
-    return Epilogue(
-        tuple(
-            Operation(kind, tuple(constants), tuple(Operand(*operand) for operand in operands), of)
-            for kind, constants, operands, of in json.loads(text)
+    operations = []
+    for each in text.split(";"):
+        kind, constants, operands, of = each.split(":")
+        described = (operand.split(" ") for operand in operands.split(",") if operand)
+        operations.append(
+            Operation(
+                kind,
+                tuple(float(constant) for constant in constants.split(",") if constant),
+                tuple(Operand(role, per, bool(wide)) for role, per, wide in described),
+                int(of),
+            )
         )
-    )
+    return Epilogue(tuple(operations))
 
 
 def _kinds() -> list[str]:
