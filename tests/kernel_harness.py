@@ -24,6 +24,7 @@ from helpers import TORCH, constants
 from polyphase.plan.shortlist import candidates
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import ELEMENT
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides, extent
 from polyphase.program.params import params_of
 from polyphase.program.program import Program
@@ -146,8 +147,12 @@ def run(
     bias: Tensor | None = None,
     executor: Executor | None = None,
     guard: int = GUARD,
+    of_epilogue: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The pass computed by a program, on the host; ``operands`` as the pass takes them, in their shapes."""
+    """The pass computed by a program, on the host; ``operands`` as the pass takes them, in their shapes.
+
+    ``of_epilogue``: what the epilogue of ``problem`` reads, by its names.
+    """
     executor = executor or Emulator()
     dtype = DTYPES[problem.dtype]
 
@@ -170,6 +175,14 @@ def run(
         buffers |= {SRC: place(first, read), WEIGHT: place(weight.reshape(1, -1), (0, 1, 0, 0, 0))}
         shape = problem.output_shape if forward else problem.input_shape
         buffers[DST] = dst = Buffer(shape, written, dtype, executor.device, None, 0, guard)
+    for name, values in (of_epilogue or {}).items():
+        role = problem.epilogue.named_operands[name]
+        if role.per == ELEMENT:
+            buffers[name] = Buffer(problem.output_shape, layouts.output, dtype, executor.device, values, 0, guard)
+        else:
+            kind = torch.float32 if role.wide and dtype != torch.float64 else dtype
+            row = values.reshape(1, -1)
+            buffers[name] = Buffer(row.shape, (0, 1, 0, 0, 0), kind, executor.device, row, 0, guard)
     for each in program.buffers:
         buffers[each.name] = flat(each.elements, torch.uint8 if each.dtype == "uint8" else DTYPES[each.dtype])
     for step in program.steps:

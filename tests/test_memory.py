@@ -125,7 +125,7 @@ class Direct:
 
     def find(self, operator: object, first: Tensor, second: Tensor, *arguments: Any) -> Callable[..., Tensor] | None:
         tensors = [each for each in (first, second, arguments[0]) if isinstance(each, Tensor)]
-        if not all(map(operators._is_plain, tensors)):
+        if not all(map(operators.is_plain, tensors)):
             return None
 
         def call(first: Tensor, second: Tensor, *bias: Tensor | None) -> Tensor:

@@ -1,5 +1,6 @@
 """The public names, imported from where they are made. Importing this module imports torch and registers operators."""
 
+from polyphase import fused
 from polyphase.convert import Report, accelerate, restore
 from polyphase.errors import CompilationError, PolyphaseError, UnsupportedError
 from polyphase.explanation import explain
@@ -32,6 +33,7 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "explain",
+    "fused",
     "restore",
     "to_aten",
 ]

@@ -125,7 +125,7 @@ def _conv_transpose(
         overridden: Tensor = handle_torch_function(function, tensors, *tensors, *constants)
         return overridden
     if torch._C._is_any_autocast_enabled():
-        input, weight, bias = _autocast(input), _autocast(weight), None if bias is None else _autocast(bias)
+        input, weight, bias = autocast(input), autocast(weight), None if bias is None else autocast(bias)
 
     arguments = (function.__name__, dims, input, weight, bias, *constants)
     layer, call = (_check_traced(arguments), None) if tracing else _check_once(arguments, constants)
@@ -198,7 +198,7 @@ def _check_traced(arguments: tuple[Any, ...]) -> Layer:
         return check(*arguments)
 
 
-def _autocast(tensor: Tensor) -> Tensor:
+def autocast(tensor: Tensor) -> Tensor:
     """The tensor in autocast's dtype for its device, as PyTorch casts for convolutions: all floats but float64."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor

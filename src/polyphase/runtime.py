@@ -7,7 +7,7 @@ PyTorch would give.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soo
 from polyphase.plan.planner import Plan, plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import NONE, Epilogue, decoded
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides
 from polyphase.program.program import Program
@@ -48,10 +49,12 @@ class Call:
     """One pass of one problem, ready to run on tensors that lie as those it was made for: see `forward_call`.
 
     The program's buffers lie in ``scratch_bytes`` of memory at ``offsets``; their addresses come behind those of
-    `_ADDRESSES`.
+    `_ADDRESSES` and of the epilogue's operands, ``of_epilogue``, of which ``residuals`` lie as the result does.
     """
 
-    __slots__ = ("_copies_weight", "_index", "_launch", "_offsets", "_scratch_bytes", "_shape", "_strides")
+    __slots__ = (
+        "_copies_weight", "_index", "_launch", "_offsets", "_residuals", "_scratch_bytes", "_shape", "_strides",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class Call:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         copies_weight: bool,
+        epilogue: Epilogue = NONE,
     ) -> None:
         self._index = index
         self._shape = shape
@@ -68,15 +72,26 @@ class Call:
         self._copies_weight = copies_weight
         self._offsets: list[int] = []
         self._scratch_bytes = 0
-        places = dict(_ADDRESSES)
+        operands = epilogue.named_operands
+        self._residuals = tuple(list(operands).index(name) for name in epilogue.residuals)
+        places = _ADDRESSES | {name: _COUNT + place for place, name in enumerate(operands)}
         for buffer in program.buffers:
-            places[buffer.name] = _COUNT + len(self._offsets)
+            places[buffer.name] = _COUNT + len(operands) + len(self._offsets)
             self._offsets.append(self._scratch_bytes)
             self._scratch_bytes += round_up(buffer.bytes, _BUFFER_ALIGNMENT)
         self._launch = Executable(program, arch, index, places)
 
-    def __call__(self, first: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The pass of the two tensors that it reads. What is returned is no view: autograd may change it."""
+    def __call__(
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        operands: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """The pass of the two tensors that it reads. What is returned is no view: autograd may change it.
+
+        ``operands``: those of the epilogue.
+        """
         if self._copies_weight:
             second = second.contiguous()
         if bias is not None:
@@ -84,6 +99,9 @@ class Call:
         result = first.new_empty_strided(self._shape, self._strides)
         addresses = [first.data_ptr(), second.data_ptr(), 0 if bias is None else bias.data_ptr(), result.data_ptr()]
         scratch = None
+        if operands:
+            operands = self._as_read(operands)
+            addresses += [operand.data_ptr() for operand in operands]
         if self._scratch_bytes:
             scratch = first.new_empty_strided((-(-self._scratch_bytes // first.element_size()),), (1,))
             start = scratch.data_ptr()
@@ -100,6 +118,14 @@ class Call:
             with torch.cuda.device(index):
                 self._launch(_current_stream(index), addresses)
         return result
+
+    def _as_read(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The epilogue's operands without gaps, residuals with the result's strides."""
+        read = [operand.contiguous() if i not in self._residuals else operand for i, operand in enumerate(operands)]
+        for i in self._residuals:
+            if read[i].stride() != self._strides:
+                read[i] = read[i].new_empty_strided(self._shape, self._strides).copy_(read[i])
+        return read
 
 
 def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *constants: Any) -> torch.Tensor:
@@ -131,6 +157,35 @@ def forward_call(
         problem = _problem(tuple(input.shape), weight, input, constants, bias is not None, tf32)
         problem = _with_format(problem, output_channels_last(input, weight))
         call = _prepare(Pass.FORWARD, problem, input, None, weight)
+        _remember(_forward_calls, key, call)
+    return call
+
+
+def forward_with_epilogue(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    operands: tuple[torch.Tensor, ...],
+    epilogue: str,
+    *constants: Any,
+) -> torch.Tensor:
+    """The layer's output behind an epilogue, as `polyphase.problem.epilogue` encodes it."""
+    call = epilogue_call(input, weight, bias, epilogue, *constants)
+    return call(input, weight, bias, operands)
+
+
+def epilogue_call(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str, *constants: Any
+) -> Call:
+    """What computes the output behind an epilogue; it serves tensors as `forward_call`'s does."""
+    tf32 = input.dtype == torch.float32 and tf32_allowed()
+    key = (input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
+           input.get_device(), input.data_ptr() % ALIGNMENT, constants, tf32, epilogue)  # fmt: skip
+    call = _forward_calls.get(key)
+    if call is None:
+        problem = _problem(tuple(input.shape), weight, input, constants, bias is not None, tf32)
+        problem = _with_format(problem, output_channels_last(input, weight))
+        call = _prepare(Pass.FORWARD, replace(problem, epilogue=decoded(epilogue)), input, None, weight)
         _remember(_forward_calls, key, call)
     return call
 
@@ -237,7 +292,7 @@ def _prepare(
         shape, strides5 = problem.input_shape, layouts.input
     strides = strides5[:2] + strides5[5 - problem.dims :]
     copies_weight = weight is not None and not layouts.weight_channels_last and not weight.is_contiguous()
-    call = Call(program, device.arch, index, shape, strides, copies_weight)
+    call = Call(program, device.arch, index, shape, strides, copies_weight, problem.epilogue)
     for source in (source for each in chosen.programs for source in each.sources):
         compile_meanwhile(source, device.arch, index)
     return call

@@ -10,14 +10,17 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
+from polyphase.jit.epilogue import operations_text
 from polyphase.jit.includes import resolve
 from polyphase.problem import Axis
+from polyphase.problem.epilogue import NONE, Epilogue
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 
 #: Files under `KERNELS` that are generated for each kernel. Those that lie there are examples, for editors.
 SPECIALISATION = "specialisation.cuh"
 WGMMA_FORMS = "ptx/wgmma_forms.cuh"
+OPERATIONS = "epilogue/operations.cuh"
 
 # The tensors' type and the accumulator's, by the name of the dtype.
 _TYPES = {
@@ -63,6 +66,7 @@ class KernelSource:
         wgmma: the forms of ``wgmma`` that the kernel uses.
         fallbacks: sets of constants that are changed, one set after the other, where registers would spill even with
             one block on a multiprocessor.
+        epilogue: what is done to an output behind its sum and bias.
     """
 
     kernel: str
@@ -72,6 +76,7 @@ class KernelSource:
     wgmma: tuple[WgmmaForm, ...] = ()
     fallbacks: tuple[tuple[tuple[str, Constant], ...], ...] = ()
     folder: str = ""
+    epilogue: Epilogue = NONE
 
     @property
     def min_blocks(self) -> int:
@@ -121,7 +126,11 @@ class KernelSource:
     @cached_property
     def generated(self) -> dict[str, str]:
         """The texts of the files that are made for this kernel, by path."""
-        return {SPECIALISATION: self.specialisation, WGMMA_FORMS: "".join(map(_wgmma, self.wgmma))}
+        return {
+            SPECIALISATION: self.specialisation,
+            WGMMA_FORMS: "".join(map(_wgmma, self.wgmma)),
+            OPERATIONS: operations_text(self.epilogue),
+        }
 
     @cached_property
     def files(self) -> tuple[str, ...]:
@@ -141,6 +150,7 @@ class KernelSource:
     def _resolved(self, replaced: Mapping[str, str]) -> list[tuple[str, str]]:
         """Paths and texts, those of the examples in place of generated ones."""
         known = {name: int(value) for name, value in self.constants if name in MACROS and isinstance(value, int)}
+        known["EPILOGUE"] = bool(self.epilogue)
         root = "/".join(filter(None, (self.folder, f"{self.kernel}.cu")))
         return resolve(root, lambda path: replaced[path] if path in replaced else read(path), known)
 

@@ -140,7 +140,8 @@ struct Sums {
         if (column >= columns) continue;
         Vector<scalar_t, VECTOR> vector;
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) narrow(finish(values[phase][cell][i], terms[i]), vector.value[i]);
+        for (int i = 0; i < VECTOR; ++i)
+          narrow(finish(values[phase][cell][i], terms[i], to + column * DST_PIXEL + i), vector.value[i]);
         *(Vector<scalar_t, VECTOR>*)(to + column * DST_PIXEL) = vector;
       }
   }
@@ -148,8 +149,10 @@ struct Sums {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_channels(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
-                    const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Params params) {
+                    const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
+                    const Params params) {
   extern __shared__ __align__(32) unsigned char shared_memory[];
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
   accum_t* weights = (accum_t*)shared_memory;
   const int tile = blockIdx.z * gridDim.y + blockIdx.y;
   if (tile >= params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3]) return;
@@ -171,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int channel = vector * VECTOR;
   ChannelTerms terms[VECTOR];
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) terms[i] = channel_terms(bias, channel + i);
+  for (int i = 0; i < VECTOR; ++i) terms[i] = channel_terms(operands, channel + i);
   weights += lane * VECTOR;
   const int column = w * SRC_W + first_offset(AXIS_W);
   src += n * params.src.stride[0] + (long long)column * SRC_PIXEL + channel / DST_CHANNELS * SRC_CHANNELS;

@@ -24,7 +24,9 @@ constexpr int DST_BLOCKS = ceil_div(DST_CHANNELS, DST_PER_THREAD);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_general(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
-                   const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Params params) {
+                   const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
+                   const Params params) {
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
   long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
   int block = 0, group = 0;
   const int blocks = DST_BLOCKS * params.groups;
@@ -85,6 +87,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
          h * params.dst.stride[3] + w * params.dst.stride[4];
 #pragma unroll
   for (int i = 0; i < DST_PER_THREAD; ++i)
-    if (first_dst + i < DST_CHANNELS)
-      narrow(finish(sum[i], channel_terms(bias, first_channel + i)), dst[i * params.dst.stride[1]]);
+    if (first_dst + i < DST_CHANNELS) {
+      scalar_t* const to = dst + i * params.dst.stride[1];
+      narrow(finish(sum[i], channel_terms(operands, first_channel + i), to), *to);
+    }
 }

@@ -453,13 +453,15 @@ __device__ __forceinline__ void store_rows(const Params& params, const Target& t
           scalar_t* const line = plane + d * params.dst.stride[2] + row * params.dst.stride[3];
           accum_t value[RUN];
 #pragma unroll
-          for (int i = 0; i < RUN; ++i) value[i] = finish(acc.sum[cell_h][d][h][i][channel], terms[channel]);
+          for (int i = 0; i < RUN; ++i) value[i] = add_bias(acc.sum[cell_h][d][h][i][channel], terms[channel]);
           if (RUN == 1 || vectors) {
             typedef Vector<scalar_t, RUN == 1 || VECTORS ? RUN : 1> Run;
             Run run;
+            const bool exists = d < target.slabs && row < target.rows && target.columns > 0;
 #pragma unroll
-            for (int i = 0; i < (int)(sizeof(Run) / sizeof(scalar_t)); ++i) narrow(value[i], run.value[i]);
-            if (d < target.slabs && row < target.rows && target.columns > 0) *(Run*)at(line, target.offset) = run;
+            for (int i = 0; i < (int)(sizeof(Run) / sizeof(scalar_t)); ++i)
+              narrow(operate(value[i], terms[channel], place_if(exists, at(line, target.offset) + i)), run.value[i]);
+            if (exists) *(Run*)at(line, target.offset) = run;
             continue;
           }
           if (has_taps(AXIS_D, d) && has_taps(AXIS_H, h)) {  // else all elements of the row are alike
@@ -473,11 +475,14 @@ __device__ __forceinline__ void store_rows(const Params& params, const Target& t
 #pragma unroll
           for (int i = 0; i < RUN; ++i) {
             if constexpr (WHOLE) {
-              narrow(value[i], *at(line, KEPT ? offsets[i] : elements[i * 32 + in_warp].offset));
+              scalar_t* const to = at(line, KEPT ? offsets[i] : elements[i * 32 + in_warp].offset);
+              narrow(operate(value[i], terms[channel], to), *to);
             } else {
               const Element element = elements[i * 32 + in_warp];
-              if (row < (int)(element.limits & 0xffffu) && d < (int)(element.limits >> 16))
-                narrow(value[i], *at(line, element.offset));
+              if (row < (int)(element.limits & 0xffffu) && d < (int)(element.limits >> 16)) {
+                scalar_t* const to = at(line, element.offset);
+                narrow(operate(value[i], terms[channel], to), *to);
+              }
             }
           }
         }
@@ -506,7 +511,9 @@ __device__ __forceinline__ void store_channels(const Params& params, const Targe
             Vector<scalar_t, DST_VECTOR> vector;
 #pragma unroll
             for (int i = 0; i < DST_VECTOR; ++i)
-              narrow(finish(acc.sum[cell_h][d][h][w][first + i], terms[first + i]), vector.value[i]);
+              narrow(finish(acc.sum[cell_h][d][h][w][first + i], terms[first + i],
+                            place_if(first + i < channels, pixel + first + i)),
+                     vector.value[i]);
             *(Vector<scalar_t, DST_VECTOR>*)(pixel + first) = vector;
           }
         }
@@ -526,8 +533,10 @@ __device__ __forceinline__ void store(const Params& params, const Target& target
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_tiled(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
-                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const Params params) {
+                 const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
+                 const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
   const int thread = threadIdx.x;
   const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // the compiler knows now that a warp shares it
   const int lane = thread % LANES;
@@ -630,7 +639,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (src_slice == 0 && channels > 0) {
       ChannelTerms terms[DST_PER_THREAD];
 #pragma unroll
-      for (int i = 0; i < DST_PER_THREAD; ++i) terms[i] = channel_terms(bias, first_channel + i, i < channels);
+      for (int i = 0; i < DST_PER_THREAD; ++i) terms[i] = channel_terms(operands, first_channel + i, i < channels);
       scalar_t* const item_dst = dst + first_channel * params.dst.stride[1];
       if (STAGES > 4) target.init(params, tile, lane);  // again, so that its registers serve the stages
       accum_t* const staging = rows + warp * (32 * RUN);

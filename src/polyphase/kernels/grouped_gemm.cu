@@ -38,6 +38,7 @@
 #include "ptx/mma.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
+#include "operand/plain_sum.cuh"
 #include "operand/split.cuh"
 #include "mainloop/accumulators.cuh"
 #include "mainloop/multistage.cuh"
@@ -285,62 +286,53 @@ struct Row {
   }
 };
 
-// The sum of one output, without the tensor cores. `x` is the group's first channel and `weight` is of the output's.
-__device__ __forceinline__ float plain(const Tensor5& x_lies, const scalar_t* x, const scalar_t* weight,
-                                       const int (&cell)[4], int phase_d, int phase_h, int phase_w) {
-  float value = 0;
-#pragma unroll 1
-  for (int tap = 0; tap < TAPS; ++tap) {
-    const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
-    const int kw = tap % AXIS_W.kernel;
-    if (phase_of(AXIS_D, kd) != phase_d || phase_of(AXIS_H, kh) != phase_h || phase_of(AXIS_W, kw) != phase_w) continue;
-    const int at[4] = {cell[0], cell[1] + src_offset(AXIS_D, kd), cell[2] + src_offset(AXIS_H, kh),
-                       cell[3] + src_offset(AXIS_W, kw)};
-    if ((unsigned)at[1] >= (unsigned)x_lies.size[0] || (unsigned)at[2] >= (unsigned)x_lies.size[1] ||
-        (unsigned)at[3] >= (unsigned)x_lies.size[2])
-      continue;
-    const scalar_t* const pixel = x + offset_of(x_lies, at);
-#pragma unroll 1
-    for (int in = 0; in < IN_CHANNELS; ++in)
-      value += widen(pixel[in * x_lies.stride[1]]) * widen(weight[weight_offset(in, 0, tap)]);
-  }
-  return value;
-}
-
-// Whether the tensor cores may be right about an output.
-__device__ __forceinline__ bool is_trusted(float value) {
-  return EXACT ? fabsf(value) <= 3.402823466e+38f : value == value;
-}
-
 // The outputs of a tile on their way from sums to shared memory.
 struct Outputs {
   const Params& params;
-  const Pair* const pairs;     // of the warp's cells
-  const scalar_t* const bias;  // of the block's first channel
-  const int channels;          // that exist from there on
-  bool whole;                  // whether all outputs of those cells exist, in rows that begin as the tile's first does
+  const Pair* const pairs;          // of the warp's cells
+  const EpilogueOperands operands;  // of the block's first channel
+  const scalar_t* const y;          // the same
+  const int channels;               // that exist from there on
+  bool whole;  // whether all outputs of those cells exist, in rows that begin as the tile's first does
 
-  __device__ __forceinline__ Outputs(const Params& params, const Pair* pairs, const scalar_t* bias, int channels)
-      : params(params), pairs(pairs), bias(bias), channels(channels), whole(true) {
+  __device__ __forceinline__ Outputs(const Params& params, const Pair* pairs, const EpilogueOperands& operands,
+                                     const scalar_t* y, int channels)
+      : params(params), pairs(pairs), operands(operands), y(y), channels(channels), whole(true) {
     for (int i = 0; i < 4 * PIXEL_TILES; ++i) whole = whole && pairs[i].width[1] == AXIS_W.stride;
     for (int i = 0; i < 4; ++i) whole = whole && params.shift[i] % 2 == 0 && params.pitch[i] % 2 == 0;
   }
 
   __device__ __forceinline__ ChannelTerms terms(int channel) const {
-    return channel_terms(bias, min(channel, channels - 1));
+    return channel_terms(operands, min(channel, channels - 1));
+  }
+
+  // Where output `w` of cell `k` of pair `j` lies, in a row of a tile by its `first` cell; null where it does not
+  // exist.
+  __device__ __forceinline__ const scalar_t* place_of(const int (&first)[4], const Row& row, int j, int k,
+                                                      int w) const {
+    int at[4];
+    decode(params.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + fragment_column() + k, at);
+    const bool in_tile = at[0] < params.lanes[0] && row.exists && row.channel < channels;
+    const int n = first[0] + at[0], d = (first[1] + at[1]) * AXIS_D.stride + row.d;
+    const int h = (first[2] + at[2]) * AXIS_H.stride + row.h;
+    w += (first[3] + at[3]) * AXIS_W.stride;
+    const bool in_image = n < params.batch && d < params.y.size[0] && h < params.y.size[1] && w < params.y.size[2];
+    const scalar_t* const channel = y + row.channel * params.y.stride[1] + n * params.y.stride[0];
+    const long long of_channel = d * params.y.stride[2] + h * params.y.stride[3] + w * params.y.stride[4];
+    return in_tile && in_image ? channel + of_channel : nullptr;
   }
 
   // Whether all of them can be trusted.
-  __device__ __forceinline__ bool stage(scalar_t* staged, int origin, const Sums& sums) const {
+  __device__ __forceinline__ bool stage(scalar_t* staged, int origin, const int (&first)[4], const Sums& sums) const {
     float doubt = 0;  // NaN where any may be wrong
     if constexpr (CELLS_AT_ONCE) {
       if (whole && origin % 2 == 0)
-        stage_cells<true>(staged, origin, sums, doubt);
+        stage_cells<true>(staged, origin, first, sums, doubt);
       else
-        stage_cells<false>(staged, origin, sums, doubt);
+        stage_cells<false>(staged, origin, first, sums, doubt);
     } else {
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_BLOCKS; ++i) stage_row(staged, origin, sums, i, doubt);
+      for (int i = 0; i < 2 * ROW_BLOCKS; ++i) stage_row(staged, origin, first, sums, i, doubt);
     }
     return doubt == 0;
   }
@@ -357,14 +349,15 @@ struct Outputs {
       if (row.w >= pair.width[k] || row.channel >= channels) continue;
       scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w + k * AXIS_W.stride;
       const float value = widen(*to);
-      if (is_trusted(value)) continue;
+      // Operations may have made numbers of what is none.
+      if (!EPILOGUE && (EXACT ? fabsf(value) <= 3.402823466e+38f : value == value)) continue;
       int cell[4];
       decode(params.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + fragment_column() + k, cell);
 #pragma unroll
       for (int d = 0; d < 4; ++d) cell[d] += first[d];
       if (cell[0] >= params.batch) continue;
       narrow(finish(plain(params.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, cell, row.d, row.h, row.w),
-                    terms(row.channel)),
+                    terms(row.channel), EPILOGUE_READS_PLACES ? place_of(first, row, j, k, row.w) : nullptr),
              *to);
     }
   }
@@ -373,15 +366,16 @@ struct Outputs {
   // Whether a thread holds all elements of two cells' rows, which are put there two at a time.
   static constexpr bool CELLS_AT_ONCE = OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
 
-  __device__ __forceinline__ float doubted(float sum, ChannelTerms terms, float& doubt) const {
-    const float value = finish(sum, terms);
+  __device__ __forceinline__ float doubted(float sum, ChannelTerms terms, const scalar_t* to, float& doubt) const {
+    const float value = add_bias(sum, terms);
     doubt = fmaf(value, 0.f, doubt);
-    return value;
+    return operate(value, terms, to);
   }
 
   // Those of all phases along the width, of which a lane has one channel.
   template <bool WHOLE>
-  __device__ __forceinline__ void stage_cells(scalar_t* staged, int origin, const Sums& sums, float& doubt) const {
+  __device__ __forceinline__ void stage_cells(scalar_t* staged, int origin, const int (&first_cell)[4],
+                                              const Sums& sums, float& doubt) const {
     constexpr int STRIDE = AXIS_W.stride;
 #pragma unroll
     for (int index = 0; index < PIXEL_TILES * PHASES / STRIDE * OUT_CHUNK; index += 8) {
@@ -395,7 +389,9 @@ struct Outputs {
 #pragma unroll
       for (int k = 0; k < 2 * STRIDE; ++k) {
         const int at = first + k % STRIDE * OUT_CHUNK;
-        narrow(doubted(sums.of[at / 16][4 * j + at / 8 % 2 * 2 + k / STRIDE], of_channel, doubt), values[k]);
+        const scalar_t* const place =
+            EPILOGUE_READS_PLACES ? place_of(first_cell, Row(at / 16, at / 8 % 2), j, k / STRIDE, k % STRIDE) : nullptr;
+        narrow(doubted(sums.of[at / 16][4 * j + at / 8 % 2 * 2 + k / STRIDE], of_channel, place, doubt), values[k]);
       }
       if (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0)) {
 #pragma unroll
@@ -409,7 +405,8 @@ struct Outputs {
   }
 
   // Half `i` of the rows of all blocks.
-  __device__ __forceinline__ void stage_row(scalar_t* staged, int origin, const Sums& sums, int i, float& doubt) const {
+  __device__ __forceinline__ void stage_row(scalar_t* staged, int origin, const int (&first_cell)[4], const Sums& sums,
+                                            int i, float& doubt) const {
     const Row row(i / 2, i % 2);
     const ChannelTerms of_channel = terms(row.channel);
     const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
@@ -419,12 +416,14 @@ struct Outputs {
       scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const float value = doubted(sums.of[i / 2][4 * j + i % 2 * 2 + k], of_channel, doubt);
+        const scalar_t* const place = EPILOGUE_READS_PLACES ? place_of(first_cell, row, j, k, row.w) : nullptr;
+        const float value = doubted(sums.of[i / 2][4 * j + i % 2 * 2 + k], of_channel, place, doubt);
         if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
 #pragma unroll
         for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it
           if (ALONG_W.number[w] < 0 && first && w < pair.width[k])
-            narrow(finish_empty(of_channel), to[k * AXIS_W.stride + w - row.w]);
+            narrow(finish_empty(of_channel, EPILOGUE_READS_PLACES ? place_of(first_cell, row, j, k, w) : nullptr),
+                   to[k * AXIS_W.stride + w - row.w]);
       }
     }
   }
@@ -432,12 +431,12 @@ struct Outputs {
 
 // Rows of `length` of bias, which lie bare_pitch(length) apart where channels have different ones.
 __device__ __forceinline__ int bare_pitch(int length) { return HAS_BIAS ? round_up(length + SECTOR, SECTOR) : 0; }
-__device__ __forceinline__ void fill_bare_rows(const Params& params, const scalar_t* bias, int channels,
+__device__ __forceinline__ void fill_bare_rows(const Params& params, const EpilogueOperands& operands, int channels,
                                                scalar_t* bare) {
   const int pitch = bare_pitch(params.lanes[3] * AXIS_W.stride);
   for (int i = threadIdx.x; i < params.bare_bytes / ELEMENT; i += BLOCK) {
     scalar_t value = zero<scalar_t>();
-    if (HAS_BIAS) narrow(finish_empty(channel_terms(bias, min(i / pitch, channels - 1))), value);
+    if (HAS_BIAS) narrow(finish_empty(channel_terms(operands, min(i / pitch, channels - 1)), nullptr), value);
     bare[i] = value;
   }
 }
@@ -670,7 +669,7 @@ __device__ __forceinline__ void multiply_stages(const Params& params, const Barr
       mbarrier_wait(barriers.gone(output), stage.output_parity(params) ^ 1);
       if (exists) {
         scalar_t* const to = (scalar_t*)((char*)staged + output * params.staged_bytes);
-        if (!outputs.stage(to, note.place, sums)) {
+        if (!outputs.stage(to, note.place, note.cell, sums)) {
           const Share share(params);
           outputs.mend(to, note.place, note.cell, share.input(params, x), share.weights(weight));
         }
@@ -704,10 +703,11 @@ __device__ __forceinline__ void store_tiles(const Params& params, const Barriers
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
     grouped_gemm(const scalar_t* __restrict__ x, const scalar_t* weight,  // which may be written while this begins
-                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ y, const Params params) {
+                 const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ y, const Params params) {
   extern __shared__ __align__(128) char shared_memory[];
   const Share share(params);
   const int channels = OUT_CHANNELS - share.first_out, first_bias = share.group * OUT_CHANNELS + share.first_out;
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, y, params.y.stride[0]) + first_bias;
   y += first_bias * params.y.stride[1];
 
   const Barriers barriers = {shared_address(shared_memory)};
@@ -733,7 +733,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
   }
   load_weights(share.weights(weight), channels, weights);
   if (HAS_BARE) {
-    fill_bare_rows(params, bias + first_bias, channels, bare);
+    fill_bare_rows(params, operands, channels, bare);
     publish_rows();
   }
   __syncthreads();
@@ -744,7 +744,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
     load_stages(params, Tiles(params, counter, notes, share.tile), barriers, notes, places, buffers,
                 share.input(params, x), y);
   } else {
-    const Outputs outputs(params, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), bias + first_bias, channels);
+    const Outputs outputs(params, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), operands, y, channels);
     multiply_stages(params, barriers, notes, weights, buffers, staged, outputs, x, weight);
   }
 }

@@ -412,7 +412,7 @@ __device__ __forceinline__ Operands operands_of(const Shared& shared, const Work
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
-                  const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst,
+                  const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
                   const __grid_constant__ Params params) {
   extern __shared__ __align__(TMA_OPERANDS ? 1024 : 128) unsigned char shared_memory[];
   __shared__ __align__(8) Shared shared;
@@ -600,7 +600,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       const int first_channel = work.group * DST_CHANNELS;
       const Epilogue store(params, work, sums, cell_part * GROUP_CELLS,
                            dst + work.n * params.dst.stride[0] + first_channel * params.dst.stride[1],
-                           bias + first_channel, store_memory);
+                           EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]) + first_channel, store_memory);
 #if SCALED
       const float* const of_rows = scales.rows() + (long long)work.row_group * (ROW_BLOCKS * ROWS);
       RowFactors rows;

@@ -344,17 +344,20 @@ __device__ __forceinline__ bool store_cell(const Params& params, const float* pr
           value[phase_of(AXIS_W, kw)] += product[tap * PITCH + d.at[kd] + h.at[kh] + w.at[kw]];
       }
 #pragma unroll
-      for (int i = 0; i < RUN; ++i) value[i] = finish(value[i], terms), numbers = numbers && value[i] == value[i];
+      for (int i = 0; i < RUN; ++i) value[i] = add_bias(value[i], terms), numbers = numbers && value[i] == value[i];
       scalar_t* const row = to + phase_d * params.y.stride[2] + phase_h * params.y.stride[3];
       if (VECTORS && params.vectors) {
         Vector<scalar_t, VECTORS ? RUN : 1> run;
 #pragma unroll
-        for (int i = 0; i < (VECTORS ? RUN : 1); ++i) narrow(value[i], run.value[i]);
+        for (int i = 0; i < (VECTORS ? RUN : 1); ++i) narrow(operate(value[i], terms, row + i), run.value[i]);
         *(Vector < scalar_t, VECTORS ? RUN : 1 > *)row = run;
       } else {
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
-          if (i < columns) narrow(value[i], row[i * params.y.stride[4]]);
+          if (i < columns) {
+            scalar_t* const element = row + i * params.y.stride[4];
+            narrow(operate(value[i], terms, element), *element);
+          }
       }
     }
   return numbers;
@@ -387,15 +390,16 @@ __device__ __forceinline__ void store_cell_plainly(const Params& params, const s
       for (int in = 0; in < IN_CHANNELS; ++in)
         value += widen(pixel[in * params.x.stride[1]]) * widen(weight[in * WEIGHT_STRIDE_IN + tap * WEIGHT_STRIDE_TAP]);
     }
-    narrow(finish(value, terms),
-           to[phase_d * params.y.stride[2] + phase_h * params.y.stride[3] + phase_w * params.y.stride[4]]);
+    scalar_t* const element =
+        to + phase_d * params.y.stride[2] + phase_h * params.y.stride[3] + phase_w * params.y.stride[4];
+    narrow(finish(value, terms, element), *element);
   }
 }
 
 // Rows `done` to `ready` of a tile's cells; row i of the window is row i + `turn` of the ring, or that past its end. A
 // thread stores all channels of a cell, or with ALONG_CHANNELS one of them, and its neighbours the next ones.
 __device__ __forceinline__ void store_rows(const Params& params, const float* product, const scalar_t* x,
-                                           const scalar_t* weight, const scalar_t* bias, scalar_t* y,
+                                           const scalar_t* weight, const EpilogueOperands& operands, scalar_t* y,
                                            const int (&first)[4], int first_out, int done, int ready, int turn) {
   const int extent[4] = {params.lanes[0], params.lanes[1], ready - done, params.lanes[3]};
   const int cells = extent[0] * extent[1] * extent[2] * extent[3], channels = min(OUT_CHUNK, OUT_CHANNELS - first_out);
@@ -422,7 +426,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const float* pr
     scalar_t* to = y + offset_of(params.y, cell) + (first_out + first_channel) * params.y.stride[1];
 #pragma unroll 1
     for (int channel = first_channel; channel < behind; ++channel, to += params.y.stride[1]) {
-      const ChannelTerms terms = channel_terms(bias, first_out + channel);
+      const ChannelTerms terms = channel_terms(operands, first_out + channel);
       const bool numbers =
           store_cell(params, of_image + channel * (TAPS * PITCH), d, h, w, terms, to, slabs, rows, columns);
       if (EXACT && !numbers)
@@ -435,7 +439,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const float* pr
 // A tile, by its first cell and output channel; `x` and `weight` are the group's.
 template <bool WHOLE>
 __device__ __forceinline__ void compute_tile(const Params& params, const scalar_t* __restrict__ x,
-                                             const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
+                                             const scalar_t* __restrict__ weight, const EpilogueOperands& operands,
                                              scalar_t* __restrict__ y, const int (&first)[4], int first_out,
                                              char* shared_memory) {
   int window[4];
@@ -488,15 +492,15 @@ __device__ __forceinline__ void compute_tile(const Params& params, const scalar_
     const int end = (band + 1) * params.band + params.first[2] - last_offset(AXIS_H);
     const int ready = band + 1 < bands ? min(max(end, done), params.lanes[2]) : params.lanes[2];
     const int oldest = max(0, done + first_offset(AXIS_H) - params.first[2]), turn = oldest % params.ring - oldest;
-    store_rows(params, product, x, weight, bias, y, first, first_out, done, ready, turn);
+    store_rows(params, product, x, weight, operands, y, first, first_out, done, ready, turn);
     done = ready;
     if (!WHOLE) loader.begin_band(band + 1);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    overlap_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
-                 scalar_t* __restrict__ y, const Params params) {
+    overlap_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight,
+                 const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ y, const Params params) {
   extern __shared__ __align__(16) char shared_memory[];
   int block = blockIdx.x;
   const int first_out = block % OUT_BLOCKS * OUT_CHUNK;
@@ -507,10 +511,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   tile_origin(params.tiles, params.lanes, block % tiles, first);
   x += (long long)group * IN_CHANNELS * params.x.stride[1];
   weight += (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN;
-  bias += group * OUT_CHANNELS;
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, y, params.y.stride[0]) + group * OUT_CHANNELS;
   y += (long long)group * OUT_CHANNELS * params.y.stride[1];
   if (params.whole)
-    compute_tile<true>(params, x, weight, bias, y, first, first_out, shared_memory);
+    compute_tile<true>(params, x, weight, operands, y, first, first_out, shared_memory);
   else
-    compute_tile<false>(params, x, weight, bias, y, first, first_out, shared_memory);
+    compute_tile<false>(params, x, weight, operands, y, first, first_out, shared_memory);
 }

@@ -270,6 +270,14 @@ struct Outputs {
            (unsigned)o[1] < (unsigned)params.y.size[1] && (unsigned)o[2] < (unsigned)params.y.size[2];
   }
 
+  // Where neighbour `i` of column `first` lies; null where it is not stored.
+  __device__ __forceinline__ scalar_t* place_of(int first, int i) const {
+    const Column column(first + i);
+    int o[3];
+    scalar_t* const element = at(column, o);
+    return has(column, o) ? element : nullptr;
+  }
+
   template <int COUNT>
   static __device__ __forceinline__ void write_vectors(const scalar_t (&values)[RUN], scalar_t* to) {
 #pragma unroll
@@ -305,7 +313,7 @@ struct Outputs {
 
   // What has been written of NaN is computed again.
   __device__ __forceinline__ void mend(int first, const scalar_t* x, const scalar_t* weight,
-                                       const scalar_t* bias) const {
+                                       const EpilogueOperands& operands) const {
 #pragma unroll 1
     for (int i = 0; i < RUN; ++i) {
       const Column column(first + i);
@@ -313,9 +321,9 @@ struct Outputs {
       scalar_t* const element = at(column, o);
       if (!has(column, o)) continue;
       const float value = widen(*element);
-      if (value == value) continue;
+      if (!EPILOGUE && value == value) continue;  // operations may have made numbers of what is none
       const float sum = plain(x + cell.image * params.x.stride[0], weight + column.channel * WEIGHT_STRIDE_OUT, o);
-      narrow(finish(sum, channel_terms(bias, column.channel)), *element);
+      narrow(finish(sum, channel_terms(operands, column.channel), element), *element);
     }
   }
 
@@ -349,8 +357,8 @@ struct Outputs {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    phase_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight, const scalar_t* __restrict__ bias,
-               scalar_t* __restrict__ y, const Params params) {
+    phase_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ weight,
+               const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ y, const Params params) {
   extern __shared__ __align__(16) unsigned shared_memory[];
   const int block = (int)blockIdx.x / params.row_tiles;
   const long long first_row = (long long)((int)blockIdx.x % params.row_tiles) * ROWS;
@@ -359,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const Cell first_cell(params, first_row);
   x += (long long)group * IN_CHANNELS * params.x.stride[1];
   weight += (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN;
-  bias += group * OUT_CHANNELS;
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, y, params.y.stride[0]) + group * OUT_CHANNELS;
   y += (long long)group * OUT_CHANNELS * params.y.stride[1];
 
   typedef Words<ROWS, ROW_PITCH> RowWords;
@@ -397,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int i = 0; i < RUN; ++i) {
     const Column column(RUNS ? first : first + i);
-    terms[i] = channel_terms(bias, column.channel, column.exists);
+    terms[i] = channel_terms(operands, column.channel, column.exists);
   }
   unsigned to_mend = 0;  // rows
 #pragma unroll
@@ -409,14 +417,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     bool numbers = true;
 #pragma unroll
     for (int j = 0; j < RUN; ++j) {
-      const float value = finish(sums.of[i / 2][j / 2 * 4 + i % 2 * 2 + j % 2], terms[j]);
+      const float value = add_bias(sums.of[i / 2][j / 2 * 4 + i % 2 * 2 + j % 2], terms[j]);
       numbers = numbers && value == value;
-      narrow(value, values[j]);
+      narrow(operate(value, terms[j], EPILOGUE_READS_PLACES ? outputs.place_of(first, j) : nullptr), values[j]);
     }
     outputs.write(first, values);
     if (!numbers) to_mend |= 1u << i;
   }
 #pragma unroll 1
   for (int i = 0; to_mend >> i != 0; ++i)
-    if (to_mend >> i & 1) Outputs(params, y, Cell(params, first_cell, my_row + 8 * i)).mend(first, x, weight, bias);
+    if (to_mend >> i & 1) Outputs(params, y, Cell(params, first_cell, my_row + 8 * i)).mend(first, x, weight, operands);
 }

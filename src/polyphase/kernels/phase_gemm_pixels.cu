@@ -396,12 +396,12 @@ struct Terms {
     return first + chunk % TERM_PLACES * TERM_BYTES;
   }
   // Of a chunk's columns, one for each thread.
-  __device__ __forceinline__ void load(const Params& params, const unsigned char* packed, const scalar_t* bias,
-                                       int group, int chunk) {
+  __device__ __forceinline__ void load(const Params& params, const unsigned char* packed,
+                                       const EpilogueOperands& operands, int group, int chunk) {
     const int column = chunk * COLUMNS + (int)threadIdx.x % COLUMNS;
     const float* const factors = (const float*)(packed + (long long)params.groups * CHUNKS * CHUNK_BYTES);
     if (SCALED) next[0] = read(factors + group * (CHUNKS * COLUMNS) + column);
-    const scalar_t* const of_group = bias + group * OUT_CHANNELS;
+    const EpilogueOperands of_group = operands + group * OUT_CHANNELS;
     if (HAS_BIAS) next[TERMS - 1] = channel_terms(of_group, min(column / TAPS, OUT_CHANNELS - 1)).bias;
   }
   // What was loaded; seen after the group's threads have met.
@@ -422,11 +422,13 @@ struct TwoTerms {
   __device__ __forceinline__ TwoTerms(unsigned place, int tile) {
     if (TERMS > 0) load_shared(place + (8 * tile + lane() % 4 * 2) * (4 * TERMS), of);
   }
-  __device__ __forceinline__ float output(float sum, float unscale, int column) const {
+  // `of_channel`: the terms of the operations.
+  __device__ __forceinline__ float output(float sum, float unscale, int column, ChannelTerms of_channel,
+                                          const scalar_t* to) const {
     if (SCALED) sum *= unscale;
     const float* const terms = of.value + column * TERMS;
-    const ChannelTerms of_channel = {HAS_BIAS ? terms[TERMS - 1] : 0.f};
-    return SCALED ? finish(sum, terms[0], of_channel) : finish(sum, of_channel);
+    of_channel.bias = HAS_BIAS ? terms[TERMS - 1] : 0.f;
+    return SCALED ? finish(sum, terms[0], of_channel, to) : finish(sum, of_channel, to);
   }
 };
 
@@ -440,10 +442,10 @@ struct Stage {
 // The cells of a thread's pixels: where those of each run begin, and how many there are; pixels rise, so the first do.
 struct Cells {
   scalar_t* first[RUNS] = {};
-  int count = 0;
+  int count = 0, group = 0;
 
-  __device__ __forceinline__ void find(const Params& params, scalar_t* y, int pixel) {
-    count = 0;
+  __device__ __forceinline__ void find(const Params& params, scalar_t* y, int pixel, int group_of_channels) {
+    count = 0, group = group_of_channels;
 #pragma unroll
     for (int i = 0; i < PIXELS; ++i) {
       const Pixel at(params, pixel + pixel_of(i));
@@ -466,17 +468,27 @@ struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
   // To the thread's cells, VECTOR elements at a time.
   template <int VECTOR>
   __device__ __forceinline__ void store(const Params& params, int chunk, const Columns& columns, const Cells& to,
-                                        const float (&unscale)[PIXELS], unsigned place) const {
+                                        const float (&unscale)[PIXELS], unsigned place,
+                                        const EpilogueOperands& operands) const {
     constexpr int APART = VECTOR > 2 ? VECTOR / 2 : 1;  // pixels of a store
 #pragma unroll
     for (int column = 0; column < COLUMN_TILES; ++column) {
       if (!Columns::exists(chunk, column)) break;
       const long long offset = columns.offset_of(params, chunk, column);
       const TwoTerms terms(place, column);
+      ChannelTerms of_channel = {};
+      if constexpr (EPILOGUE) {
+        const int channel = (chunk * COLUMNS + 8 * column + lane() % 4 * 2) / TAPS;
+        of_channel = channel_terms(operands + to.group * OUT_CHANNELS, min(channel, OUT_CHANNELS - 1));
+      }
       alignas(16) scalar_t values[2 * PIXELS];
 #pragma unroll
-      for (int i = 0; i < 2 * PIXELS; ++i)
-        narrow(terms.output(of[i / 4][4 * column + i % 4], unscale[i / 2], i % 2), values[i]);
+      for (int i = 0; i < 2 * PIXELS; ++i) {
+        const scalar_t* const at = to.of(params, i / 2) + offset + (long long)(i % 2) * params.y_stride[3];
+        narrow(terms.output(of[i / 4][4 * column + i % 4], unscale[i / 2], i % 2, of_channel,
+                            i / 2 < to.count ? at : nullptr),
+               values[i]);
+      }
 #pragma unroll
       for (int i = 0; i < PIXELS; i += APART) {
         if (i >= to.count) continue;
@@ -527,15 +539,16 @@ __device__ __forceinline__ void load_chunk(const unsigned char*& from, unsigned 
 
 // Stores what a chunk has come to, as many elements at a time as rows of y allow.
 __device__ __forceinline__ void store(const Sums& sums, const Params& params, int chunk, const Columns& columns,
-                                      const Cells& to, const Rows& rows, unsigned terms) {
+                                      const Cells& to, const Rows& rows, unsigned terms,
+                                      const EpilogueOperands& operands) {
   if (RUN == 4 && params.vector == 8)
-    sums.store<2 * RUN>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk));
+    sums.store<2 * RUN>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk), operands);
   else if (RUN > 1 && params.vector >= 4)
-    sums.store<4>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk));
+    sums.store<4>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk), operands);
   else if (params.vector == 2)
-    sums.store<2>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk));
+    sums.store<2>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk), operands);
   else
-    sums.store<1>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk));
+    sums.store<1>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk), operands);
 }
 
 // Pixels of a warpgroup, or of their channels those that come first: from its slots, or from memory.
@@ -566,12 +579,13 @@ __device__ __forceinline__ void release(unsigned empty, const PipelineState<STAG
 }
 
 // The rest of a run's pixels, and what is added to the products of its first chunk.
-__device__ __forceinline__ void settle(const Params& params, const unsigned char* packed, const scalar_t* bias,
-                                       const Run& run, int chunk, unsigned slots, unsigned terms, const Shared& shared,
-                                       int group, PixelSlot& pixel_slot, Seconds& seconds, Rows& rows, Terms& added) {
+__device__ __forceinline__ void settle(const Params& params, const unsigned char* packed,
+                                       const EpilogueOperands& operands, const Run& run, int chunk, unsigned slots,
+                                       unsigned terms, const Shared& shared, int group, PixelSlot& pixel_slot,
+                                       Seconds& seconds, Rows& rows, Terms& added) {
   if (PREFETCH) rows.take<PIXEL_SLOTS, RUN_SLOTS>(slots, shared, group, pixel_slot, seconds);
   if (SCALED) griddepcontrol_wait();
-  added.load(params, packed, bias, run.unit % params.groups, chunk);
+  added.load(params, packed, operands, run.unit % params.groups, chunk);
   rows.settle(seconds, params.piece > 0);
   if (TERMS > 0) named_barrier_sync(1 + group, 128);  // what was multiplied before is stored
   added.publish(terms, chunk);
@@ -579,10 +593,11 @@ __device__ __forceinline__ void settle(const Params& params, const unsigned char
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     phase_gemm_pixels(const scalar_t* __restrict__ x, const unsigned char* __restrict__ packed,
-                      const scalar_t* __restrict__ bias, scalar_t* __restrict__ y,
+                      const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ y,
                       const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   __shared__ Shared shared;
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, y, params.y.stride[0]);
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned order = shared_address(shared.order);
   const unsigned weights = shared_address(shared_memory), pixels = weights + STAGES * STAGE_BYTES;
@@ -635,13 +650,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       run = runs.next(params), chunk = run.first;
       if (run.exists()) begin(rows, params, x, run, slots, shared, group, pixel_slot, seconds);
     }
-    if (stored) store(sums, params, before, columns, to, rows, terms);
+    if (stored) store(sums, params, before, columns, to, rows, terms, operands);
     if (begins) {
       if (!run.exists()) break;
       scalar_t* const first = y + (long long)(run.unit % params.groups * OUT_CHANNELS) * params.y_stride[0];
-      to.find(params, first, first_pixel(run.unit / params.groups));
+      to.find(params, first, first_pixel(run.unit / params.groups), run.unit % params.groups);
       if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
-      settle(params, packed, bias, run, chunk, slots, terms, shared, group, pixel_slot, seconds, rows, added);
+      settle(params, packed, operands, run, chunk, slots, terms, shared, group, pixel_slot, seconds, rows, added);
     }
     mbarrier_wait(order + 8 * group, order_parity ^ 1), order_parity ^= 1;
 #pragma unroll
@@ -663,7 +678,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (!PREFETCH && chunk + 1 == run.behind)
       prefetch(params, x, Runs(runs).next(params));  // all at once, before any is waited for
     const bool more = chunk + 1 < run.behind;
-    if (more) added.load(params, packed, bias, run.unit % params.groups, chunk + 1);
+    if (more) added.load(params, packed, operands, run.unit % params.groups, chunk + 1);
     wgmma_wait<0>();
     pin(sums.of);
     rows.pin_all();

@@ -72,8 +72,10 @@ __device__ __forceinline__ void multiply_stage(const char* from, Sums& sums) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     tap_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
-             const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+             const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
+             const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
   int block = blockIdx.x;
   const int row_block = block % ROW_BLOCKS;
   block /= ROW_BLOCKS;
@@ -148,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int channel = first_channel + 8 * i;
     if (channel >= DST_CHANNELS) break;
     const int of_all = group * DST_CHANNELS + channel;
-    const ChannelTerms terms = channel_terms(bias, ONE_BIAS ? 0 : of_all, split == 0);
+    const ChannelTerms terms = channel_terms(operands, ONE_BIAS ? 0 : of_all, split == 0);
     const long long to = of_all * params.dst.stride[1];
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j) {
@@ -156,13 +158,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const float* const sum = sums.of[i / 2][j] + i % 2 * 2;
       if (params.splits > 1) {
         accum_t* const partial = (accum_t*)dst + split * params.plane + to;
-        if (target[0] >= 0) partial[target[0]] = finish(sum[0], terms);
-        if (target[1] >= 0) partial[target[1]] = finish(sum[1], terms);
+        if (target[0] >= 0) partial[target[0]] = add_bias(sum[0], terms);
+        if (target[1] >= 0) partial[target[1]] = add_bias(sum[1], terms);
         continue;
       }
       Vector<scalar_t, 2> both;
-      narrow(finish(sum[0], terms), both.value[0]);
-      narrow(finish(sum[1], terms), both.value[1]);
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        narrow(finish(sum[k], terms, target[k] >= 0 ? dst + to + target[k] : nullptr), both.value[k]);
       if (params.pairs) {
         if (target[0] >= 0) *(Vector<scalar_t, 2>*)(dst + to + target[0]) = both;
       } else {

@@ -114,7 +114,7 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
 
 // The outputs of a work tile.
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Phase& phase, const Sums& sums,
-                                      const scalar_t* bias, scalar_t* dst) {
+                                      const EpilogueOperands& operands, scalar_t* dst) {
   long long targets[2 * ROW_TILES];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
@@ -133,8 +133,8 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
     const int of_all = work.group * DST_CHANNELS + channel;
     const bool exists[2] = {channel < DST_CHANNELS, channel + 1 < DST_CHANNELS};
     const bool biased = work.split == 0;
-    const ChannelTerms terms[2] = {channel_terms(bias, ONE_BIAS ? 0 : of_all, biased && exists[0]),
-                                   channel_terms(bias, ONE_BIAS ? 0 : of_all + 1, biased && exists[1])};
+    const ChannelTerms terms[2] = {channel_terms(operands, ONE_BIAS ? 0 : of_all, biased && exists[0]),
+                                   channel_terms(operands, ONE_BIAS ? 0 : of_all + 1, biased && exists[1])};
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
       if (targets[i] < 0) continue;
@@ -143,11 +143,12 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
       if (params.splits > 1) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          if (exists[j]) partial[to + j * apart] = finish(pair[j], terms[j]);
+          if (exists[j]) partial[to + j * apart] = add_bias(pair[j], terms[j]);
       } else {
         Vector<scalar_t, 2> both;
-        narrow(finish(pair[0], terms[0]), both.value[0]);
-        narrow(finish(pair[1], terms[1]), both.value[1]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          narrow(finish(pair[j], terms[j], exists[j] ? dst + to + j * apart : nullptr), both.value[j]);
         if (params.vector) {
           if (exists[0]) *(Vector<scalar_t, 2>*)(dst + to) = both;
         } else {
@@ -162,8 +163,10 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     tap_gemm_tma(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
-                 const scalar_t* __restrict__ bias, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+                 const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
+                 const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
   __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
   if (threadIdx.x == 0) ring.init(1, CONSUMER_THREADS / 32);
   __syncthreads();
@@ -192,6 +195,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       sums.multiply(stages.count, ring, state, shared_memory);
       if (stages.count == 0) sums.clear();
     }
-    store(params, work, phase, FLUSH > 0 ? total : sums, bias, dst);
+    store(params, work, phase, FLUSH > 0 ? total : sums, operands, dst);
   }
 }

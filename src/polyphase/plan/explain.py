@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from polyphase.plan.planner import as_computed, plan
+from polyphase.plan.planner import as_computed, epilogue_refusal, plan
 from polyphase.plan.shortlist import candidates, why_none
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -36,7 +36,7 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         faster = False
         refused: dict[str, list[str]] = {}
         for schedule in SCHEDULES:
-            reason = schedule.supports(computed, pass_, device)
+            reason = epilogue_refusal(schedule, problem, pass_) or schedule.supports(computed, pass_, device)
             offered = [] if reason else list(candidates(schedule, computed, pass_, device, layouts))
             if not offered:
                 reason = reason or why_none(schedule, computed, pass_, device, layouts)

@@ -25,6 +25,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import compared
+from polyphase.program.epilogue import with_epilogue
 from polyphase.program.program import Program
 from polyphase.program.struct_layout import ParamOverflowError
 from polyphase.schedules import SCHEDULES
@@ -106,9 +107,9 @@ def plan(
     if not device.is_cuda:
         return Plan(problem, pass_)
     _check_integers(problem.without_idle_constants())
-    given = problem
-    problem, layouts = as_computed(problem, pass_, layouts)
-    schedules = _ranked(compared(problem, pass_), pass_, device)
+    given, given_layouts = problem, layouts
+    problem, layouts = as_computed(given, pass_, layouts)
+    schedules = _that_take(given, pass_, _ranked(compared(problem, pass_), pass_, device))
     choice = None if by_prediction else tuning.choice(problem, pass_, device)
     measured = None if choice is None else _measured(_offers(schedules, problem, pass_, device, layouts), choice)
     if measured is not None:
@@ -117,7 +118,7 @@ def plan(
         offers = _offers(schedules, problem, pass_, device, layouts)
         found = next(offers, None)
         if found is None:
-            reasons = "; ".join(f"{a.name}: {refusal(a, problem, pass_, device, layouts)}" for a in SCHEDULES)
+            reasons = "; ".join(f"{a.name}: {_reason(a, given, problem, pass_, device, layouts)}" for a in SCHEDULES)
             raise UnsupportedError(f"no schedule computes the {pass_.value} of {given} on {device.arch}: {reasons}")
         schedule, offered = found
         chosen = _by_size(schedule, offered, pass_)
@@ -134,7 +135,7 @@ def plan(
         kernels.append((other, next(offered)))
     try:
         selected = tuple(
-            Selection(each, candidate, each.program(problem, pass_, device, layouts, candidate.config))
+            Selection(each, *_with_epilogue(each, candidate, given, problem, pass_, device, given_layouts, layouts))
             for each, candidate in kernels
         )
     except ParamOverflowError:  # numbers that a kernel's parameter has no room for
@@ -142,15 +143,59 @@ def plan(
     return Plan(given, pass_, selected, measured is not None)
 
 
+def epilogue_refusal(schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass) -> str | None:
+    """Why a schedule cannot have the epilogue of ``problem``, or None where it can, or there is none."""
+    return schedule.epilogue_limits(problem) if problem.epilogue and pass_ is Pass.FORWARD else None
+
+
+def _reason(
+    schedule: Schedule,
+    given: ConvTransposeProblem,
+    computed: ConvTransposeProblem,
+    pass_: Pass,
+    device: DeviceInfo,
+    layouts: Layouts,
+) -> str | None:
+    return epilogue_refusal(schedule, given, pass_) or refusal(schedule, computed, pass_, device, layouts)
+
+
+def _that_take(problem: ConvTransposeProblem, pass_: Pass, schedules: Iterable[Schedule]) -> list[Schedule]:
+    """Those of ``schedules`` that can have the problem's epilogue."""
+    return [schedule for schedule in schedules if epilogue_refusal(schedule, problem, pass_) is None]
+
+
+def _with_epilogue(
+    schedule: Schedule,
+    candidate: Candidate,
+    given: ConvTransposeProblem,
+    computed: ConvTransposeProblem,
+    pass_: Pass,
+    device: DeviceInfo,
+    given_layouts: Layouts | None,
+    layouts: Layouts,
+) -> tuple[Candidate, Program]:
+    """A config of the layer as it is ``computed``, and its program, with the epilogue of the ``given`` one.
+
+    An epilogue has no say in what is chosen: all schedules read the same for it.
+    """
+    program = schedule.program(computed, pass_, device, layouts, candidate.config)
+    if pass_ is not Pass.FORWARD or not given.epilogue:
+        return candidate, program
+    seconds = candidate.seconds + given.residual_bytes / device.copy_bytes_per_second
+    return replace(candidate, seconds=seconds), with_epilogue(
+        program, given, computed, given_layouts or Layouts.of_call(given, pass_)
+    )
+
+
 def as_computed(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None
 ) -> tuple[ConvTransposeProblem, Layouts]:
     """The layer as the pass sees it, in other words where those are simpler: it has the same tensors in memory."""
     layouts = layouts or Layouts.of_call(problem, pass_)
-    problem = problem.of_pass(pass_).without_idle_constants()
+    given, problem = problem, problem.of_pass(pass_).without_idle_constants()
     # Single pixels have every memory format at once; of a weight's gradient nothing else says which.
     as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
-    simpler = as_read.of_lone_pixels()
+    simpler = None if given.epilogue.per_sample else as_read.of_lone_pixels()
     # As an input gradient it would be one long sum for few outputs, which no schedule shares out among blocks.
     if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(as_read):
         return problem, layouts
@@ -204,10 +249,12 @@ def programs(
     problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
 ) -> list[tuple[Candidate, Program]]:
     """Every config of every schedule that can compute a pass, for tests and tuning."""
-    problem, layouts = as_computed(problem, pass_, layouts)
+    given, given_layouts = problem, layouts
+    problem, layouts = as_computed(given, pass_, layouts)
+    schedules = _that_take(given, pass_, SCHEDULES)
     return [
-        (candidate, schedule.program(problem, pass_, device, layouts, candidate.config))
-        for schedule, offered in _offers(SCHEDULES, problem, pass_, device, layouts)
+        _with_epilogue(schedule, candidate, given, problem, pass_, device, given_layouts, layouts)
+        for schedule, offered in _offers(schedules, problem, pass_, device, layouts)
         for candidate in offered
     ]
 
@@ -219,9 +266,10 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     """
     given = problem
     problem, layouts = as_computed(problem, pass_, None)
+    schedules = _that_take(given, pass_, SCHEDULES)
     firsts = [
-        schedule.program(problem, pass_, device, layouts, next(offered).config)
-        for schedule, offered in _offers(SCHEDULES, problem, pass_, device, layouts)
+        _with_epilogue(schedule, next(offered), given, problem, pass_, device, None, layouts)[1]
+        for schedule, offered in _offers(schedules, problem, pass_, device, layouts)
     ]
     both = plan(given, pass_, device, by_prediction=True).programs
     one_way = [program.main.one_way for program in both if program.main.one_way is not None]

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
+from polyphase.problem.epilogue import NONE, Epilogue
+
 #: The largest stride, dilation or padding that is not huge.
 LARGE = 2**15
 
@@ -96,7 +98,8 @@ class ConvTransposeProblem:
     output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
     that float32 operands may be rounded to TF32, and is False in any other dtype; ``tf32_as_pytorch`` that the forward
     pass rounds them wherever PyTorch does, also where exact kernels are as fast. ``channels_last`` is the memory format
-    of the tensors that a call reads. The values are taken to be valid: `polyphase.torch_op.validate` raises the errors.
+    of the tensors that a call reads. ``epilogue``: what the forward pass does to every output behind its bias. The
+    values are taken to be valid: `polyphase.torch_op.validate` raises the errors.
     """
 
     batch: int
@@ -114,6 +117,7 @@ class ConvTransposeProblem:
     channels_last: bool = False
     tf32: bool = False
     tf32_as_pytorch: bool = False
+    epilogue: Epilogue = NONE
 
     def __post_init__(self) -> None:
         if self.tf32 and self.dtype != "float32":
@@ -217,10 +221,14 @@ class ConvTransposeProblem:
     def of_pass(self, pass_: Pass) -> ConvTransposeProblem:
         """What the planner is asked about: gradients know no bias, and double precision no memory format.
 
+        Nor do plans know an epilogue: it is put into what they choose (`polyphase.program.epilogue`).
+
         (PyTorch's results in double precision are contiguous on a GPU, whatever the operands are.)
         """
         bias, last = self.bias and pass_ is Pass.FORWARD, self.channels_last and self.dtype != "float64"
-        return self if (bias, last) == (self.bias, self.channels_last) else replace(self, bias=bias, channels_last=last)
+        if (bias, last) == (self.bias, self.channels_last) and not self.epilogue:
+            return self
+        return replace(self, bias=bias, channels_last=last, epilogue=NONE)
 
     @property
     def largest_constant(self) -> int:
@@ -297,8 +305,16 @@ class ConvTransposeProblem:
 
     @property
     def bytes(self) -> int:
-        """The fewest bytes a pass can move: input, weight and output once each, the same for all three passes."""
-        return sum(self.elements) * DTYPE_BYTES[self.dtype]
+        """The fewest bytes a pass can move: input, weight and output once each, the same for all three passes.
+
+        With an epilogue those of the forward pass: its residuals are read once.
+        """
+        return sum(self.elements) * DTYPE_BYTES[self.dtype] + self.residual_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        """Those of what the epilogue reads for every output."""
+        return len(self.epilogue.residuals) * self.elements[2] * DTYPE_BYTES[self.dtype]
 
     def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> float:
         """No pass runs faster than the larger of its bytes over the bandwidth and its flops over the rate."""
@@ -323,6 +339,8 @@ class ConvTransposeProblem:
             parts.append("tf32")
         if self.channels_last:
             parts.append("channels_last")
+        if self.epilogue:
+            parts.append(f"then {self.epilogue}")
         return ", ".join(parts)
 
 

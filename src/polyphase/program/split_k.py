@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from polyphase.jit.source import KernelSource
+from polyphase.problem.epilogue import Epilogue
+from polyphase.problem.layouts import Strides
 from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
 
@@ -20,5 +23,16 @@ def reduce_splits(dtype: str, elements: int, splits: int) -> Step:
     constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
     source = KernelSource("reduce_splits", dtype, False, constants, folder="steps")
     blocks = math.ceil(elements * groups / (_TOGETHER * _THREADS))
-    params = params_of(source).pack(plane=elements, planes=splits, groups=groups)
+    params = params_of(source).pack(
+        plane=elements, planes=splits, groups=groups, channels=1, channel_stride=1, sample_stride=1
+    )
     return plain_step(source, blocks, _THREADS, params)
+
+
+def finish_splits(dtype: str, elements: int, splits: int, epilogue: Epilogue, channels: int, strides: Strides) -> Step:
+    """The same, and an epilogue's operations on the sums; the result has ``channels`` and ``strides``, and no gaps."""
+    step = reduce_splits(dtype, elements, splits)
+    source = replace(step.source, constants=(*step.source.constants, ("HAS_BIAS", False)), epilogue=epilogue)
+    values = params_of(source).read(step.params)
+    values |= {"channels": channels, "channel_stride": max(1, strides[1]), "sample_stride": max(1, strides[0])}
+    return replace(step, source=source, params=params_of(source).pack(**values))

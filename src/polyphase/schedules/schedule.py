@@ -80,6 +80,10 @@ class Schedule:
         """The schedule's own reasons, for a pass that it computes; as cheap as `supports`."""
         return None
 
+    def epilogue_limits(self, problem: ConvTransposeProblem) -> str | None:
+        """Why the kernel cannot have the epilogue of ``problem``, or None where it can; it has an operation."""
+        return None
+
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
         """Whether a layer that has a config has one at every size, output padding included."""
         return True

@@ -30,11 +30,11 @@ from polyphase.torch_op.sharding import give_strategies
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING
 
-_CONSTANTS = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt[] dilation, SymInt groups"
+CONSTANTS = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt[] dilation, SymInt groups"
 _SCHEMAS = {
-    "conv_transpose": f"(Tensor input, Tensor weight, Tensor? bias, {_CONSTANTS}) -> Tensor",
-    "conv_transpose_input_grad": f"(Tensor grad_output, Tensor weight, {_CONSTANTS}) -> Tensor",
-    "conv_transpose_weight_grad": f"(Tensor input, Tensor grad_output, SymInt[] kernel_size, {_CONSTANTS}) -> Tensor",
+    "conv_transpose": f"(Tensor input, Tensor weight, Tensor? bias, {CONSTANTS}) -> Tensor",
+    "conv_transpose_input_grad": f"(Tensor grad_output, Tensor weight, {CONSTANTS}) -> Tensor",
+    "conv_transpose_weight_grad": f"(Tensor input, Tensor grad_output, SymInt[] kernel_size, {CONSTANTS}) -> Tensor",
 }
 
 
@@ -81,7 +81,7 @@ def _portably(name: str) -> Callable[..., Tensor]:
     return implementation
 
 
-def _forward_fake(
+def forward_fake(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -91,6 +91,7 @@ def _forward_fake(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
+    """An output without values."""
     axes = map(Axis, weight.shape[2:], stride, padding, dilation)
     size = [axis.output_size(n, extra) for axis, n, extra in zip(axes, input.shape[2:], output_padding)]
     return empty_output((input.shape[0], weight.shape[1] * groups, *size), input, weight)
@@ -126,7 +127,7 @@ def _weight_grad_fake(
 LIBRARY = torch.library.Library("polyphase", "DEF")
 
 for _name, _pass, _fake in (
-    ("conv_transpose", "forward", _forward_fake),
+    ("conv_transpose", "forward", forward_fake),
     ("conv_transpose_input_grad", "input_grad", _input_grad_fake),
     ("conv_transpose_weight_grad", "weight_grad", _weight_grad_fake),
 ):
@@ -198,7 +199,7 @@ def find_call(
     None where only the dispatcher does: it knows other devices, wrappers, and dtypes without kernels.
     """
     tensors = (first, second, arguments[0]) if isinstance(arguments[0], Tensor) else (first, second)
-    if not first.is_cuda or torch.version.cuda is None or not all(map(_is_plain, tensors)):
+    if not first.is_cuda or torch.version.cuda is None or not all(map(is_plain, tensors)):
         return None
     if first.numel() == 0 or first.dtype not in FLOATING:
         return None
@@ -218,7 +219,7 @@ def forget_calls() -> None:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is what lies at its address."""
     return (
         type(tensor) in _PLAIN

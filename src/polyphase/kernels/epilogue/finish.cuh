@@ -1,33 +1,111 @@
 // What happens to a sum before it is an output: one place for every kernel of the forward pass.
 //
-//   y[channel] = narrow(finish(sum, terms))        finish(sum, terms) = sum + terms.bias
+//   y = narrow(finish(sum, terms, to))        finish(sum, terms, to) = operations(sum + terms.bias)
 //
-// A sum stays accum_t until here, and is narrowed once, last. A scale, an activation or a residual of the output goes
-// into `finish`; what it needs of an output channel into `ChannelTerms`; a second output beside the call of `narrow`.
+// A sum stays accum_t until here, and is narrowed once, last. The operations are data (problem/epilogue.py), of which
+// epilogue/operations.cuh is made for each kernel; without any a sum gets its bias alone. What they need of an output
+// channel is in `ChannelTerms`; what they need of an output itself (a residual, what differs between samples) they read
+// at `to`, its place in the destination, or nothing where that is null: an output that is not stored.
 
 #pragma once
 
 #include "specialisation.cuh"
 #include "core/types.cuh"
 
+#if EPILOGUE
+#include "epilogue/activations.cuh"
+#endif
+
+#include "epilogue/operations.cuh"
+
+#if EPILOGUE
+
+// Addresses of what the epilogue reads, from a channel on: a kernel makes them of its parameters, and adds channels.
+struct EpilogueOperands {
+  const scalar_t* bias;
+  int channel;
+  const scalar_t* dst;      // the whole destination
+  long long sample_stride;  // of it
+  OperationOperands operations;
+
+  __device__ __forceinline__ EpilogueOperands operator+(int channels) const {
+    return {bias + (HAS_BIAS ? channels : 0), channel + channels, dst, sample_stride, operations};
+  }
+  __device__ __forceinline__ void operator+=(int channels) { *this = *this + channels; }
+};
+
 // What the outputs of a channel have in common, as a kernel keeps it in registers.
+struct ChannelTerms {
+  accum_t bias;
+  OperationTerms operations;
+  int channel;
+  const scalar_t* dst;
+  long long sample_stride;
+};
+
+// The terms of channel `channel`, counted from the operands' first. Nothing is read of a channel that does not exist.
+__device__ __forceinline__ ChannelTerms channel_terms(const EpilogueOperands& of, int channel, bool exists = true) {
+  const int all = EPILOGUE_CHANNEL(of.channel + channel);
+  return {HAS_BIAS && exists ? widen(read(of.bias + channel)) : (accum_t)0, operation_terms(of.operations, all, exists),
+          all, of.dst, of.sample_stride};
+}
+
+// The bias alone: of a partial sum, or of a sum that is looked at before it is finished.
+__device__ __forceinline__ accum_t add_bias(accum_t sum, const ChannelTerms& terms) {
+  return HAS_BIAS ? sum + terms.bias : sum;
+}
+__device__ __forceinline__ accum_t add_bias(accum_t sum, float scale, const ChannelTerms& terms) {
+  return HAS_BIAS ? fmaf((float)sum, scale, (float)terms.bias) : sum * scale;
+}
+
+// The operations alone, of a sum with its bias.
+__device__ __forceinline__ accum_t operate(accum_t value, const ChannelTerms& terms, const scalar_t* to) {
+  const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
+  const long long sample = EPILOGUE_PER_SAMPLE && to ? place / terms.sample_stride : 0;
+  return operations(value, terms.operations, terms.channel, sample, place, to != nullptr);
+}
+
+__device__ __forceinline__ accum_t finish(accum_t sum, const ChannelTerms& terms, const scalar_t* to) {
+  return operate(add_bias(sum, terms), terms, to);
+}
+
+// The same where operands were scaled, which only float32's are: `scale` undoes it.
+__device__ __forceinline__ accum_t finish(accum_t sum, float scale, const ChannelTerms& terms, const scalar_t* to) {
+  return operate(add_bias(sum, scale, terms), terms, to);
+}
+
+#else
+
+typedef const scalar_t* EpilogueOperands;
+
 struct ChannelTerms {
   accum_t bias;
 };
 
-// The terms of channel `channel`, counted from the first that `bias` has. Nothing is read of a channel that does not
-// exist.
 template <class Index>
 __device__ __forceinline__ ChannelTerms channel_terms(const scalar_t* bias, Index channel, bool exists = true) {
   return {HAS_BIAS && exists ? widen(read(bias + channel)) : (accum_t)0};
 }
 
-__device__ __forceinline__ accum_t finish(accum_t sum, ChannelTerms terms) { return HAS_BIAS ? sum + terms.bias : sum; }
+__device__ __forceinline__ accum_t add_bias(accum_t sum, ChannelTerms terms) {
+  return HAS_BIAS ? sum + terms.bias : sum;
+}
+__device__ __forceinline__ accum_t operate(accum_t value, ChannelTerms, const scalar_t*) { return value; }
+__device__ __forceinline__ accum_t finish(accum_t sum, ChannelTerms terms, const scalar_t*) {
+  return add_bias(sum, terms);
+}
+__device__ __forceinline__ accum_t finish(accum_t sum, float scale, ChannelTerms terms, const scalar_t*) {
+  return HAS_BIAS ? fmaf((float)sum, scale, (float)terms.bias) : sum * scale;
+}
+
+#endif
+
+// The place of an output, or nothing where it is not stored.
+__device__ __forceinline__ const scalar_t* place_if(bool stored, const scalar_t* place) {
+  return stored ? place : nullptr;
+}
 
 // An output that no tap reaches.
-__device__ __forceinline__ accum_t finish_empty(ChannelTerms terms) { return finish((accum_t)0, terms); }
-
-// The same where operands were scaled, which only float32's are: `scale` undoes it.
-__device__ __forceinline__ accum_t finish(accum_t sum, float scale, ChannelTerms terms) {
-  return HAS_BIAS ? fmaf((float)sum, scale, (float)terms.bias) : sum * scale;
+__device__ __forceinline__ accum_t finish_empty(const ChannelTerms& terms, const scalar_t* to) {
+  return finish((accum_t)0, terms, to);
 }

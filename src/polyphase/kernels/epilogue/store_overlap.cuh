@@ -51,23 +51,23 @@ struct Epilogue {
   const Params& params;
   const WorkTile& work;
   const Sums& sums;
-  int first_cell;         // of the warpgroup, among the tile's columns
-  const unsigned* cells;  // positions of the tile's cells
-  scalar_t* dst;          // the work tile's first channel, the tile's first batch entry
-  const scalar_t* bias;   // of the work tile's first channel
-  float* partials;        // of a round
+  int first_cell;                   // of the warpgroup, among the tile's columns
+  const unsigned* cells;            // positions of the tile's cells
+  scalar_t* dst;                    // the work tile's first channel, the tile's first batch entry
+  const EpilogueOperands operands;  // of the work tile's first channel
+  float* partials;                  // of a round
 
   static constexpr int STORERS = ALONE ? 128 : CONSUMERS * 128;
 
   __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
-                                      scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+                                      scalar_t* dst, const EpilogueOperands& operands, unsigned char* memory)
       : params(params),
         work(work),
         sums(sums),
         first_cell(first_cell),
         cells((const unsigned*)(memory + PARTIAL_BYTES)),
         dst(dst + work.channel_group * GROUP_CHANNELS * params.dst.stride[1]),
-        bias(bias + work.channel_group * GROUP_CHANNELS),
+        operands(operands + work.channel_group * GROUP_CHANNELS),
         partials((float*)memory + (ALONE ? threadIdx.x / 128 * PARTIALS : 0)) {}
 
   // Cell `i` of the tile, one behind the other without the halo.
@@ -144,14 +144,18 @@ struct Epilogue {
   // Those of the channels from `channel` to before `behind`.
   __device__ __forceinline__ void read_terms(ChannelTerms (&of)[CHANNELS], int channel, int behind) const {
 #pragma unroll
-    for (int i = 0; i < CHANNELS; ++i) of[i] = channel_terms(bias, channel + i, channel + i < behind);
+    for (int i = 0; i < CHANNELS; ++i) of[i] = channel_terms(operands, channel + i, channel + i < behind);
   }
-  static __device__ __forceinline__ void finish_all(float (&value)[CHANNELS][DST_W],
-                                                    const ChannelTerms (&terms)[CHANNELS]) {
+  // What `write` takes, of sums.
+  __device__ __forceinline__ void finish_all(float (&value)[CHANNELS][DST_W], const ChannelTerms (&terms)[CHANNELS],
+                                             const scalar_t* to, int columns, int channels) const {
 #pragma unroll
     for (int i = 0; i < CHANNELS; ++i)
 #pragma unroll
-      for (int j = 0; j < DST_W; ++j) value[i][j] = finish(value[i][j], terms[i]);
+      for (int j = 0; j < DST_W; ++j) {
+        const scalar_t* const place = to + i * params.dst.stride[1] + j * params.dst.stride[4];
+        value[i][j] = finish(value[i][j], terms[i], i < channels && j < columns ? place : nullptr);
+      }
   }
 
   // Where a cell lies: in the image; its first pixel among the columns, or with WHOLE_IMAGES its own; its first element
@@ -236,7 +240,7 @@ struct Epilogue {
                     pixels[(first + i * AXIS_W.kernel + tap) * PARTIAL_PITCH + distance(AXIS_W, tap)];
               }
         }
-        finish_all(value, terms);
+        finish_all(value, terms, to, cell.columns, behind - channel);
         write(value, to, cell.columns, behind - channel);
         row += CHANNELS * ROWS_OF_CHANNEL * PARTIAL_PITCH;
         to += CHANNELS * params.dst.stride[1];
@@ -257,9 +261,10 @@ struct Epilogue {
         float value[CHANNELS][DST_W] = {};
         ChannelTerms terms[CHANNELS];
         read_terms(terms, channel, channels_behind(first_channel));
-        finish_all(value, terms);
         scalar_t* const line = cell.to + depth * params.dst.stride[2] + height * params.dst.stride[3];
-        write(value, line + channel * params.dst.stride[1], cell.columns, channels_behind(first_channel) - channel);
+        scalar_t* const to = line + channel * params.dst.stride[1];
+        finish_all(value, terms, to, cell.columns, channels_behind(first_channel) - channel);
+        write(value, to, cell.columns, channels_behind(first_channel) - channel);
       }
     }
   }

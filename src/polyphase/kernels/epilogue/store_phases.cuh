@@ -71,7 +71,7 @@ struct Epilogue {
   ChannelTerms terms[CHANNEL_BLOCKS][2];  // of the thread's rows
 
   __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
-                                      scalar_t* dst, const scalar_t* bias, unsigned char* memory)
+                                      scalar_t* dst, const EpilogueOperands& operands, unsigned char* memory)
       : params(params),
         work(work),
         sums(sums),
@@ -85,7 +85,7 @@ struct Epilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int of = channel(block, lane() / 4 + 8 * half);
-        terms[block][half] = channel_terms(bias, of, of < DST_CHANNELS);
+        terms[block][half] = channel_terms(operands, of, of < DST_CHANNELS);
         load_now(terms[block][half].bias);
       }
   }
@@ -112,19 +112,51 @@ struct Epilogue {
   __device__ __forceinline__ int channel(int block, int row) const {
     return (work.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
   }
+  // Where a line of a thread's pair of cells lies, and how many of each cell's elements exist, for operations that ask.
+  struct Places {
+    const scalar_t* first[2];
+    int columns[2];
+    long long stride;
+
+    __device__ __forceinline__ const scalar_t* of(int cell, int phase) const {
+      return EPILOGUE_READS_PLACES && phase < columns[cell] ? first[cell] + phase * stride : nullptr;
+    }
+  };
+  // Cell pair `j` of a piece, in its row of accumulators; the line's elements from `first` on.
+  __device__ __forceinline__ Places places(int piece, int j, int block, int half, int depth, int height,
+                                           int first) const {
+    Places found = {};
+    if constexpr (EPILOGUE_READS_PLACES) {
+      const int of = channel(block, lane() / 4 + 8 * half);
+      found.stride = params.dst.stride[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int cell = piece * PIECE + 8 * j + lane() % 4 * 2 + i;
+        const Target target = targets[cell < GROUP_CELLS ? cell : 0];
+        const bool exists = cell < GROUP_CELLS && of < DST_CHANNELS && Target::has_line(target.reach, depth, height);
+        found.first[i] = dst + of * params.dst.stride[1] + depth * params.dst.stride[2] +
+                         height * params.dst.stride[3] + target.offset + first * params.dst.stride[4];
+        found.columns[i] = exists ? Target::columns(target.reach) - first : 0;
+      }
+    }
+    return found;
+  }
+
   // The 2 · COLUMNS elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and
   // is bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
   template <int LINE, int I = 0>
-  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half,
-                                      ChannelTerms terms) const {
+  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half, ChannelTerms terms,
+                                      const Places& to) const {
     constexpr bool owned = LINE >= 0 && (WIDTH_PARTS > 1 || has_taps(AXIS_W, I % COLUMNS));
     constexpr int index = owned_before(AXIS_W, I % COLUMNS);
-    value[I] = finish_empty(terms);
+    const scalar_t* const place = to.of(I / COLUMNS, I % COLUMNS);
     if constexpr (owned) {
       const float (&sum)[SUMS] = sums[(block * LINES + LINE) * LINE_PHASES + index][j / (PIXELS / 8)];
-      value[I] = finish(sum[j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS], terms);
+      value[I] = finish(sum[j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS], terms, place);
+    } else {
+      value[I] = finish_empty(terms, place);
     }
-    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, terms);
+    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, terms, to);
   }
   static constexpr int FIRST_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
@@ -224,7 +256,8 @@ struct Epilogue {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
           float value[2 * COLUMNS];
           alignas(16) scalar_t narrowed[2 * COLUMNS];
-          run<LINE>(value, block, piece * (PIECE / 8) + j, half, terms[block][half]);
+          run<LINE>(value, block, piece * (PIECE / 8) + j, half, terms[block][half],
+                    places(piece, j, block, half, depth, height, first));
 #pragma unroll
           for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
 #pragma unroll
@@ -283,7 +316,8 @@ struct Epilogue {
           float value[2][2 * DST_W];
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, terms[block][half]);
+            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, terms[block][half],
+                      places(piece, j, block, half, depth, height, 0));
 #pragma unroll
           for (int cell = 0; cell < 2; ++cell) {
             Vector<scalar_t, 2> pair;

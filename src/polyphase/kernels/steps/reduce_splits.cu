@@ -1,4 +1,5 @@
 // Deterministic split-K reduction: planes of partial sums are added in a fixed order, in the tensors' type.
+// Where the layer has an epilogue with operations, they are computed here, of whole sums.
 //
 // Index mapping. Of `groups` groups of threads, one or several, each adds every groups-th plane, a thread four
 // neighbours of it; the first group adds up what the others have, which lies in shared memory.
@@ -6,15 +7,23 @@
 #include "specialisation.cuh"
 #include "core/types.cuh"
 
+#if EPILOGUE
+#include "epilogue/finish.cuh"
+#endif
+
+#include "epilogue/operations.cuh"
+
 struct Params {
   long long plane;  // elements
   int planes, groups;
+  int channels;                             // of the layer, for an epilogue
+  long long channel_stride, sample_stride;  // of the destination, which has no gaps
 };
 
 constexpr int TOGETHER = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    reduce_splits(const accum_t* __restrict__ partial, scalar_t* __restrict__ dst,
+    reduce_splits(const accum_t* __restrict__ partial EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
                   const __grid_constant__ Params params) {
   __shared__ Vector<accum_t, TOGETHER> others[THREADS];
   const int lanes = THREADS / params.groups, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
@@ -47,6 +56,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
       for (int j = 0; j < TOGETHER; ++j) sum.value[j] += others[i * lanes + lane].value[j];
   }
+#if EPILOGUE
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(nullptr, dst, params.sample_stride);
+#pragma unroll
+  for (int j = 0; j < TOGETHER; ++j) {
+    if (j >= count) break;
+    const int channel = (int)((first + j) / params.channel_stride % params.channels);
+    sum.value[j] = operate(sum.value[j], channel_terms(operands, channel), dst + first + j);
+  }
+#endif
   Vector<scalar_t, TOGETHER> result;
 #pragma unroll
   for (int j = 0; j < TOGETHER; ++j) narrow(sum.value[j], result.value[j]);

@@ -84,6 +84,11 @@ class GroupedGemm(Schedule):
             return f"{problem.taps} taps are too many for straight-line code (at most {_MAX_PRODUCTS})"
         return None
 
+    def epilogue_limits(self, problem: ConvTransposeProblem) -> str | None:
+        if all(all(axis.taps_by_phase) for axis in problem.axes3[:2]):
+            return None
+        return "rows without taps are copies of one, and an epilogue may make them differ"
+
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
 

@@ -1,0 +1,303 @@
+"""The layer and what stands behind it as one call: ``polyphase.fused.conv_transpose2d(x, w, b, ..., epilogue=[...])``.
+
+An epilogue is a list of elementwise operations on the output, in order, each made by a function of this module or named
+as an activation. On a GPU they are computed in the layer's own kernel, on values that are not rounded before the last::
+
+    y = fused.conv_transpose2d(x, w, b, 2, 1, epilogue=[fused.batch_norm(mean, var, gamma, beta), "relu"])
+    y = fused.conv_transpose2d(x, w, b, 2, epilogue=[fused.add(skip), fused.activation("leaky_relu", 0.2)])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
+
+from polyphase import functional
+from polyphase.problem.epilogue import (
+    ACTIVATIONS,
+    CHANNEL,
+    ELEMENT,
+    ONE,
+    SAMPLE,
+    Epilogue,
+    Operand,
+    Operation,
+    encoded,
+)
+from polyphase.torch_op import epilogue as operator
+from polyphase.torch_op import operators
+from polyphase.torch_op.validate import FLOATING, Layer, check, output_size
+
+_DEFAULTS: dict[str, tuple[float, ...]] = {"leaky_relu": (0.01,), "elu": (1.0,), "softplus": (1.0, 20.0)}
+
+
+class Step(NamedTuple):
+    """One operation of an epilogue and its tensors; made by the functions below."""
+
+    kind: str
+    constants: tuple[float, ...] = ()
+    tensors: tuple[tuple[str, Tensor], ...] = ()
+    of: int = 0
+
+
+def activation(name: str, *constants: float) -> Step:
+    """An activation by its name in `torch.nn.functional`, with its constants in order.
+
+    ``relu``, ``leaky_relu`` (negative_slope), ``elu`` (alpha), ``gelu``, ``gelu_tanh``, ``silu``, ``tanh``,
+    ``sigmoid``, ``clamp`` (min, max), ``hardswish``, ``softplus`` (beta, threshold), ``mish``.
+
+    Raises:
+        ValueError: there is no such activation, or it has other constants.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"no activation {name!r}; there are {', '.join(ACTIVATIONS)}")
+    if not constants:
+        constants = _DEFAULTS.get(name, ())
+    return Step(name, tuple(map(float, Operation(name, constants).constants)))
+
+
+def scale_shift(scale: Tensor | float | None = None, shift: Tensor | float | None = None) -> Step:
+    """``v·scale + shift``: numbers, or tensors of shape ``(C,)`` or ``(N, C)``, also with trailing sizes of 1.
+
+    Raises:
+        TypeError: one is a number and the other a tensor, or both are missing.
+    """
+    tensors = tuple((role, each) for role, each in (("scale", scale), ("shift", shift)) if isinstance(each, Tensor))
+    numbers = [each for each in (scale, shift) if each is not None and not isinstance(each, Tensor)]
+    if tensors and not numbers:
+        return Step("scale_shift", (), tensors)
+    if numbers and not tensors:
+        factor, added = 1.0 if scale is None else scale, 0.0 if shift is None else shift
+        return Step("affine", (float(factor), float(added)))
+    raise TypeError("scale_shift takes numbers or tensors, not one of each; scale, or shift, or both")
+
+
+def batch_norm(
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Step:
+    """A batch norm in evaluation mode: ``(v - running_mean) / sqrt(running_var + eps)·weight + bias``, all ``(C,)``."""
+    given = (("mean", running_mean), ("variance", running_var), ("weight", weight), ("offset", bias))
+    return Step("normalize", (float(eps),), tuple((role, each) for role, each in given if each is not None))
+
+
+def prelu(weight: Tensor) -> Step:
+    """`torch.nn.functional.prelu`: ``weight`` has one element, or one for each channel."""
+    return Step("prelu", (), (("slope", weight),))
+
+
+def add(residual: Tensor) -> Step:
+    """``v + residual``, of the output's shape and dtype."""
+    return Step("add", (), (("residual", residual),))
+
+
+def add_value(of: int = 0) -> Step:
+    """``v + u``: ``u`` is what operation ``of`` is given, 0 for the layer's own output."""
+    return Step("add_value", of=of)
+
+
+def multiply_value(of: int = 0) -> Step:
+    """``v·u``: ``u`` is what operation ``of`` is given, 0 for the layer's own output."""
+    return Step("multiply_value", of=of)
+
+
+def conv_transpose1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    *,
+    epilogue: Sequence[Step | str] = (),
+) -> Tensor:
+    """`polyphase.conv_transpose1d` and, in the same kernel, the operations of ``epilogue`` on its output, in order.
+
+    Differentiable in all tensors any number of times; works under `torch.compile` and autocast. Operands of an
+    epilogue have the input's dtype; for half types also float32, but for a residual.
+
+    Returns:
+        ``(N, C_out, L_out)``, or ``(C_out, L_out)`` for an unbatched input.
+
+    Raises:
+        TypeError, RuntimeError: as `polyphase.conv_transpose1d` does; or for an operand of another shape, dtype or
+            device than an operation takes.
+        ValueError: there is no such operation.
+        UnsupportedError: the dtype, the device or the GPU cannot be served.
+    """
+    constants = (stride, padding, output_padding, groups, dilation)
+    return _fused(conv_transpose1d, 1, input, weight, bias, constants, epilogue)
+
+
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    *,
+    epilogue: Sequence[Step | str] = (),
+) -> Tensor:
+    """The same for ``(N, C_in, H, W)`` or ``(C_in, H, W)``: see `conv_transpose1d` for what is raised."""
+    constants = (stride, padding, output_padding, groups, dilation)
+    return _fused(conv_transpose2d, 2, input, weight, bias, constants, epilogue)
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    *,
+    epilogue: Sequence[Step | str] = (),
+) -> Tensor:
+    """The same for ``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)``: see `conv_transpose1d` for what is raised."""
+    constants = (stride, padding, output_padding, groups, dilation)
+    return _fused(conv_transpose3d, 3, input, weight, bias, constants, epilogue)
+
+
+def _fused(
+    function: Callable[..., Tensor],
+    dims: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    constants: tuple[Any, ...],
+    given_steps: Sequence[Step | str],
+) -> Tensor:
+    """Cast for autocast, check, and run."""
+    steps = [_made(function.__name__, place, step) for place, step in enumerate(given_steps)]
+    given = [tensor for step in steps for _, tensor in step.tensors]
+    tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
+    if not tracing and has_torch_function((input, weight, bias, *given)):
+        relevant = (input, weight, bias, *given)
+        overridden: Tensor = handle_torch_function(
+            function, relevant, input, weight, bias, *constants, epilogue=tuple(steps)
+        )
+        return overridden
+    if not steps:
+        plain: Callable[..., Tensor] = getattr(functional, function.__name__)
+        return plain(input, weight, bias, *constants)
+    if torch._C._is_any_autocast_enabled():
+        input, weight = functional.autocast(input), functional.autocast(weight)
+        bias = None if bias is None else functional.autocast(bias)
+        steps = [_autocast(step) for step in steps]
+    layer = check(function.__name__, dims, input, weight, bias, *constants)
+    batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    shape = (batch.shape[0], weight.shape[1] * layer.groups, *output_size(batch.shape[2:], layer))
+    epilogue, operands = _checked(function.__name__, steps, batch, shape, input.dim() == dims + 2)
+    output = _run(epilogue, operands, batch, weight, bias, layer, tracing)
+    return output if batch is input else output.squeeze(0)
+
+
+def _made(name: str, place: int, step: Any) -> Step:
+    """A step from what a user gives for one."""
+    if isinstance(step, str):
+        return activation(step)
+    if not isinstance(step, Step):
+        raise TypeError(f"{name}: epilogue[{place}] must be made by polyphase.fused, not {type(step).__name__}")
+    return step
+
+
+def _run(
+    epilogue: Epilogue,
+    operands: tuple[Tensor, ...],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: Layer,
+    tracing: bool,
+) -> Tensor:
+    """By the operator, past the dispatcher where nothing listens to it, or as operations of their own."""
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if not tracing and transformed:  # their rules are those of the operations
+        of_dims = getattr(functional, f"conv_transpose{len(layer.stride)}d")
+        sums = of_dims(input, weight, bias, *layer[1:4], layer.groups, layer.dilation)
+        return operator.by_tensor_operations(epilogue, operands, sums).to(input.dtype)
+    tensors = [each for each in (input, weight, bias, *operands) if each is not None]
+    wants = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    text = encoded(epilogue)
+    past = not tracing and not wants and input.is_cuda and torch.version.cuda is not None and not operators.is_heard()
+    if past and input.numel() and all(map(operators.is_plain, tensors)):
+        from polyphase import runtime
+
+        return runtime.forward_with_epilogue(input, weight, bias, operands, text, *layer[1:])
+    return operator.conv_transpose_epilogue(input, weight, bias, list(operands), text, *layer[1:])
+
+
+def _autocast(step: Step) -> Step:
+    """A residual is cast as the input is; what is small stays as it is."""
+    cast = ((role, functional.autocast(each) if role == "residual" else each) for role, each in step.tensors)
+    return step._replace(tensors=tuple(cast))
+
+
+def _checked(
+    name: str, steps: Sequence[Step], input: Tensor, shape: tuple[int, ...], batched: bool
+) -> tuple[Epilogue, tuple[Tensor, ...]]:
+    """The epilogue as data, and its operands in order.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: as `conv_transpose1d` says.
+    """
+    if input.dtype not in FLOATING:
+        raise RuntimeError(f"{name}: an epilogue takes a real floating-point input, got {input.dtype}")
+    operations, operands = [], []
+    for place, step in enumerate(steps):
+        described = []
+        for role, tensor in step.tensors:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: {role} of epilogue[{place}] must be a Tensor, not {type(tensor).__name__}")
+            if role == "residual" and not batched:
+                tensor = tensor.unsqueeze(0)
+            per = _per(f"{name}: {role} of epilogue[{place}]", role, tensor, shape)
+            described.append(Operand(role, per, _is_wide(f"{name}: {role} of epilogue[{place}]", per, tensor, input)))
+            operands.append(tensor)
+        operations.append(Operation(step.kind, step.constants, tuple(described), step.of))
+    return Epilogue(tuple(operations)), tuple(operands)
+
+
+def _per(what: str, role: str, tensor: Tensor, shape: tuple[int, ...]) -> str:
+    """How many elements an operand has."""
+    size = tuple(tensor.shape)
+    if role == "residual":
+        if size != shape:
+            raise RuntimeError(f"{what} must have the output's shape {shape}, got {size}")
+        return ELEMENT
+    ones = (1,) * (len(shape) - 2)
+    if size in ((shape[1],), (1, shape[1]), (1, shape[1], *ones)):
+        return CHANNEL
+    if size in ((), (1,)) and role in ("scale", "shift", "slope"):
+        return ONE
+    if size in (shape[:2], (*shape[:2], *ones)) and role in ("scale", "shift"):
+        return SAMPLE
+    raise RuntimeError(f"{what} must have shape ({shape[1]},), one element for each channel, got {size}")
+
+
+def _is_wide(what: str, per: str, tensor: Tensor, input: Tensor) -> bool:
+    """Whether an operand has float32's elements beside an input of a half type."""
+    if tensor.device != input.device:
+        raise RuntimeError(f"{what} must be on {input.device} as the input is, got {tensor.device}")
+    if tensor.dtype == input.dtype:
+        return False
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    if half and tensor.dtype == torch.float32 and per != ELEMENT:
+        return True
+    allowed = f"{input.dtype} as the input has" + (" or float32" if half and per != ELEMENT else "")
+    raise RuntimeError(f"{what} must have {allowed}, got {tensor.dtype}")

@@ -1,0 +1,143 @@
+"""An epilogue's operations as CUDA: the text of ``epilogue/operations.cuh`` for one kernel."""
+
+from __future__ import annotations
+
+import math
+
+from polyphase.problem.epilogue import ACTIVATIONS, CHANNEL, ELEMENT, ONE, SAMPLE, Epilogue, Operand, Operation
+
+_NONE = """\
+#define EPILOGUE 0
+#define EPILOGUE_PARAMETERS                                                  // of a kernel, behind its bias
+#define EPILOGUE_OPERANDS(bias, dst, sample_stride) ((const scalar_t*)bias)  // what `channel_terms` takes
+#define EPILOGUE_READS_PLACES 0  // whether operations ask where an output lies
+"""
+
+
+def operations_text(epilogue: Epilogue) -> str:
+    """What kernels include as ``epilogue/operations.cuh``."""
+    if not epilogue:
+        return _NONE
+    operands = epilogue.named_operands
+    pointers = {name: f"const {_type(operand)}*" for name, operand in operands.items()}
+    given = ", ".join(operands)
+    kept = [name for name, operand in operands.items() if operand.per in (ONE, CHANNEL)]
+    kept = [name for name in kept if not name.startswith(("mean_", "variance_", "weight_", "offset_"))]
+    normalized = [i for i, operation in enumerate(epilogue.operations) if operation.kind == "normalize"]
+    later = [name for name, operand in operands.items() if operand.per in (SAMPLE, ELEMENT)]
+    lines = [
+        f"// The epilogue: {epilogue}",
+        "#define EPILOGUE 1",
+        "#define EPILOGUE_PARAMETERS " + "".join(f", {kind} __restrict__ {name}" for name, kind in pointers.items()),
+        "#define EPILOGUE_OPERANDS(bias, dst, sample_stride) "
+        f"EpilogueOperands{{bias, 0, dst, sample_stride, OperationOperands{{{given}}}}}",
+        f"#define EPILOGUE_CHANNELS {epilogue.channels}",
+        f"#define EPILOGUE_CHANNEL(of_kernel) {_channel(epilogue)}",
+        f"#define EPILOGUE_READS_PLACES {bool(later):d}",
+        f"#define EPILOGUE_PER_SAMPLE {epilogue.per_sample:d}",
+        "struct OperationOperands {",
+        *(f"  {kind} {name};" for name, kind in pointers.items()),
+        "};",
+        "struct OperationTerms {",
+        *(f"  accum_t {name};" for name in kept),
+        *(f"  accum_t factor_{i}, added_{i};" for i in normalized),
+        *(f"  {pointers[name]} {name};" for name in later),
+        "};",
+    ]
+    return "\n".join([*lines, *_terms(epilogue, kept, later), *_operations(epilogue)]) + "\n"
+
+
+def _channel(epilogue: Epilogue) -> str:
+    """The layer's channel that one of the kernel's is."""
+    if epilogue.channel_parts == 1:
+        return "(of_kernel)"
+    if epilogue.channels_inner:
+        return f"(of_kernel) % {epilogue.channels}"
+    return f"(of_kernel) / {epilogue.channel_parts}"
+
+
+def _type(operand: Operand) -> str:
+    return "accum_t" if operand.wide else "scalar_t"
+
+
+def _terms(epilogue: Epilogue, kept: list[str], later: list[str]) -> list[str]:
+    """What is read once for a channel."""
+    operands = epilogue.named_operands
+    lines = [
+        "__device__ __forceinline__ OperationTerms operation_terms(const OperationOperands& of, int channel,",
+        "                                                          bool exists) {",
+        "  OperationTerms terms = {};",
+    ]
+    for name in kept:
+        at = "0" if operands[name].per == ONE else "channel"
+        lines.append(f"  if (exists) terms.{name} = widen(read(of.{name} + {at}));")
+    for i, operation in enumerate(epilogue.operations):
+        if operation.kind == "normalize":
+            lines += _normalized(i, operation)
+    lines += [f"  terms.{name} = of.{name};" for name in later]
+    return [*lines, "  return terms;", "}"]
+
+
+def _normalized(i: int, operation: Operation) -> list[str]:
+    """A normalisation as a factor and what is added."""
+    roles = {operand.role for operand in operation.operands}
+    weight = f"widen(read(of.weight_{i} + channel))" if "weight" in roles else "(accum_t)1"
+    offset = f"widen(read(of.offset_{i} + channel))" if "offset" in roles else "(accum_t)0"
+    epsilon = _number(operation.constants[0])
+    return [
+        "  if (exists) {",
+        f"    const accum_t variance = widen(read(of.variance_{i} + channel));",
+        f"    terms.factor_{i} = {weight} / square_root(variance + {epsilon});",
+        f"    terms.added_{i} = {offset} - widen(read(of.mean_{i} + channel)) * terms.factor_{i};",
+        "  }",
+    ]
+
+
+def _operations(epilogue: Epilogue) -> list[str]:
+    """What is done to every value."""
+    lines = [
+        "__device__ __forceinline__ accum_t operations(accum_t v0, const OperationTerms& of, int channel,",
+        "                                              long long sample, long long place, bool exists) {",
+    ]
+    for i, operation in enumerate(epilogue.operations):
+        lines.append(f"  const accum_t v{i + 1} = {_next(i, operation, epilogue)};")
+    return [*lines, f"  return v{len(epilogue.operations)};", "}"]
+
+
+def _next(i: int, operation: Operation, epilogue: Epilogue) -> str:
+    """The value behind an operation, of the one before it."""
+    value, kind = f"v{i}", operation.kind
+    read = {operand.role: _read(i, operand) for operand in operation.operands}
+    if kind == "clamp":
+        least, most = operation.constants
+        value = value if least == -math.inf else f"at_least({value}, {_number(least)})"
+        return value if most == math.inf else f"at_most({value}, {_number(most)})"
+    if kind in ACTIVATIONS:
+        return f"{kind}({', '.join([value, *map(_number, operation.constants)])})"
+    if kind == "affine":
+        factor, added = operation.constants
+        return " + ".join(
+            [f"{value} * {_number(factor)}" if factor != 1 else value, *([_number(added)] if added else [])]
+        )
+    if kind == "scale_shift":
+        scaled = f"{value} * {read['scale']}" if "scale" in read else value
+        return f"{scaled} + {read['shift']}" if "shift" in read else scaled
+    if kind == "normalize":
+        return f"{value} * of.factor_{i} + of.added_{i}"
+    if kind == "prelu":
+        return f"leaky_relu({value}, {read['slope']})"
+    if kind == "add":
+        return f"{value} + {read['residual']}"
+    return f"{value} {'+' if kind == 'add_value' else '*'} v{operation.of}"
+
+
+def _read(i: int, operand: Operand) -> str:
+    name = f"of.{operand.role}_{i}"
+    if operand.per in (ONE, CHANNEL):
+        return name
+    at = "place" if operand.per == ELEMENT else "sample * EPILOGUE_CHANNELS + channel"
+    return f"(exists ? widen(read({name} + {at})) : (accum_t)0)"
+
+
+def _number(value: float) -> str:
+    return f"(accum_t){float(value)!r}"

@@ -1,0 +1,41 @@
+// The activations of an epilogue, as PyTorch defines them. A value that is no number stays none.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/types.cuh"
+
+__device__ __forceinline__ float exponential(float v) { return expf(v); }
+__device__ __forceinline__ double exponential(double v) { return exp(v); }
+__device__ __forceinline__ float exponential_minus_one(float v) { return expm1f(v); }
+__device__ __forceinline__ double exponential_minus_one(double v) { return expm1(v); }
+__device__ __forceinline__ float log_of_one_plus(float v) { return log1pf(v); }
+__device__ __forceinline__ double log_of_one_plus(double v) { return log1p(v); }
+__device__ __forceinline__ float hyperbolic_tangent(float v) { return tanhf(v); }
+__device__ __forceinline__ double hyperbolic_tangent(double v) { return tanh(v); }
+__device__ __forceinline__ float error_function(float v) { return erff(v); }
+__device__ __forceinline__ double error_function(double v) { return erf(v); }
+__device__ __forceinline__ float square_root(float v) { return sqrtf(v); }
+__device__ __forceinline__ double square_root(double v) { return sqrt(v); }
+
+__device__ __forceinline__ accum_t relu(accum_t v) { return v < 0 ? 0 : v; }
+__device__ __forceinline__ accum_t leaky_relu(accum_t v, accum_t slope) { return v > 0 ? v : v * slope; }
+__device__ __forceinline__ accum_t elu(accum_t v, accum_t alpha) {
+  return v > 0 ? v : alpha * exponential_minus_one(v);
+}
+__device__ __forceinline__ accum_t gelu(accum_t v) {
+  return v * (accum_t)0.5 * (1 + error_function(v * (accum_t)0.70710678118654752440));
+}
+__device__ __forceinline__ accum_t gelu_tanh(accum_t v) {
+  return v * (accum_t)0.5 *
+         (1 + hyperbolic_tangent((accum_t)0.79788456080286535588 * (v + (accum_t)0.044715 * v * v * v)));
+}
+__device__ __forceinline__ accum_t sigmoid(accum_t v) { return 1 / (1 + exponential(-v)); }
+__device__ __forceinline__ accum_t silu(accum_t v) { return v / (1 + exponential(-v)); }
+__device__ __forceinline__ accum_t at_least(accum_t v, accum_t least) { return v < least ? least : v; }
+__device__ __forceinline__ accum_t at_most(accum_t v, accum_t most) { return v > most ? most : v; }
+__device__ __forceinline__ accum_t hardswish(accum_t v) { return v * at_most(at_least(v + 3, 0), 6) / 6; }
+__device__ __forceinline__ accum_t softplus(accum_t v, accum_t beta, accum_t threshold) {
+  return v * beta > threshold ? v : log_of_one_plus(exponential(v * beta)) / beta;
+}
+__device__ __forceinline__ accum_t mish(accum_t v) { return v * hyperbolic_tangent(softplus(v, 1, 20)); }

@@ -1,0 +1,12 @@
+// The operations of an epilogue behind the bias. `operations_text` (jit/epilogue.py) makes a text of this kind for each
+// kernel that includes epilogue/finish.cuh. The one below is that of an epilogue without operations.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/types.cuh"
+
+#define EPILOGUE 0
+#define EPILOGUE_PARAMETERS                                                  // of a kernel, behind its bias
+#define EPILOGUE_OPERANDS(bias, dst, sample_stride) ((const scalar_t*)bias)  // what `channel_terms` takes
+#define EPILOGUE_READS_PLACES 0  // whether operations ask where an output lies

@@ -1,0 +1,182 @@
+"""What happens to an output behind its sum and bias, as data: elementwise operations in order.
+
+The planner, the programs and the text of the kernels read this one description (docs/kernels/epilogue.md). Values are
+in the accumulator's type from the sum on, and are rounded once, behind the last operation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+#: The activations, and the constants that each has, in order.
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "relu": (),
+    "leaky_relu": ("negative_slope",),
+    "elu": ("alpha",),
+    "gelu": (),
+    "gelu_tanh": (),
+    "silu": (),
+    "tanh": (),
+    "sigmoid": (),
+    "clamp": ("min", "max"),
+    "hardswish": (),
+    "softplus": ("beta", "threshold"),
+    "mish": (),
+}
+
+#: How many elements an operand has: one, one for each channel, for each sample and channel, or for each output.
+ONE, CHANNEL, SAMPLE, ELEMENT = "one", "channel", "sample", "element"
+
+# The operands of the operations that have some, those that may be missing in brackets.
+_OPERANDS = {
+    "scale_shift": ("[scale]", "[shift]"),
+    "normalize": ("mean", "variance", "[weight]", "[offset]"),
+    "prelu": ("slope",),
+    "add": ("residual",),
+}
+_OF_VALUES = ("add_value", "multiply_value")
+
+
+class Operand(NamedTuple):
+    """A tensor that an operation reads: ``per`` is one of `ONE`, `CHANNEL`, `SAMPLE` and `ELEMENT`.
+
+    ``wide``: its elements have the accumulator's type, not the tensors'. One of `ELEMENT` lies as the output does.
+    """
+
+    role: str
+    per: str
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One step of an epilogue, from a value ``v`` to the next.
+
+    ========================================  =====================================================================
+    a name of `ACTIVATIONS`                   the activation as `torch.nn.functional` has it, of its ``constants``
+    ``"affine"``                              ``v·constants[0] + constants[1]``
+    ``"scale_shift"``                         ``v·scale + shift``, of operands; one of them may be missing
+    ``"normalize"``                           ``(v - mean) / sqrt(variance + constants[0]) · weight + offset``
+    ``"prelu"``                               ``v`` where it is positive, else ``v·slope``
+    ``"add"``                                 ``v + residual``
+    ``"add_value"``, ``"multiply_value"``     ``v + u`` and ``v·u``; ``u`` is the value that operation ``of`` reads
+    ========================================  =====================================================================
+    """
+
+    kind: str
+    constants: tuple[float, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    of: int = 0
+
+    def __post_init__(self) -> None:
+        wanted = {"affine": 2, "normalize": 1}.get(self.kind, len(ACTIVATIONS.get(self.kind, ())))
+        known = self.kind in ACTIVATIONS or self.kind in _OPERANDS or self.kind in ("affine", *_OF_VALUES)
+        if not known:
+            raise ValueError(f"an epilogue has no operation {self.kind!r}; it has {', '.join(_kinds())}")
+        if len(self.constants) != wanted:
+            raise ValueError(f"{self.kind} takes {wanted} constants, given {self.constants}")
+        if (not all(map(math.isfinite, self.constants)) and self.kind != "clamp") or any(
+            map(math.isnan, self.constants)
+        ):
+            raise ValueError(f"{self.kind} takes finite constants, given {self.constants}")
+        self._check_operands()
+
+    def _check_operands(self) -> None:
+        named = _OPERANDS.get(self.kind, ())
+        roles = [operand.role for operand in self.operands]
+        in_order = [role for role in (each.strip("[]") for each in named) if role in roles] == roles
+        if not in_order or not {role for role in named if "[" not in role} <= set(roles) or bool(roles) != bool(named):
+            raise ValueError(f"{self.kind} takes the operands {', '.join(named)}, given {roles}")
+        if any(operand.per == ELEMENT for operand in self.operands) != (self.kind == "add"):
+            raise ValueError(f"{self.kind} cannot have operands {self.operands}")
+
+    def __str__(self) -> str:
+        operands = (f"{role} per {per}" if per != ELEMENT else role for role, per, _ in self.operands)
+        values = [*map(str, self.constants), *operands]
+        values += [str(self.of)] if self.kind in _OF_VALUES else []
+        return f"{self.kind}({', '.join(values)})" if values else self.kind
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The operations on every output, in order; none by default.
+
+    ``channels``: those of the layer, which a kernel is told where operands are per sample. ``channel_parts``: channels
+    of a kernel's that are one of the layer's, where the layer is computed as another: neighbours, or with
+    ``channels_inner`` those ``channels`` apart.
+    """
+
+    operations: tuple[Operation, ...] = ()
+    channels: int = 0
+    channel_parts: int = 1
+    channels_inner: bool = False
+
+    def __post_init__(self) -> None:
+        for place, operation in enumerate(self.operations):
+            if operation.kind in _OF_VALUES and not 0 <= operation.of <= place:
+                raise ValueError(f"operation {place} cannot read value {operation.of}: there are {place + 1}")
+
+    def __bool__(self) -> bool:
+        return bool(self.operations)
+
+    @property
+    def named_operands(self) -> dict[str, Operand]:
+        """All operands in order, by the names that programs and kernels have for them."""
+        return {
+            f"{operand.role}_{place}": operand
+            for place, operation in enumerate(self.operations)
+            for operand in operation.operands
+        }
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether an operand differs between samples."""
+        return any(operand.per == SAMPLE for operand in self.named_operands.values())
+
+    @property
+    def residuals(self) -> tuple[str, ...]:
+        """The names of the operands that have an element for each output."""
+        return tuple(name for name, operand in self.named_operands.items() if operand.per == ELEMENT)
+
+    def __str__(self) -> str:
+        return " → ".join(map(str, self.operations))
+
+
+#: No operation: an output is its sum and its bias.
+NONE = Epilogue()
+
+
+def encoded(epilogue: Epilogue) -> str:
+    """The operations as text, which an operator of PyTorch's takes; Dynamo traces it."""
+    return ";".join([_encoded(operation) for operation in epilogue.operations])
+
+
+def _encoded(operation: Operation) -> str:
+    constants = ",".join([str(constant) for constant in operation.constants])
+    operands = ",".join([f"{role} {per} {'wide' if wide else ''}" for role, per, wide in operation.operands])
+    return f"{operation.kind}:{constants}:{operands}:{operation.of}"
+
+
+@lru_cache(maxsize=1024)
+def decoded(text: str) -> Epilogue:
+    """The operations that `encoded` gave."""
+    operations = []
+    for each in text.split(";"):
+        kind, constants, operands, of = each.split(":")
+        described = (operand.split(" ") for operand in operands.split(",") if operand)
+        operations.append(
+            Operation(
+                kind,
+                tuple(float(constant) for constant in constants.split(",") if constant),
+                tuple(Operand(role, per, bool(wide)) for role, per, wide in described),
+                int(of),
+            )
+        )
+    return Epilogue(tuple(operations))
+
+
+def _kinds() -> list[str]:
+    return [*ACTIVATIONS, "affine", *_OPERANDS, *_OF_VALUES]

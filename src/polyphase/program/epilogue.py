@@ -1,0 +1,80 @@
+"""A program with an epilogue: the operations go into the step that narrows, and their operands to it.
+
+That is the main step, or the split-K reduction where sums come in parts, so that they are computed once. Where that
+step writes channels_last for a result that is transposed behind it, a residual is transposed before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from polyphase.problem.epilogue import Epilogue
+from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.problem.problem import ConvTransposeProblem
+from polyphase.program.program import Buffer, Program
+from polyphase.program.split_k import finish_splits
+from polyphase.program.step import BIAS, DST, Step
+from polyphase.program.transpose import to_channels_last
+
+_LAST = f"{DST}_channels_last"
+
+
+def with_epilogue(
+    program: Program, problem: ConvTransposeProblem, computed: ConvTransposeProblem, layouts: Layouts
+) -> Program:
+    """A forward pass with the epilogue of ``problem``, of the program of ``computed``: the same layer without it.
+
+    ``layouts`` are those of ``problem``'s tensors.
+    """
+    if not problem.epilogue:
+        return program
+    names = {name: name for name in problem.epilogue.named_operands}
+    last = any(buffer.name == _LAST for buffer in program.buffers)
+    steps, main_index, buffers = list(program.steps), program.main_index, list(program.buffers)
+    of_kernel = _of_kernel(problem, computed)
+    if program.splits > 1:
+        behind = next(i for i in range(main_index + 1, len(steps)) if steps[i].source.kernel == "reduce_splits")
+        strides = dense_strides(problem.output_shape, True) if last else layouts.output
+        whole = replace(of_kernel, channel_parts=1)
+        elements = problem.elements[2]
+        reduction = finish_splits(problem.dtype, elements, program.splits, whole, problem.out_channels, strides)
+        steps[behind] = replace(reduction, operands=steps[behind].operands)
+    else:
+        behind = main_index
+        steps[behind] = _fused(steps[behind], of_kernel)
+    before: list[Step] = []
+    if last:
+        for name in problem.epilogue.residuals:
+            names[name] = f"{name}_channels_last"
+            step = to_channels_last(problem.dtype, problem.output_shape, layouts.output)
+            before.append(replace(step, operands=(name, names[name])))
+            buffers.append(Buffer(names[name], problem.dtype, math.prod(problem.output_shape)))
+    steps[behind] = _reading(steps[behind], tuple(names.values()))
+    spares = tuple(replace(spare, epilogue=replace(of_kernel, channel_parts=1)) for spare in program.spares)
+    return replace(
+        program,
+        steps=(*before, *steps),
+        main_index=len(before) + main_index,
+        buffers=tuple(buffers),
+        spares=tuple(replace(spare, constants=(*spare.constants, ("HAS_BIAS", False))) for spare in spares),
+    )
+
+
+def _of_kernel(problem: ConvTransposeProblem, computed: ConvTransposeProblem) -> Epilogue:
+    """The epilogue, and how a kernel's channels are the layer's."""
+    parts = computed.out_channels // problem.out_channels
+    inner = parts > 1 and problem.channels_last
+    channels = problem.out_channels if inner or problem.epilogue.per_sample else 0
+    return replace(problem.epilogue, channels=channels, channel_parts=parts, channels_inner=inner)
+
+
+def _fused(step: Step, epilogue: Epilogue) -> Step:
+    one_way = None if step.one_way is None else replace(step.one_way, epilogue=epilogue)
+    return replace(step, source=replace(step.source, epilogue=epilogue), one_way=one_way)
+
+
+def _reading(step: Step, names: tuple[str, ...]) -> Step:
+    """The step with further operands, behind the bias, or before what a reduction writes."""
+    place = step.operands.index(BIAS) + 1 if BIAS in step.operands else len(step.operands) - 1
+    return replace(step, operands=(*step.operands[:place], *names, *step.operands[place:]))

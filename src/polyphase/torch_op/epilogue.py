@@ -1,0 +1,310 @@
+"""An epilogue in PyTorch's terms: as an operator of the dispatcher, as tensor operations, and its derivatives.
+
+``polyphase::conv_transpose_epilogue`` is the layer and its epilogue, whose operations come as a string
+(`polyphase.problem.epilogue.encoded`) and whose operands as a list. Derivatives follow the chain rule, an operation
+after the other, in tensor operations that have derivatives themselves. The last operation's is taken from the output
+where that suffices; the values before it are computed again, and only where a derivative asks for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, Epilogue, Operand, Operation, decoded
+from polyphase.torch_op import derivatives, operators, portable
+from polyphase.torch_op.memory_format import empty_output
+from polyphase.torch_op.operators import LIBRARY
+from polyphase.torch_op.validate import FLOATING, Layer
+
+_aten: Any = torch.ops.aten
+
+
+def named(epilogue: Epilogue, operands: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The operands by the names that the epilogue has for them."""
+    return dict(zip(epilogue.named_operands, operands))
+
+
+def shaped(operand: Operand, tensor: Tensor, like: Tensor) -> Tensor:
+    """An operand that broadcasts against an output ``like`` ``(N, C, *spatial)``."""
+    if operand.per == ELEMENT:
+        return tensor
+    ones = [1] * (like.dim() - 2)
+    if operand.per == ONE:
+        return tensor.reshape(1, 1, *ones)
+    return tensor.reshape(*([1] if operand.per == CHANNEL else [like.shape[0]]), like.shape[1], *ones)
+
+
+_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "relu": torch.relu,
+    "leaky_relu": torch.nn.functional.leaky_relu,
+    "elu": torch.nn.functional.elu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda v: torch.nn.functional.gelu(v, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "clamp": lambda v, least, most: v.clamp(least, most),
+    "hardswish": torch.nn.functional.hardswish,
+    "softplus": torch.nn.functional.softplus,
+    "mish": torch.nn.functional.mish,
+}
+
+
+def apply(operation: Operation, place: int, values: Callable[[int], Tensor], of: dict[str, Tensor]) -> Tensor:
+    """The value behind operation ``place``, by tensor operations."""
+    v, kind, constants = values(place), operation.kind, operation.constants
+    read = {each.role: shaped(each, of[f"{each.role}_{place}"], v) for each in operation.operands}
+    if kind in _ACTIVATIONS:
+        return _ACTIVATIONS[kind](v, *constants)
+    if kind == "affine":
+        return v * constants[0] + constants[1]
+    if kind == "scale_shift":
+        v = v * read["scale"] if "scale" in read else v
+        return v + read["shift"] if "shift" in read else v
+    if kind == "normalize":
+        v = (v - read["mean"]) * (read["variance"] + constants[0]).rsqrt()
+        v = v * read["weight"] if "weight" in read else v
+        return v + read["offset"] if "offset" in read else v
+    if kind == "prelu":
+        return torch.where(v > 0, v, v * read["slope"])
+    other = read["residual"] if kind == "add" else values(operation.of)
+    return v * other if kind == "multiply_value" else v + other
+
+
+class Values:
+    """The values before each operation and behind the last, each computed when it is asked for.
+
+    ``start`` gives the first; ``output``, where it is known, is the last.
+    """
+
+    def __init__(
+        self, epilogue: Epilogue, operands: Sequence[Tensor], start: Callable[[], Tensor], output: Tensor | None = None
+    ) -> None:
+        self._operations = epilogue.operations
+        self._of = named(epilogue, operands)
+        self._start = start
+        self._known: dict[int, Tensor] = {} if output is None else {len(self._operations): output}
+
+    def __call__(self, place: int) -> Tensor:
+        """Value ``place``, 0 for the sums."""
+        found = self._known.get(place)
+        if found is None:
+            found = self._start() if place == 0 else apply(self._operations[place - 1], place - 1, self, self._of)
+            self._known[place] = found
+        return found
+
+    def knows(self, place: int) -> bool:
+        """Whether a value is there already."""
+        return place in self._known
+
+
+def by_tensor_operations(epilogue: Epilogue, operands: Sequence[Tensor], sums: Tensor) -> Tensor:
+    """The epilogue on sums that have their bias."""
+    return Values(epilogue, operands, lambda: sums)(len(epilogue.operations))
+
+
+def _activated(operation: Operation, place: int, values: Values, g: Tensor) -> Tensor:
+    """The gradient of an activation's argument: from its result where that is there, else from the argument."""
+    kind, constants = operation.kind, operation.constants
+    of_result = kind in ("tanh", "sigmoid")
+    if values.knows(place + 1):
+        of_result |= kind in ("relu", "clamp")
+        of_result |= kind in ("leaky_relu", "elu") and constants[0] >= 0  # else the result's sign is not the argument's
+    backward: Callable[..., Tensor] = _BACKWARD[kind]
+    return backward(g, values(place + of_result), of_result, *constants)
+
+
+# Of the gradient of the result, the result or the argument, whether it is the result, and the constants.
+_BACKWARD: dict[str, Callable[..., Tensor]] = {
+    "relu": lambda g, v, _: _aten.threshold_backward(g, v, 0),
+    "leaky_relu": lambda g, v, of_result, slope: _aten.leaky_relu_backward(g, v, slope, of_result),
+    "elu": lambda g, v, of_result, alpha: _aten.elu_backward(g, alpha, 1, 1, of_result, v),
+    "gelu": lambda g, v, _: _aten.gelu_backward(g, v, approximate="none"),
+    "gelu_tanh": lambda g, v, _: _aten.gelu_backward(g, v, approximate="tanh"),
+    "silu": lambda g, v, _: _silu_backward(g, v),
+    "tanh": lambda g, y, _: _aten.tanh_backward(g, y),
+    "sigmoid": lambda g, y, _: _aten.sigmoid_backward(g, y),
+    "clamp": lambda g, v, _, least, most: _aten.hardtanh_backward(g, v, least, most),
+    "hardswish": lambda g, v, _: _aten.hardswish_backward(g, v),
+    "softplus": lambda g, v, _, beta, threshold: _aten.softplus_backward(g, v, beta, threshold),
+    "mish": lambda g, v, _: _mish_backward(g, v),
+}
+
+
+def _silu_backward(g: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's own has no derivative."""
+    if not torch.is_grad_enabled():
+        return _aten.silu_backward(g, v)  # type: ignore[no-any-return]
+    sigmoid = v.sigmoid()
+    return g * sigmoid * (1 + v * (1 - sigmoid))
+
+
+def _mish_backward(g: Tensor, v: Tensor) -> Tensor:
+    """The same."""
+    if not torch.is_grad_enabled():
+        return _aten.mish_backward(g, v)  # type: ignore[no-any-return]
+    tanh = torch.nn.functional.softplus(v).tanh()
+    return g * (tanh + v * v.sigmoid() * (1 - tanh * tanh))
+
+
+def _of_shape(gradient: Tensor, operand: Operand, tensor: Tensor) -> Tensor:
+    """A gradient of the output's shape summed up for an operand, in its shape and dtype."""
+    if operand.per != ELEMENT:
+        dims = list(range(2, gradient.dim())) + ({ONE: [0, 1], CHANNEL: [0]}.get(operand.per, []))
+        gradient = gradient.sum(dims) if dims else gradient
+    return gradient.reshape(tensor.shape).to(tensor.dtype)
+
+
+def _of_operands(
+    operation: Operation, place: int, values: Values, g: Tensor, of: dict[str, Tensor], needed: dict[str, bool]
+) -> dict[str, Tensor]:
+    """The gradients of an operation's operands that are needed, as large as the output."""
+    found: dict[str, Tensor] = {}
+    kind = operation.kind
+    wanted = {each.role for each in operation.operands if needed[f"{each.role}_{place}"]}
+    if not wanted:
+        return found
+    if kind == "normalize":
+        v = values(place)
+        read = {each.role: shaped(each, of[f"{each.role}_{place}"], g) for each in operation.operands}
+        factor = (read["variance"] + operation.constants[0]).rsqrt()
+        scaled = g * read["weight"] if "weight" in read else g
+        found["mean"] = -scaled * factor
+        found["variance"] = scaled * (v - read["mean"]) * -0.5 * factor**3
+        found["weight"], found["offset"] = g * (v - read["mean"]) * factor, g
+    elif kind == "prelu":
+        v = values(place)
+        found["slope"] = torch.where(v > 0, torch.zeros_like(v), v) * g
+    else:
+        found["shift"] = found["residual"] = g
+        if "scale" in wanted:
+            found["scale"] = g * values(place)
+    return {role: gradient for role, gradient in found.items() if role in wanted}
+
+
+def _before(operation: Operation, place: int, values: Values, g: Tensor, of: dict[str, Tensor]) -> Tensor:
+    """The gradient of what an operation reads, but for the earlier value of `add_value` and `multiply_value`."""
+    kind = operation.kind
+    if kind in _ACTIVATIONS:
+        return _activated(operation, place, values, g)
+    read = {each.role: shaped(each, of[f"{each.role}_{place}"], g) for each in operation.operands}
+    if kind == "affine":
+        return g * operation.constants[0]
+    if kind == "scale_shift":
+        return g * read["scale"] if "scale" in read else g
+    if kind == "normalize":
+        factor = (read["variance"] + operation.constants[0]).rsqrt()
+        return g * (factor * read["weight"] if "weight" in read else factor)
+    if kind == "prelu":
+        return torch.where(values(place) > 0, g, g * read["slope"])
+    return g * values(operation.of) if kind == "multiply_value" else g
+
+
+def pulled_back(
+    epilogue: Epilogue, operands: Sequence[Tensor], values: Values, cotangent: Tensor, needed: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The gradient of the sums, and of the operands, those that are ``needed``, from that of the output."""
+    of, names = named(epilogue, operands), list(epilogue.named_operands)
+    wanted = dict(zip(names, needed))
+    gradients: dict[int, Tensor] = {len(epilogue.operations): cotangent}
+    of_operands: dict[str, Tensor] = {}
+
+    def add(place: int, gradient: Tensor) -> None:
+        gradients[place] = gradients[place] + gradient if place in gradients else gradient
+
+    for place in range(len(epilogue.operations) - 1, -1, -1):
+        operation, g = epilogue.operations[place], gradients[place + 1]
+        for role, gradient in _of_operands(operation, place, values, g, of, wanted).items():
+            name = f"{role}_{place}"
+            of_operands[name] = _of_shape(gradient, epilogue.named_operands[name], of[name])
+        add(place, _before(operation, place, values, g, of))
+        if operation.kind == "add_value":
+            add(operation.of, g)
+        elif operation.kind == "multiply_value":
+            add(operation.of, g * values(place))
+    return gradients[0], [of_operands.get(name) for name in names]
+
+
+def _portably(
+    input: Tensor, weight: Tensor, bias: Tensor | None, operands: Sequence[Tensor], text: str, *constants: Any
+) -> Tensor:
+    """The operator for tensors of any device; half types are computed in float32, and rounded once."""
+    wide = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
+    widened = [each.to(wide) for each in operands]
+    with torch.autocast(input.device.type, enabled=False):
+        sums = portable.forward(input.to(wide), weight.to(wide), None if bias is None else bias.to(wide), *constants)
+        result = by_tensor_operations(decoded(text), widened, sums)
+    return empty_output(result.shape, input, weight).copy_(result)
+
+
+def _on_cuda(
+    input: Tensor, weight: Tensor, bias: Tensor | None, operands: Sequence[Tensor], text: str, *constants: Any
+) -> Tensor:
+    """The operator for CUDA tensors."""
+    if input.numel() == 0 or input.dtype not in FLOATING:
+        return _portably(input, weight, bias, operands, text, *constants)
+    constants = tuple(tuple(each) if isinstance(each, list) else each for each in constants)
+    from polyphase import runtime  # the CUDA path; PyTorch without CUDA never needs it
+
+    return runtime.forward_with_epilogue(input, weight, bias, tuple(operands), text, *constants)
+
+
+def _fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, operands: Sequence[Tensor], text: str, *constants: Any
+) -> Tensor:
+    return operators.forward_fake(input, weight, bias, *constants)
+
+
+LIBRARY.define(
+    "conv_transpose_epilogue(Tensor input, Tensor weight, Tensor? bias, Tensor[] operands, str epilogue, "
+    f"{operators.CONSTANTS}) -> Tensor"
+)
+LIBRARY.impl("conv_transpose_epilogue", _portably, "CompositeExplicitAutograd")
+if torch.version.cuda is not None:
+    LIBRARY.impl("conv_transpose_epilogue", _on_cuda, "CUDA")
+torch.library.register_fake("polyphase::conv_transpose_epilogue", _fake, lib=LIBRARY)
+conv_transpose_epilogue: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_epilogue.default
+
+
+@register_flop_formula(torch.ops.polyphase.conv_transpose_epilogue)
+def _flops(input: Sequence[int], weight: Sequence[int], *rest: Any, **result: Any) -> int:
+    """Those of the products, as for the layer alone."""
+    return 2 * math.prod(input) * math.prod(weight[1:])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, bias, operands, ctx.text, *constants = inputs
+    ctx.layer = Layer(tuple(weight.shape[2:]), *constants)
+    ctx.biased = bias is not None
+    ctx.save_for_backward(input, weight, *(() if bias is None else (bias,)), *operands, output)
+
+
+def _backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    input, weight, *rest, output = ctx.saved_tensors
+    bias, operands = (rest[0], rest[1:]) if ctx.biased else (None, rest)
+    layer, epilogue = ctx.layer, decoded(ctx.text)
+    needed = ctx.needs_input_grad
+    of_operands = needed[3] if isinstance(needed[3], (list, tuple)) else [needed[3]] * len(operands)
+
+    def start() -> Tensor:
+        return derivatives.run_operator((input, weight, None), bias, layer)
+
+    values = Values(epilogue, operands, start, output)
+    gradient, found = pulled_back(epilogue, operands, values, cotangent, of_operands)
+    wanted = [needed[0], needed[1], False, ctx.biased and needed[2]]
+    x, w, _, b = derivatives.gradients(
+        derivatives.run_operator, (input, weight, None), gradient.to(input.dtype), layer, wanted
+    )
+    b = None if b is None or bias is None else b.to(bias.dtype)
+    return x, w, b, found, *[None] * 6
+
+
+torch.library.register_autograd(
+    "polyphase::conv_transpose_epilogue", _backward, setup_context=_setup_context, lib=LIBRARY
+)

@@ -1,0 +1,223 @@
+"""Epilogues: every operation against float64, alone and combined, in every schedule of the forward pass.
+
+Sums are of small integers, and so exact. What follows is exact, too, where operands are powers of two and small
+integers; then outputs are compared bit by bit. Where functions are approximated a few units in the last place are
+allowed. Outputs and what lies around operands are poisoned (`kernel_harness`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emulator import available
+from kernel_harness import DTYPES, H200, Emulator, formats, integers, reference, run
+from polyphase.plan.planner import programs
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, SAMPLE, Epilogue, Operand, Operation
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Program
+from polyphase.schedules.schedule import Candidate
+
+make = ConvTransposeProblem.make
+emulated = pytest.mark.skipif(not available(), reason="needs Linux and g++")
+A100 = DeviceInfo.for_arch("sm_80")
+
+
+def both(per: str, wide: bool = False) -> tuple[Operand, Operand]:
+    return Operand("scale", per, wide), Operand("shift", per, wide)
+
+
+RESIDUAL = Operation("add", (), (Operand("residual", ELEMENT),))
+MOMENTS = tuple(Operand(role, CHANNEL, True) for role in ("mean", "variance", "weight", "offset"))
+
+#: Every operation alone.
+ALONE = {
+    "relu": Operation("relu"),
+    "leaky_relu": Operation("leaky_relu", (0.25,)),
+    "elu": Operation("elu", (0.5,)),
+    "gelu": Operation("gelu"),
+    "gelu_tanh": Operation("gelu_tanh"),
+    "silu": Operation("silu"),
+    "tanh": Operation("tanh"),
+    "sigmoid": Operation("sigmoid"),
+    "clamp": Operation("clamp", (-3.0, 6.0)),
+    "at least": Operation("clamp", (-3.0, float("inf"))),
+    "hardswish": Operation("hardswish"),
+    "softplus": Operation("softplus", (0.5, 20.0)),
+    "mish": Operation("mish"),
+    "affine": Operation("affine", (0.5, -3.0)),
+    "scale and shift": Operation("scale_shift", (), both(CHANNEL)),
+    "scale, wide": Operation("scale_shift", (), both(CHANNEL, True)[:1]),
+    "shift per sample": Operation("scale_shift", (), both(SAMPLE)[1:]),
+    "scale and shift per sample": Operation("scale_shift", (), both(SAMPLE)),
+    "normalize": Operation("normalize", (0.5,), MOMENTS),
+    "normalize, no weight": Operation("normalize", (0.5,), MOMENTS[:2]),
+    "prelu": Operation("prelu", (), (Operand("slope", CHANNEL),)),
+    "prelu, one slope": Operation("prelu", (), (Operand("slope", ONE),)),
+    "add": RESIDUAL,
+    "add_value": Operation("add_value", of=0),
+    "multiply_value": Operation("multiply_value", of=0),
+}
+_EXACT = {"relu", "leaky_relu", "clamp", "affine", "scale_shift", "prelu", "add", "add_value", "multiply_value"}
+
+#: Several of them, in the orders that models have: exact but for the last.
+COMBINED = {
+    "norm, residual, relu": Epilogue((Operation("scale_shift", (), both(CHANNEL, True)), RESIDUAL, Operation("relu"))),
+    "prelu, residual": Epilogue((Operation("prelu", (), (Operand("slope", CHANNEL),)), RESIDUAL)),
+    "per sample, leaky": Epilogue((Operation("scale_shift", (), both(SAMPLE)), Operation("leaky_relu", (0.5,)))),
+    "KernelBench 20": Epilogue(
+        (
+            Operation("scale_shift", (), both(CHANNEL)[1:]),
+            Operation("add_value", of=0),
+            Operation("multiply_value", of=0),
+            Operation("add_value", of=0),
+            Operation("clamp", (-100.0, 1000.0)),
+        )
+    ),
+    "batch norm, gelu": Epilogue((Operation("normalize", (0.5,), MOMENTS), Operation("gelu"))),
+}
+
+#: Layers that each schedule takes, or that kernels meet in a way of their own.
+LAYERS = {
+    "stride 2": make((2, 12, 5, 9), 10, 4, 2, 1, bias=True),
+    "phases without taps": make((2, 8, 4, 5), 9, 2, (3, 4), 0, 1),
+    "grouped": make((2, 16, 5, 9), 12, 4, 2, 1, groups=2, bias=True),
+    "depthwise": make((2, 6, 6, 7), 6, 4, 2, 1, groups=6, bias=True),
+    "few outputs": make((2, 24, 6, 10), 3, 4, 2, 1, bias=True),
+    "one output": make((1, 16, 6, 10), 1, 9, 4, 4, 3, bias=True),
+    "kernel = stride": make((2, 32, 4, 16), 16, 2, 2, bias=True),
+    "kernel = stride, by pixels": make((3, 24, 6, 8), 20, 2, 2, bias=True, tf32=True),
+    "kernel = stride, 3-D": make((2, 20, 3, 4, 6), 17, 2, 2, bias=True, tf32=True),
+    "by four": make((2, 20, 5, 6), 16, 4, 4, bias=True, tf32=True),
+    "one pixel": make((5, 20, 1, 1), 9, 4),
+    "many small images": make((9, 16, 2, 3), 6, 4, 2, 1),
+    "split sums": make((1, 700, 2, 2), 20, 3, 1, 1, bias=True),
+    "1-D": make((2, 16, 19), 12, 16, 8, 4, bias=True),
+    "3-D": make((1, 16, 3, 3, 4), 8, 2, 2, bias=True),
+}
+
+
+def operands_of(problem: ConvTransposeProblem) -> dict[str, Tensor]:
+    """What the epilogue reads, in float64: powers of two to multiply by, small integers to add, a variance below."""
+    found = {}
+    sizes = {ONE: 1, CHANNEL: problem.out_channels, SAMPLE: problem.batch * problem.out_channels}
+    for number, (name, operand) in enumerate(problem.epilogue.named_operands.items()):
+        shape = problem.output_shape if operand.per == ELEMENT else (sizes[operand.per],)
+        values = integers(shape, zlib.crc32(f"{problem.output_shape} {number}".encode()))
+        if operand.role in ("scale", "slope", "weight"):
+            values = 2.0 ** (values % 3 - 1)
+        found[name] = values.abs() + 0.5 if operand.role == "variance" else values
+    return found
+
+
+def finished(problem: ConvTransposeProblem, sums: Tensor, of: dict[str, Tensor]) -> list[Tensor]:
+    """The values before, between and behind the epilogue's operations, in float64, by PyTorch's functions."""
+    functions = {
+        "relu": F.relu, "leaky_relu": F.leaky_relu, "elu": F.elu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh,
+        "sigmoid": torch.sigmoid, "clamp": torch.clamp, "hardswish": F.hardswish, "softplus": F.softplus,
+        "mish": F.mish, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+    }  # fmt: skip
+    values = [sums]
+    for place, operation in enumerate(problem.epilogue.operations):
+        ones = (1,) * problem.dims
+        read = {
+            operand.role: of[f"{operand.role}_{place}"].view(
+                {
+                    ONE: (1, 1, *ones),
+                    CHANNEL: (1, -1, *ones),
+                    SAMPLE: (problem.batch, problem.out_channels, *ones),
+                    ELEMENT: problem.output_shape,
+                }[operand.per]
+            )
+            for operand in operation.operands
+        }
+        v, kind, constants = values[-1], operation.kind, operation.constants
+        if kind in functions:
+            v = functions[kind](v, *constants)
+        elif kind == "affine":
+            v = v * constants[0] + constants[1]
+        elif kind == "scale_shift":
+            v = v * read.get("scale", 1) + read.get("shift", 0)
+        elif kind == "normalize":
+            v = (v - read["mean"]) / (read["variance"] + constants[0]).sqrt()
+            v = v * read.get("weight", 1) + read.get("offset", 0)
+        elif kind == "prelu":
+            v = torch.where(v > 0, v, v * read["slope"])
+        elif kind == "add":
+            v = v + read["residual"]
+        else:
+            other = values[operation.of]
+            v = v + other if kind == "add_value" else v * other
+        values.append(v)
+    return values
+
+
+def check(problem: ConvTransposeProblem, candidate: Candidate, program: Program, order: str | int = "forward") -> None:
+    """One config with the problem's epilogue, in the emulator."""
+    seed = zlib.crc32(str(replace(problem, epilogue=Epilogue(), dtype="float64", channels_last=False)).encode())
+    operands = integers(problem.input_shape, seed), integers(problem.weight_shape, seed + 1)
+    bias = integers((problem.out_channels,), seed + 2) if problem.bias else None
+    of = operands_of(problem)
+    layouts = Layouts.of_call(problem, Pass.FORWARD)
+    out = run(problem, Pass.FORWARD, program, layouts, operands, bias, Emulator(order), of_epilogue=of)
+    *between, wide = finished(problem, reference(problem, Pass.FORWARD, operands, bias), of)
+    dtype = DTYPES[problem.dtype]
+    described = f"{candidate.describe()} of {problem}"
+    if {operation.kind for operation in problem.epilogue.operations} <= _EXACT:
+        assert torch.equal(out, wide.to(dtype)), described
+        return
+    # An error of a value stays where the next function cancels.
+    largest = torch.stack([value.abs() for value in between]).amax(0)
+    units = {"float64": 2.0**-48, "float32": 2.0**-20}.get(problem.dtype, 0.0)
+    error = (out.double() - wide).abs() / (wide.abs() + largest + 0.25)
+    if not units:  # half types: what is left is the rounding
+        units, error = 0.51 * torch.finfo(dtype).eps, (out.double() - wide).abs() / (wide.abs() + 2.0**-8)
+    assert float(error.max()) <= units, f"{described}: off by {float(error.max())}"
+
+
+@emulated
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ALONE)
+def test_every_operation_alone(name: str, dtype: str) -> None:
+    problem = make((2, 2, 3, 2), 5, 3, 2, 1, bias=True, dtype=dtype)
+    problem = replace(problem, epilogue=Epilogue((ALONE[name],)), channels_last=dtype in ("float32", "float16"))
+    found = [each for each in programs(problem, Pass.FORWARD, H200) if each[0].schedule == "direct_general"]
+    check(problem, *found[0])
+
+
+def _by_schedule() -> list[object]:
+    """A config of every schedule that takes a layer, each with an epilogue, by turns; on two architectures."""
+    found, seen = [], set[tuple[str, str, str]]()
+    combined = list(COMBINED.items())
+    for layer, bare in LAYERS.items():
+        for number, formatted in enumerate(formats(bare)):
+            for device in (H200, A100):
+                problem = replace(formatted, dtype="bfloat16" if (number + len(found)) % 3 == 1 else "float32")
+                for schedule in dict.fromkeys(each[0].schedule for each in programs(problem, Pass.FORWARD, device)):
+                    if schedule == "direct_general" or (key := (schedule, layer, str(number))) in seen:
+                        continue
+                    seen.add(key)
+                    name, epilogue = combined[len(seen) % len(combined)]
+                    order = "last" if problem.channels_last else "first"
+                    parameters = replace(problem, epilogue=epilogue), device, schedule
+                    found.append(pytest.param(*parameters, id=f"{layer}-{order}-{device.arch}-{schedule}-{name}"))
+    return found
+
+
+@emulated
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("problem", "device", "schedule"), _by_schedule())
+def test_combined_in_every_schedule(problem: ConvTransposeProblem, device: DeviceInfo, schedule: str) -> None:
+    found = [each for each in programs(problem, Pass.FORWARD, device) if each[0].schedule == schedule]
+    if not found:
+        pytest.skip("the schedule refuses the epilogue")
+    number = zlib.crc32(f"{problem}".encode())
+    check(problem, *found[number % len(found)], order=number % 100)
