@@ -5,8 +5,8 @@
 Each page runs in an empty folder. Its ``python`` blocks are one program; a block with a title,
 ```` ```python title="my_model.py" ````, is a file that it is written to. In ``sh`` blocks every line is a command:
 ``polyphase ...`` and ``python ...`` run, and of ``pip install`` lines the name is checked. Without a GPU ``.cuda()`` is
-left out, ``"cuda"`` is ``"cpu"``, and blocks below ``<!-- needs a GPU -->`` are not run; blocks below
-``<!-- not run: REASON -->`` never are.
+left out, ``"cuda"`` is ``"cpu"``, and blocks below ``<!-- needs a GPU -->`` are not run, nor are those
+below ``<!-- needs the package NAME -->`` without it; blocks below ``<!-- not run: REASON -->`` never are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ import polyphase  # noqa: F401  # with PyTorch, before processes fork
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
 _TITLE = re.compile(r'title="([^"]+)"')
-_REMARK = re.compile(r"<!-- (needs a GPU|not run: [^\n]*) -->\s*\Z")
+_REMARK = re.compile(r"<!-- (needs a GPU|needs the package \w+|not run: [^\n]*) -->\s*\Z")
 DISTRIBUTION = "torch-polyphase"
 MOST_SECONDS = 240
 
@@ -79,7 +80,9 @@ def run_page(path: Path, gpu: bool) -> int:
                 continue
             if snippet.language not in ("python", "sh"):
                 raise BrokenSnippetError(f"{where}: nothing runs a block of {snippet.language or 'no language'}")
-            if snippet.remark and not gpu:
+            package = snippet.remark.removeprefix("needs the package ")
+            missing = not gpu if snippet.remark == "needs a GPU" else package and find_spec(package) is None
+            if missing:
                 continue
             code = snippet.code if gpu else snippet.code.replace(".cuda()", "").replace('"cuda"', '"cpu"')
             if snippet.title:
