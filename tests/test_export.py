@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import polyphase
 from helpers import OUR_MODULES, TORCH, constants, make_operands, normal_tensor, random_problem
-from polyphase import ConvTransposeProblem
+from polyphase import ConvTransposeProblem, fused
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -197,6 +197,37 @@ def test_to_aten_of_random_layers() -> None:
     with torch.no_grad():
         for got, expected in zip(translated.module()(*inputs), model(*inputs), strict=True):
             torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+class Fused(nn.Module):
+    """A layer with an epilogue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ConvTranspose2d(3, 4, 3, 2)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        norm = fused.batch_norm(self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias)
+        epilogue = [norm, fused.activation("leaky_relu", 0.2), fused.add(skip), "tanh"]
+        return fused.conv_transpose2d(x, self.layer.weight, self.layer.bias, 2, epilogue=epilogue)
+
+
+def test_epilogues() -> None:
+    """Nodes and operators of their own, behind the layer's."""
+    torch.manual_seed(0)
+    model, x, skip = Fused().eval(), torch.randn(2, 3, 4, 5), torch.randn(2, 4, 9, 11)
+    with torch.no_grad():
+        expected = model(x, skip)
+        program = torch.export.export(model, (x, skip))
+        assert operators(program) == {"polyphase.conv_transpose_epilogue.default"}
+        translated = polyphase.to_aten(program)
+        assert operators(translated) == {"aten.convolution.default"}
+        torch.testing.assert_close(translated.module()(x, skip), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    for dynamo in (False, True):
+        nodes, (found,) = by_onnxruntime(model, [x, skip], dynamo)
+        assert nodes.count("ConvTranspose") == 1
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 class Gradients(nn.Module):

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from polyphase.problem import Axis
+from polyphase.problem.epilogue import decoded
 from polyphase.torch_op.derivatives import Operands, run_operator
+from polyphase.torch_op.epilogue import by_tensor_operations
 from polyphase.torch_op.validate import Layer
 
 if TYPE_CHECKING:
@@ -30,12 +32,14 @@ def to_aten(program: ExportedProgram) -> ExportedProgram:
 
     Returns:
         A program of the same values, by ``run_decompositions``: ``polyphase.conv_transpose`` is ``aten.convolution``,
-        its gradients are ``aten.convolution_backward``. Whatever runs it calls PyTorch's convolution, or its own.
+        its gradients are ``aten.convolution_backward``, an epilogue is operations of its own. Whatever runs it calls
+        PyTorch's convolution, or its own.
     """
     operators = torch.ops.polyphase
     translated: ExportedProgram = program.run_decompositions(
         {
             operators.conv_transpose.default: _forward,
+            operators.conv_transpose_epilogue.default: _with_epilogue,
             operators.conv_transpose_input_grad.default: _input_grad,
             operators.conv_transpose_weight_grad.default: _weight_grad,
         }
@@ -43,11 +47,16 @@ def to_aten(program: ExportedProgram) -> ExportedProgram:
     return translated
 
 
+def is_for_onnx() -> bool:
+    """Whether one of ONNX's exporters is at work."""
+    onnx = sys.modules.get("torch.onnx")
+    return onnx is not None and onnx.is_in_onnx_export()
+
+
 def run_traced(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
     """A forward pass that is being traced: the operator, but for ONNX, which has a node of its own for it."""
     input, weight, _ = operands
-    onnx = sys.modules.get("torch.onnx")
-    if onnx is None or not onnx.is_in_onnx_export():
+    if not is_for_onnx():
         return run_operator(operands, bias, layer)
     if torch._C._is_tracing():
         _register_symbolic()
@@ -70,6 +79,12 @@ def _forward(
     constants = (stride, padding, dilation, True, output_padding, groups)
     result: Tensor = torch.ops.aten.convolution.default(input, weight, bias, *constants)
     return result
+
+
+def _with_epilogue(
+    input: Tensor, weight: Tensor, bias: Tensor | None, operands: Sequence[Tensor], text: str, *constants: Any
+) -> Tensor:
+    return by_tensor_operations(decoded(text), operands, _forward(input, weight, bias, *constants)).to(input.dtype)
 
 
 def _input_grad(

@@ -15,10 +15,12 @@ def tell_counters() -> None:
     """Adds what a forward pass comes to where fvcore, or ptflops, counts; they count multiplications alone."""
     fvcore = getattr(sys.modules.get("fvcore.nn.flop_count"), "_DEFAULT_SUPPORTED_OPS", None)
     if isinstance(fvcore, dict):
-        fvcore.setdefault("polyphase::conv_transpose", _of_values)
+        for name in ("conv_transpose", "conv_transpose_epilogue"):
+            fvcore.setdefault(f"polyphase::{name}", _of_values)
     ptflops = getattr(sys.modules.get("ptflops.aten_ops"), "ATEN_OPS_MAPPING", None)
     if isinstance(ptflops, dict):
-        ptflops.setdefault(torch.ops.polyphase.conv_transpose, _of_tensors)
+        for operator in (torch.ops.polyphase.conv_transpose, torch.ops.polyphase.conv_transpose_epilogue):
+            ptflops.setdefault(operator, _of_tensors)
 
 
 def _of_values(inputs: Sequence[Any], outputs: Sequence[Any]) -> Counter[str]:
