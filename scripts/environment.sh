@@ -29,7 +29,7 @@ prepare() {
     local installed=$venv/polyphase-$extra.toml
     if ! cmp --silent "$root/pyproject.toml" "$installed"; then
       make_venv "$base"
-      say "What .venv lacks of polyphase's dependencies [$extra] will be downloaded: about 200 MB, 500 MB on disk"
+      say "What .venv lacks of polyphase's dependencies [$extra] will be downloaded: about 250 MB, 650 MB on disk"
       "$python" -m pip install --editable "${root}[$extra]"
       cp "$root/pyproject.toml" "$installed"
     fi

@@ -57,11 +57,29 @@ def _huge(problem: ConvTransposeProblem) -> int:
     return next(huge for huge in (10**4, 10**9, 2**31, 2**61 - 1) if problem in small_outputs(huge))
 
 
-def test_as_reported() -> None:
-    x, w = torch.randn(1, 5, 1), torch.randn(5, 3, 2)
+def test_as_reported(device: torch.device) -> None:
+    x, w = torch.randn(1, 5, 1, device=device), torch.randn(5, 3, 2, device=device)
     expected = torch.nn.functional.conv_transpose1d(x, w, stride=2)  # of one pixel it makes no difference
     for stride in (10**7, 2**31):
         torch.testing.assert_close(conv_transpose1d(x, w, stride=stride), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu() -> None:
+    """As far as its kernels count."""
+    for huge in (2**20 + 1, 2**29 - 3):
+        for problem, smaller in zip(small_outputs(huge), small_outputs(97)):
+            operands = make_operands(problem, torch.float32, "cuda")
+            found, wanted = (
+                results(OURS[problem.dims], problem, operands),
+                results(TORCH[problem.dims], smaller, operands),
+            )
+            for name, expected in wanted.items():
+                assert torch.equal(getattr(found, name), expected), (problem, name)
+    operands = make_operands(small_outputs(2**31)[2], torch.float32, "cuda")
+    with pytest.raises(UnsupportedError, match="the kernels count to 2147483647"):
+        results(OURS[1], small_outputs(2**31)[2], operands)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
