@@ -82,7 +82,7 @@ def test_dtensors(check: Callable[[Any], None]) -> None:
     check(dist.init_device_mesh("cpu", (1,)))
 
 
-@pytest.mark.parametrize("first", ["shard", "accelerate"])
+@pytest.mark.parametrize("first", ["shard", "accelerate", "shard again"])
 def test_fully_shard(first: str) -> None:
     """`fully_shard` puts a class of its own before the layer's."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
@@ -98,6 +98,7 @@ def test_fully_shard(first: str) -> None:
         assert len(polyphase.accelerate(model).swapped) == 2
     for layer in (model[0], model[2], model):
         fsdp.fully_shard(layer, mesh=mesh)
+    assert isinstance(model[0], polyphase.ConvTranspose2d) == (first == "accelerate"), "derived from its own class"
     report = polyphase.accelerate(model)
     assert not report.left
     assert all(isinstance(layer, polyphase.ConvTranspose2d) for layer in (model[0], model[2]))

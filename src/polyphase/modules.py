@@ -35,7 +35,11 @@ class StandIn(ABCMeta):
         return super().__new__(mcls, name, bases, namespace, **keywords)
 
     def __eq__(cls, other: object) -> bool:
-        return cls is other or vars(cls).get("_stands_for", cls) is other
+        if cls is other or vars(cls).get("_stands_for") is not other:
+            return cls is other
+        # `fully_shard` keeps the class that it has derived from each: one for both would be PyTorch's, or polyphase's.
+        asks: str = sys._getframe(1).f_globals.get("__name__", "")
+        return not asks.startswith("torch.distributed.")
 
     def __hash__(cls) -> int:
         return type.__hash__(vars(cls).get("_stands_for", cls))
