@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import polyphase
+from processes import run_python
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -74,6 +75,25 @@ def check_distributed_module(mesh: Any) -> None:
     expected.sum().backward()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+
+
+def test_compiled_at_the_first_call() -> None:
+    """In a process of its own, where polyphase was imported before DTensors were."""
+    pytest.importorskip("torch.distributed.tensor.experimental")
+    printed = run_python("""
+        import torch, polyphase, torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh, layer = dist.init_device_mesh("cpu", (1,)), polyphase.ConvTranspose2d(3, 2, 3)
+        from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+        x = distribute_tensor(torch.randn(2, 3, 4, 4), mesh, [Shard(0)])
+        compiled = torch.compile(distribute_module(layer, mesh), backend="aot_eager", fullgraph=True)
+        y = compiled(x)
+        y.sum().backward()
+        torch.testing.assert_close(y.full_tensor(), layer(x).full_tensor())
+        print(y.placements == (Shard(0),), layer.weight.grad.shape)
+        dist.destroy_process_group()
+    """)
+    assert printed.strip() == "True torch.Size([3, 2, 3, 3])"
 
 
 @pytest.mark.parametrize("check", [check_sharded_layers, check_distributed_module])

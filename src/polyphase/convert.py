@@ -6,7 +6,6 @@ reference to it (shared submodules, the root, an optimizer's parameters) stay wh
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ from polyphase import modules
 from polyphase.calls import function_calls
 from polyphase.text_table import text_table
 from polyphase.tools import tell_counters
-from polyphase.torch_op.sharding import give_strategies
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -163,8 +161,6 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
     """
     report = _convert("polyphase.accelerate", model, filter, _TO_POLYPHASE)
     tell_counters()
-    if "torch.distributed.tensor" in sys.modules:
-        give_strategies()
     functions = _about_functions(model)
     notes = (_about_devices((*report.swapped, *report.already)), functions)
     report = replace(report, note="\n".join(note for note in notes if note))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -26,7 +25,7 @@ from polyphase.problem import Axis
 from polyphase.torch_op import as_real, portable
 from polyphase.torch_op.memory import Memory
 from polyphase.torch_op.memory_format import as_output, empty_output, output_channels_last
-from polyphase.torch_op.sharding import give_strategies
+from polyphase.torch_op.sharding import know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING
 
@@ -176,8 +175,8 @@ def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: 
                 _calls.add(key, call, first, second, lie_so=True)
         if call is not None:
             return call(first, second)
-    if not plain and "torch.distributed.tensor" in sys.modules:
-        give_strategies()
+    if not plain:
+        know_dtensors()
     with torch._C._AutoDispatchBelowAutograd():
         return operator(first, second, *arguments)
 
@@ -234,5 +233,4 @@ _FINDERS = {
     conv_transpose_weight_grad: "weight_grad_call",
 }
 
-if "torch.distributed.tensor" in sys.modules:
-    give_strategies()
+know_dtensors()

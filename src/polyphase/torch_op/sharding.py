@@ -8,6 +8,7 @@ told of how many it has.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,17 @@ def give_strategies() -> None:
         # All constants decide the shape of the result. By itself PyTorch would take lists of them for what does not.
         known = RuntimeSchemaInfo(len(operands), needs_pytree=True)
         DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[operator] = known
+
+
+def know_dtensors() -> bool:
+    """Gives the strategies where DTensors are in use; Dynamo calls it when it meets it, and traces nothing."""
+    if "torch.distributed.tensor" in sys.modules:
+        give_strategies()
+    return True
+
+
+# What `torch.compiler.assume_constant_result` does, without importing Dynamo.
+know_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _strategy(result: str, operands: str) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
