@@ -44,7 +44,7 @@ def summary(report: ModelReport) -> list[str]:
     """The short version: one line each for layers, times, memory, accuracy, and what was left alone."""
     calls = sum(len(layer.names) for layer in report.layers)
     share = "" if report.share_of_flops is None else f", {report.share_of_flops:.0%} of the model's flops"
-    lines = [f"{report.target} on {report.inputs}, {report.dtype}: {calls} transposed convolutions{share}"]
+    lines = [f"{report.target} on {report.inputs}, {report.dtype}: {_counted(calls, 'transposed convolution')}{share}"]
     if report.measured:
         lines += [
             f"{race.what}: PyTorch {milliseconds(race.torch.ms)} ms, polyphase {milliseconds(race.ours.ms)} ms, "
@@ -181,6 +181,10 @@ def _row(report: ModelReport, record: Record, longest: float) -> list[str]:
     return [*row, escape(record.algorithm or record.reason)]
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _megabytes(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
@@ -212,7 +216,7 @@ def _left(report: ModelReport) -> list[str]:
         for entry in report.check.swapped.left
     ]
     if report.functional:
-        found.append(f"{report.functional} calls that belong to no module: call polyphase's function there")
+        found.append(f"{_counted(report.functional, 'call')} outside modules: call polyphase's function there")
     return found
 
 
