@@ -25,6 +25,7 @@ ALLOWED = {
         ("compile", "compile_kernels"),
         ("emit", "emit"),
         ("explain", "explain"),
+        ("report", "report"),
         ("tune", "tune"),
     )
 }

@@ -60,7 +60,9 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["check", "bench", "explain", "plans", "tune", "emit", "env", "compile", "diff"])
+@pytest.mark.parametrize(
+    "command", ["report", "check", "bench", "explain", "plans", "tune", "emit", "env", "compile", "diff"]
+)
 def test_every_command_explains_itself(command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0
@@ -167,7 +169,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("command", ["check", "explain"])
+@pytest.mark.parametrize("command", ["report", "check", "explain"])
 def test_a_model_s_own_fault_is_one_message_with_its_line(command: str, fault: str, tmp_path: Path) -> None:
     right, wrong, message, line = FAULTS[fault]
     text = SMALL_MODEL.format(layer="ConvTranspose2d")

@@ -1,4 +1,4 @@
-"""The command line: ``polyphase check | bench | explain | plans | tune | emit | env | compile | diff``."""
+"""The command line: ``polyphase report | check | bench | explain | plans | tune | emit | env | compile | diff``."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def trace(model: nn.Module, inputs: Sequence[Any]) -> Run:
         if isinstance(module, _ConvTransposeNd):
             module.register_forward_pre_hook(operators.enter)
             module.register_forward_hook(operators.leave)
-            module.register_forward_hook(_recorder(name, problems))
+            module.register_forward_hook(recorder(name, problems))
     shadows = [_like(value) for value in inputs]
     with torch.no_grad(), counter, operators, meta:
         shadow(*shadows)
@@ -206,7 +206,9 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _recorder(name: str, problems: list[tuple[str, ConvTransposeProblem | None]]) -> Callable[..., None]:
+def recorder(name: str, problems: list[tuple[str, ConvTransposeProblem | None]]) -> Callable[..., None]:
+    """A forward hook of a layer: notes what it solves."""
+
     def record(module: _ConvTransposeNd, arguments: tuple[Any, ...], output: torch.Tensor) -> None:
         problems.append((name, problem_of(module, arguments[0], output)))
 

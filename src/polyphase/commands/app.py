@@ -15,6 +15,7 @@ from polyphase.commands.emit import emit
 from polyphase.commands.env import env
 from polyphase.commands.explain import explain
 from polyphase.commands.plans import plans
+from polyphase.commands.report import report
 from polyphase.commands.tune import tune
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+app.command()(report)
 app.command()(check)
 app.command()(bench)
 app.command()(explain)

@@ -1,0 +1,273 @@
+"""What polyphase does for a model: its layers, how long each takes, what is gained, and how to apply it.
+
+On a GPU layers are measured one by one against PyTorch and the whole model is timed both ways; elsewhere the times are
+the planner's forecasts for a card that is named. Accuracy is `polyphase.bench.check`'s, on this machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+import polyphase
+from polyphase.bench import environment
+from polyphase.bench.ceilings import H200
+from polyphase.bench.check import CheckResult, Options, check_model
+from polyphase.bench.layers import NamedLayer
+from polyphase.bench.model_file import ModelFile, ModelFileError, Run, naming_the_line, recorder, run_file, trace
+from polyphase.bench.records import FAILED, Record
+from polyphase.bench.runner import Runner, make_cases
+from polyphase.errors import UnsupportedError
+from polyphase.plan.planner import plan
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.torch_op.tf32 import tf32_allowed
+
+CARDS = {
+    "t4": "sm_75", "a100": "sm_80", "a10": "sm_86", "rtx3090": "sm_86", "l4": "sm_89", "l40s": "sm_89",
+    "rtx4090": "sm_89", "h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "rtx5090": "sm_120",
+}  # fmt: skip
+"""Cards by the names that people give them, and their architectures."""
+
+_RETURNS = "it has to return the model and a list of its inputs, as in `return model, [x]`"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A problem that transposed convolutions of the model solve: ``names`` has a module's name for each of its calls.
+
+    ``records`` are the passes of one call: measured, or with the forecast alone.
+    """
+
+    names: tuple[str, ...]
+    problem: ConvTransposeProblem
+    records: tuple[Record, ...]
+
+    def total(self, of: Callable[[Record], float | None]) -> float | None:
+        """The sum over calls and passes, None where one lacks it."""
+        values = [of(record) for record in self.records]
+        return len(self.names) * sum(value for value in values if value is not None) if None not in values else None
+
+
+@dataclass
+class ModelReport:
+    """All that is known of a model. ``measured``: layers and model were timed on ``card``, and not foretold for it."""
+
+    target: str
+    card: str
+    measured: bool
+    dtype: str
+    inputs: str
+    check: CheckResult
+    layers: list[Layer] = field(default_factory=list)
+    share_of_flops: float | None = None
+    functional: int = 0
+    facts: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def slower(self) -> list[str]:
+        """Names of layers that were measured to be slower than PyTorch's, over all calls and passes."""
+        lost: dict[str, float] = {}
+        for layer in self.layers:
+            one = replace(layer, names=layer.names[:1])  # call
+            ours, theirs = one.total(lambda record: record.ms), one.total(lambda record: record.torch_default_ms)
+            for name in layer.names if ours is not None and theirs is not None else ():
+                lost[name] = lost.get(name, 0.0) + (ours or 0.0) - (theirs or 0.0)
+        return [name for name, ms in lost.items() if ms > 0]
+
+    @property
+    def recipe(self) -> str:
+        """The lines that apply it."""
+        if not self.slower:
+            return "import polyphase\n\npolyphase.accelerate(model)"
+        names = ", ".join(map(repr, self.slower))
+        return (
+            f"import polyphase\n\nleave = {{{names}}}  # slower here than PyTorch's\n"
+            "polyphase.accelerate(model, filter=lambda name, module: name not in leave)"
+        )
+
+
+def load_target(text: str) -> ModelFile:
+    """A model file, or what ``module:function`` or ``file.py:function`` returns: a model and a list of its inputs.
+
+    Raises `ModelFileError`.
+    """
+    where, _, name = text.rpartition(":")
+    if not where or Path(text).is_file():
+        if not Path(text).is_file():
+            raise ModelFileError(f"{text} is neither a model file nor module:function")
+        return ModelFile.load(Path(text))
+    if where.endswith(".py"):
+        module = run_file(Path(where), "polyphase_report")
+    else:
+        sys.path.insert(0, "")
+        try:
+            module = importlib.import_module(where)
+        except ImportError as failure:
+            raise ModelFileError(f"{where} cannot be imported: {failure}") from failure
+        finally:
+            sys.path.remove("")
+    if not callable(getattr(module, name, None)):
+        raise ModelFileError(f"{where} has no function {name}")
+    return _file_of(text, Path(module.__file__ or where), getattr(module, name))
+
+
+def _file_of(text: str, path: Path, function: Callable[[], Any]) -> ModelFile:
+    inputs: list[Any] = []
+
+    def make_model() -> nn.Module:
+        made = function()
+        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+            raise ModelFileError(f"{text} returns something of type {type(made).__name__}; {_RETURNS}")
+        if not isinstance(made[1], (list, tuple)):
+            raise ModelFileError(f"{text} returns inputs of type {type(made[1]).__name__}; {_RETURNS}")
+        inputs[:] = made[1]
+        return made[0]
+
+    return ModelFile(path, make_model, lambda: list(inputs), list)
+
+
+def report_on(
+    target: str,
+    file: ModelFile,
+    options: Options,
+    device: DeviceInfo,
+    card: str,
+    measure: bool,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> ModelReport:
+    """Report on a model: with ``measure`` by timing on ``options.device``, else by forecasts for ``device``.
+
+    Raises `ModelFileError` with the model's own line where PyTorch does not run it.
+    """
+    progress("building the model")
+    model = file.build(options.device, options.dtype, options.seed)
+    polyphase.restore(model)
+    inputs = file.inputs(options.device, options.dtype)
+    run = _observed(file.path, model, inputs)
+    shapes = ", ".join("×".join(map(str, value.shape)) for value in inputs if isinstance(value, torch.Tensor))
+    del model, inputs
+    checked = check_model(file, replace(options, time=measure), progress)
+    passes = list(Pass) if options.grad else [Pass.FORWARD]
+    swapped = {name for entry in checked.swapped.swapped for name in entry.names}
+    grouped: dict[ConvTransposeProblem, list[str]] = {}
+    for name, problem in run.problems:
+        if problem is not None and name in swapped:
+            grouped.setdefault(replace(problem, tf32=tf32_allowed()), []).append(name)
+    own = sum(len(names) * problem.flops for problem, names in grouped.items())
+    layers = (_measured if measure else _foretold)(grouped, passes, options, device, progress)
+    return ModelReport(
+        target,
+        card,
+        measure,
+        str(options.dtype).removeprefix("torch."),
+        shapes,
+        checked,
+        layers,
+        min(own / run.flops, 1.0) if run.flops else None,
+        run.functional,
+        _facts(options, card, measure),
+    )
+
+
+def _observed(path: Path, model: nn.Module, inputs: Sequence[Any]) -> Run:
+    """What the model runs: on shapes alone, or in earnest where it needs numbers."""
+    try:
+        return trace(model, inputs)
+    except Exception:
+        problems: list[tuple[str, ConvTransposeProblem | None]] = []
+        hooks = [
+            module.register_forward_hook(recorder(name, problems))
+            for name, module in model.named_modules()
+            if isinstance(module, _ConvTransposeNd)
+        ]
+        with torch.no_grad(), naming_the_line(path, "the model", only_modules=True):
+            model(*inputs)
+        for hook in hooks:
+            hook.remove()
+        return Run(problems, 0, False, 0)
+
+
+def _measured(
+    grouped: dict[ConvTransposeProblem, list[str]],
+    passes: list[Pass],
+    options: Options,
+    device: DeviceInfo,
+    progress: Callable[[str], None],
+) -> list[Layer]:
+    if not grouped:
+        return []
+    progress("measuring what this machine can do at most")
+    found: list[Layer] = []
+    with closing(Runner(options.device, [problem.dtype for problem in grouped], quick=True)) as runner:
+        for problem, names in grouped.items():
+            named = [NamedLayer(_shown(names[0]), problem)]
+            records = []
+            for case in make_cases(named, passes, [problem.dtype], [problem.channels_last]):
+                progress(f"timing {case.name}, {case.pass_.value}")
+                records.append(runner.run(case))
+            found.append(Layer(tuple(names), problem, tuple(records)))
+    return found
+
+
+def _foretold(
+    grouped: dict[ConvTransposeProblem, list[str]],
+    passes: list[Pass],
+    options: Options,
+    device: DeviceInfo,
+    progress: Callable[[str], None],
+) -> list[Layer]:
+    found: list[Layer] = []
+    for problem, names in grouped.items():
+        records = []
+        for pass_ in passes:
+            progress(f"planning {_shown(names[0])}, {pass_.value}")
+            records.append(_forecast(_shown(names[0]), problem, pass_, device))
+        found.append(Layer(tuple(names), problem, tuple(records)))
+    return found
+
+
+def _forecast(name: str, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Record:
+    """A record with the planner's time alone. Only of Hopper is the rate of products known, without a GPU."""
+    layout = "channels_last" if problem.channels_last else "nchw"
+    record = Record(name, str(problem), pass_.value, problem.dtype, layout)
+    if device.arch == "sm_90a":
+        record.floor_ms = H200.floor_ms(problem, strict_fp32=not problem.tf32)
+    else:
+        record.floor_ms = 1e3 * problem.bytes / device.copy_bytes_per_second
+    try:
+        chosen = plan(problem, pass_, device, by_prediction=True)
+    except UnsupportedError as failure:
+        record.status, record.reason = FAILED, str(failure)
+        return record
+    assert chosen.candidate is not None
+    assert chosen.program is not None
+    record.algorithm, record.config = chosen.schedule, chosen.describe()
+    record.predicted_ms = 1e3 * chosen.candidate.seconds
+    record.times_floor = record.predicted_ms / record.floor_ms
+    record.workspace_megabytes = sum(buffer.bytes for buffer in chosen.program.buffers) / 1e6
+    return record
+
+
+def _facts(options: Options, card: str, measured: bool) -> list[tuple[str, str]]:
+    facts = dict(environment.report())
+    kept = ["polyphase", "Python", "PyTorch", "cuDNN", "driver", "NVRTC", "processor"]
+    machine = environment.device_name(options.device.type)
+    return [
+        ("times", f"measured on {machine}" if measured else f"forecasts for {card}; no GPU was used"),
+        ("accuracy", f"measured on {machine}"),
+        *((name, facts[name]) for name in kept if name in facts),
+    ]
+
+
+def _shown(name: str) -> str:
+    return name or "the model itself"

@@ -1,0 +1,240 @@
+"""A `ModelReport` as one HTML page that needs nothing beside it, and as a few lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from polyphase.bench.model_report import Layer, ModelReport
+from polyphase.bench.records import PASS_TITLES, Record
+from polyphase.bench.report import error, factor, milliseconds
+
+NUMBER = ' class="n"'  # of a cell
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --line: #d1d9e0; --page: #ffffff; --box: #f6f8fa;
+  --ours: #0969da; --theirs: #afb8c1; --good: #1a7f37; --bad: #cf222e; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9198a1; --line: #3d444d; --page: #0d1117;
+  --box: #151b23; --ours: #4493f8; --theirs: #656c76; --good: #3fb950; --bad: #f85149; } }
+body { font: 16px/1.5 -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; color: var(--ink);
+  background: var(--page); max-width: 64rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
+h1 { font-size: 1.5rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; }
+.soft { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }
+.cards { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.25rem 0; }
+.card { flex: 1 1 11rem; background: var(--box); border: 1px solid var(--line); border-radius: 8px;
+  padding: .75rem 1rem; }
+.card b { display: block; font-size: 1.75rem; line-height: 1.2; } .card span { color: var(--soft); font-size: .875rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; width: 100%; }
+th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { color: var(--soft); font-weight: 600; } .n { text-align: right; white-space: nowrap; }
+.bar { height: .6rem; border-radius: 2px; margin: .15rem 0; min-width: 1px; } .ours { background: var(--ours); }
+.theirs { background: var(--theirs); } .times { min-width: 9rem; }
+td:first-child { white-space: nowrap; }
+td.group { padding-top: 1rem; border-bottom: 0; white-space: normal; }
+pre { background: var(--box); border: 1px solid var(--line); border-radius: 8px; padding: .75rem 1rem;
+  overflow-x: auto; }
+code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .875rem; }
+"""
+
+
+_MARKS = {True: '<span class="good">✓</span>', False: '<span class="bad">✗</span>'}
+
+
+def summary(report: ModelReport) -> list[str]:
+    """The short version: one line each for layers, times, memory, accuracy, and what was left alone."""
+    calls = sum(len(layer.names) for layer in report.layers)
+    share = "" if report.share_of_flops is None else f", {report.share_of_flops:.0%} of the model's flops"
+    lines = [f"{report.target} on {report.inputs}, {report.dtype}: {_counted(calls, 'transposed convolution')}{share}"]
+    if report.measured:
+        lines += [
+            f"{race.what}: PyTorch {milliseconds(race.torch.ms)} ms, polyphase {milliseconds(race.ours.ms)} ms, "
+            f"{factor(race.torch.ms / race.ours.ms)} times as fast"
+            for race in report.check.races
+        ]
+    else:
+        lines += [
+            f"{title}: {milliseconds(time)} ms foretold for those that are swapped, on {report.card}, floor "
+            f"{milliseconds(floor)} ms"
+            for title, time, floor in _totals(report)
+        ]
+    if report.slower:
+        lines.append(f"slower than PyTorch's, to be left alone: {', '.join(report.slower)}")
+    lines.append("accuracy: " + _verdict(report))
+    lines += [f"left alone: {what}" for what in _left(report)]
+    return lines
+
+
+def page(report: ModelReport) -> str:
+    """The page, in which everything of the model's is escaped."""
+    title = f"polyphase for {report.target}"
+    parts = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="soft">inputs {escape(report.inputs)}, {escape(report.dtype)}; '
+        f"{'measured on' if report.measured else 'times foretold for'} {escape(report.card)}</p>",
+        _cards(report),
+        "<h2>How to apply it</h2>",
+        f"<pre><code>{escape(report.recipe)}</code></pre>",
+        "<h2>Layers</h2>",
+        _layers(report),
+        "<h2>Accuracy</h2>",
+        _accuracy(report),
+        "<h2>Left alone</h2>",
+        _list(_left(report)) or "<p>Nothing: every transposed convolution is swapped.</p>",
+        "<h2>Conditions</h2>",
+        _table(("", ""), [[escape(name), escape(value)] for name, value in report.facts]),
+        "</body>\n</html>\n",
+    ]
+    return "\n".join(parts)
+
+
+def _cards(report: ModelReport) -> str:
+    cards = []
+    if report.measured:
+        for race in report.check.races:
+            gain = race.torch.ms / race.ours.ms
+            text = f"{race.what}, whole model: {milliseconds(race.torch.ms)} to {milliseconds(race.ours.ms)} ms"
+            cards.append((f"{factor(gain)}×", text, "good" if gain >= 1 else "bad"))
+    else:
+        for title, time, floor in _totals(report):
+            text = f"{title} of all that are swapped, foretold; floor {milliseconds(floor)} ms"
+            cards.append((f"{milliseconds(time)} ms", text, ""))
+    if report.share_of_flops is not None:
+        cards.append((f"{report.share_of_flops:.0%}", "of the model's forward flops are transposed convolutions", ""))
+    good = report.check.ok
+    cards.append(("✓" if good else "✗", _verdict(report), "good" if good else "bad"))
+    shown = (
+        f'<div class="card"><b class="{style}">{escape(large)}</b><span>{escape(small)}</span></div>'
+        for large, small, style in cards
+    )
+    return f'<div class="cards">{"".join(shown)}</div>'
+
+
+def _totals(report: ModelReport) -> list[tuple[str, float | None, float | None]]:
+    """Title, forecast and floor of each pass, over all calls of all layers."""
+    found = []
+    for index, title in enumerate(_titles(report)):
+        one = [Layer(layer.names, layer.problem, (layer.records[index],)) for layer in report.layers]
+        sums = []
+        for of in (_forecast, _floor):
+            values = [layer.total(of) for layer in one]
+            sums.append(sum(value for value in values if value is not None) if None not in values else None)
+        found.append((title, sums[0], sums[1]))
+    return found
+
+
+def _titles(report: ModelReport) -> list[str]:
+    return [PASS_TITLES[record.pass_name] for record in report.layers[0].records] if report.layers else []
+
+
+def _forecast(record: Record) -> float | None:
+    return record.predicted_ms
+
+
+def _floor(record: Record) -> float | None:
+    return record.floor_ms
+
+
+def _layers(report: ModelReport) -> str:
+    if not report.layers:
+        return "<p>The model calls no transposed convolution that polyphase has kernels for.</p>"
+    times = [time for layer in report.layers for record in layer.records for time in _times(record)]
+    longest = max((time for time in times if time is not None), default=1.0)
+    rows: list[list[str] | str] = []
+    for layer in report.layers:
+        names = ", ".join(dict.fromkeys(name or "the model itself" for name in layer.names))
+        calls = f" ({len(layer.names)} calls)" if len(layer.names) > 1 else ""
+        rows.append(f'<b>{escape(names)}</b>{calls} <span class="soft">{escape(str(layer.problem))}</span>')
+        rows += [_row(report, record, longest) for record in layer.records]
+    head = ["pass", "", "polyphase, ms", "floor, ms", "× floor"]
+    head += ["PyTorch, ms", "speed-up", "memory, MB", "PyTorch's"] if report.measured else ["memory, MB"]
+    note = "Bars are polyphase (blue) and PyTorch (grey). " if report.measured else ""
+    note += (
+        "The floor is what a layer's bytes take at the copy bandwidth, or its products at the rate of the tensor "
+        "cores, whichever is longer. Memory is what a call allocates beside its result."
+    )
+    return f'{_table((*head, "kernel"), rows, numbers=range(2, len(head)))}<p class="soft">{note}</p>'
+
+
+def _times(record: Record) -> tuple[float | None, float | None]:
+    """Polyphase's, measured or foretold, and PyTorch's."""
+    return (record.ms if record.ms is not None else record.predicted_ms, record.torch_default_ms)
+
+
+def _row(report: ModelReport, record: Record, longest: float) -> list[str]:
+    ours, theirs = _times(record)
+    bars = "".join(
+        f'<div class="bar {style}" style="width: {100 * time / longest:.1f}%"></div>'
+        for time, style in ((ours, "ours"), (theirs, "theirs"))
+        if time is not None
+    )
+    row = [PASS_TITLES[record.pass_name], f'<div class="times">{bars}</div>', milliseconds(ours)]
+    row += [milliseconds(record.floor_ms), factor(record.times_floor)]
+    if report.measured:
+        style = "bad" if (record.speedup or 1) < 1 else "good"
+        row += [milliseconds(theirs), f'<span class="{style}">{factor(record.speedup)}×</span>']
+    row.append(_megabytes(record.workspace_megabytes))
+    if report.measured:
+        row.append(_megabytes(record.torch_workspace_megabytes))
+    return [*row, escape(record.algorithm or record.reason)]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _megabytes(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"
+
+
+def _verdict(report: ModelReport) -> str:
+    if report.check.ok:
+        compared = len(report.check.findings)
+        return f"{compared} outputs and gradients agree with float64 as PyTorch's do"
+    return "; ".join(report.check.problems)
+
+
+def _accuracy(report: ModelReport) -> str:
+    check = report.check
+    rows = [
+        [
+            escape(found.what), escape(found.sizes), error(found.comparison.error),
+            error(found.comparison.torch_error), _MARKS[found.ok],
+        ]
+        for found in check.findings
+    ]  # fmt: skip
+    table = _table(("what", "inputs", "polyphase's error", "PyTorch's", ""), rows, numbers=(2, 3)) if rows else ""
+    lead = f'<p class="soft">Error is ‖x − ref64‖ / ‖ref64‖, on inputs that are {escape(str(check.cut))}.</p>'
+    return lead + table + _list([*check.problems, *check.remarks])
+
+
+def _left(report: ModelReport) -> list[str]:
+    found = [
+        f"{', '.join(name or 'the model itself' for name in entry.names)}: {entry.module}: {entry.reason}"
+        for entry in report.check.swapped.left
+    ]
+    if report.functional:
+        found.append(f"{_counted(report.functional, 'call')} outside modules: call polyphase's function there")
+    return found
+
+
+def _list(lines: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _table(head: Iterable[str], rows: Iterable[list[str] | str], numbers: Iterable[int] = ()) -> str:
+    """A table; a row that is text, and not a list of cells, is a heading of those below."""
+    right = set(numbers)
+
+    def cells(tag: str, row: Iterable[str]) -> str:
+        return "".join(f"<{tag}{NUMBER if index in right else ''}>{cell}</{tag}>" for index, cell in enumerate(row))
+
+    named = list(head)
+    lines = [cells("th", map(escape, named))] if any(named) else []
+    group = f'<td class="group" colspan="{len(named)}">'
+    lines += [f"{group}{row}</td>" if isinstance(row, str) else cells("td", row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>\n" for line in lines)
+    return f'<div class="wide"><table>\n{body}</table></div>'

@@ -1,0 +1,92 @@
+"""``report``: will polyphase help this model?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from polyphase.commands.options import Dtype, device_of
+
+if TYPE_CHECKING:
+    from polyphase.problem.device import DeviceInfo
+
+
+def report(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A model file in KernelBench's form, or FILE.py:FUNCTION or MODULE:FUNCTION of a function that "
+            "returns a model and a list of its inputs.",
+            metavar="TARGET",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The page. Without, NAME-report.html here.", show_default=False),
+    ] = None,
+    card: Annotated[
+        str,
+        typer.Option(help="Without a GPU: whose times are foretold. A card such as h100 or a100, or an architecture."),
+    ] = "h200",
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cuda:1, cpu. Without, the GPU where there is one.", show_default=False)
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and inputs.")] = Dtype.FLOAT32,
+    grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Gradients too.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of weights, inputs and projections.")] = 42,
+) -> None:
+    """Tell what polyphase does for a model, here and as an HTML page: layers, times, memory, accuracy, how to apply it.
+
+    On a GPU everything is measured, against PyTorch. Elsewhere times are the planner's forecasts. The exit status is 1
+    if a result is wrong, or if there is nothing to accelerate.
+    """
+    import torch
+
+    from polyphase.bench.check import Options
+    from polyphase.bench.environment import device_name
+    from polyphase.bench.model_file import ModelFileError
+    from polyphase.bench.model_report import load_target, report_on
+    from polyphase.bench.report import make_console, telling
+    from polyphase.bench.report_page import page, summary
+    from polyphase.problem.device import DeviceInfo
+
+    place = device_of(device)
+    on_gpu = place.type == "cuda"
+    info = DeviceInfo.of(place) if on_gpu else _info(card)
+    name = device_name(place.type) if on_gpu else card
+    options = Options(place, getattr(torch, dtype.value), trials=2, grad=grad, seed=seed)
+    try:
+        with telling("reading the model") as tell:
+            found = report_on(target, load_target(target), options, info, name, on_gpu, tell)
+    except ModelFileError as failure:
+        raise typer.BadParameter(str(failure), param_hint="TARGET") from None
+    path = output or Path(f"{Path(target.rpartition(':')[0] or target).stem}-report.html")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page(found), encoding="utf-8")
+    except OSError as failure:
+        raise typer.BadParameter(str(failure), param_hint="--output") from None
+    console = make_console()
+    for line in summary(found):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"\n{found.recipe}\n", markup=False)
+    console.print(f"written to {path}", markup=False)
+    if not found.check.ok:
+        raise typer.Exit(1)
+
+
+def _info(card: str) -> DeviceInfo:
+    """What a card offers, by its name or its architecture. Raises `typer.BadParameter`."""
+    from polyphase.bench.model_report import CARDS
+    from polyphase.errors import UnsupportedError
+    from polyphase.problem.device import DeviceInfo
+
+    try:
+        found = DeviceInfo.for_arch(CARDS.get(card.lower().replace(" ", ""), card))
+    except UnsupportedError as failure:
+        raise typer.BadParameter(f"{failure}; cards are {', '.join(CARDS)}", param_hint="--card") from None
+    if not found.is_cuda:
+        raise typer.BadParameter("forecasts are of NVIDIA GPUs", param_hint="--card")
+    return found

@@ -1,0 +1,215 @@
+"""`polyphase report`: what it says of a model in short and as a page, forecasts and measured."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from polyphase.__main__ import app
+from polyphase.bench.check import Options
+from polyphase.bench.model_file import ModelFileError
+from polyphase.bench.model_report import CARDS, ModelReport, load_target, report_on
+from polyphase.bench.report_page import page, summary
+from polyphase.problem.device import ARCHITECTURES, PORTABLE
+
+MODEL = """
+import torch
+from torch import nn
+
+class Other(nn.ConvTranspose2d):
+    pass
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Conv2d(3, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(8, 8, 4, 2, 1)
+        self.add_module("<script>", nn.ConvTranspose2d(8, 3, 2, 2))
+        self.other = Other(3, 3, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.encode(x))
+        x = torch.relu(self.up(self.up(x)))
+        x = self.other(self.get_submodule("<script>")(x))
+        return nn.functional.conv_transpose2d(x, torch.ones(3, 1, 1, 1, dtype=x.dtype), groups=3)
+
+def get_inputs():
+    return [torch.rand(2, 3, 6, 8)]
+
+def get_init_inputs():
+    return []
+
+def both():
+    return Model(), get_inputs()
+
+def alone():
+    return Model()
+
+def by_name():
+    return Model(), {"x": get_inputs()[0]}
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+class Checker(HTMLParser):
+    """Whether every element that is opened is closed, in order, and nothing is loaded from elsewhere."""
+
+    VOID = ("meta", "br", "!doctype")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        assert not {"src", "href", "onclick"} & {name for name, _ in attrs}
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def checked(text: str) -> str:
+    """The page's words, once it is found to be well formed and to need nothing else."""
+    checker = Checker()
+    checker.feed(text)
+    assert not checker.open
+    assert not checker.seen & {"script", "link", "img", "iframe"}
+    assert "url(" not in text
+    assert len(re.findall("<tr>", text)) > 5
+    return " ".join(re.sub("<[^>]*>", " ", re.sub("<style>.*</style>", "", text, flags=re.DOTALL)).split())
+
+
+def test_without_a_gpu_it_foretells(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "new" / "page.html"
+    result = invoke(model, "--device", "cpu", "--card", "H100", "-o", output)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "3 transposed convolutions", "of the model's flops", "forward: 0.", "weight gradient: 0.", "on H100",
+        "outputs and gradients agree with float64", "left alone: other: Other(3, 3, kernel_size=(1, 1)",
+        "left alone: 1 call outside modules", "\npolyphase.accelerate(model)\n", "written to",
+    ):  # fmt: skip
+        assert words in result.output
+    assert "planning up, weight_grad" in result.stderr
+    words = checked(output.read_text(encoding="utf-8"))
+    for part in (
+        "up 2×8×6×8 → 8, k=4, s=2, p=1", "up 2×8×12×16 → 8", "&lt;script&gt; 2×8×24×32 → 3, k=2, s=2",
+        "times foretold for H100", "∂ up.weight", "is a subclass of ConvTranspose2d", "polyphase.accelerate(model)",
+    ):  # fmt: skip
+        assert part in words
+    assert "PyTorch, ms" not in words
+
+
+def test_only_what_is_swapped_is_counted(model: Path) -> None:
+    found = report_on("m", load_target(str(model)), Options(torch.device("cpu"), trials=1), *_hopper(), measure=False)
+    assert [layer.names for layer in found.layers] == [("up",), ("up",), ("<script>",)]
+    assert found.share_of_flops is not None
+    assert 0 < found.share_of_flops < 1
+    for layer in found.layers:
+        for record in layer.records:
+            assert record.predicted_ms
+            assert record.floor_ms
+            assert record.ms is None
+
+
+def _hopper() -> tuple[object, str]:
+    from polyphase.problem.device import DeviceInfo
+
+    return DeviceInfo.for_arch("sm_90a"), "h200"
+
+
+def test_what_is_measured(model: Path) -> None:
+    """On the CPU, where the portable path is slower: its layers are to be left alone."""
+    found = report_on(
+        "model.py", load_target(str(model)), Options(torch.device("cpu"), trials=1), PORTABLE, "this CPU", measure=True
+    )
+    assert len(found.check.races) == 2
+    assert all(record.ms and record.torch_default_ms for layer in found.layers for record in layer.records)
+    text = "\n".join(summary(found))
+    assert re.search(r"forward and backward: PyTorch [\d.]+ ms, polyphase [\d.]+ ms, [\d.]+ times as fast", text)
+    words = checked(page(found))
+    for part in ("measured on this CPU", "forward, whole model", "PyTorch, ms", "speed-up"):
+        assert part in words
+    for layer in found.layers:
+        for record in layer.records:
+            record.ms, record.torch_default_ms = 1.0, 2.0
+    assert found.slower == []
+    found.layers[-1].records[0].ms = 9.0
+    assert found.slower == ["<script>"]
+    assert "leave = {'<script>'}" in found.recipe
+    found.layers[0].records[0].ms, found.layers[1].records[0].ms = 5.5, 1.0  # lost at one size, won at the other
+    assert found.slower == ["<script>"]
+    compile(found.recipe, "recipe", "exec")
+
+
+def test_the_recipe_leaves_what_it_says(model: Path) -> None:
+    import polyphase
+
+    made = load_target(f"{model}:both").build(torch.device("cpu"), torch.float32, 0)
+    report = ModelReport("m", "c", True, "float32", "", check=None)  # type: ignore[arg-type]
+    exec(report.recipe, {"model": made})
+    assert type(made.up) is polyphase.ConvTranspose2d
+
+
+@pytest.mark.parametrize("form", ["file", "module"])
+def test_a_function_that_returns_model_and_inputs(form: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model.parent)
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    target = f"{model}:both" if form == "file" else "model:both"
+    result = invoke(target, "--device", "cpu", "--no-grad", "--card", "sm_80")
+    assert result.exit_code == 0, result.output
+    assert "forward: " in result.output
+    assert "weight gradient" not in result.output
+    assert (model.parent / "model-report.html").is_file()
+    sys.modules.pop("model", None)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("{path}:nothing", "has no function nothing"),
+        ("{path}:alone", "returns something of type Model; it has to return the model and a list of its inputs"),
+        ("{path}:by_name", "returns inputs of type dict"),
+        ("no_such_module:f", "no_such_module cannot be imported"),
+        ("nowhere.py", "nowhere.py is neither a model file nor module:function"),
+    ],
+)
+def test_what_is_no_target(target: str, message: str, model: Path) -> None:
+    with pytest.raises(ModelFileError, match=re.escape(message)):
+        load_target(target.format(path=model)).build(torch.device("cpu"), torch.float32, 0)
+    result = invoke(target.format(path=model), "--device", "cpu")
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_a_model_with_nothing_to_swap_ends_with_1(model: Path, tmp_path: Path) -> None:
+    model.write_text(MODEL.replace("nn.ConvTranspose2d(8", "Other(8"))
+    result = invoke(model, "--device", "cpu", "-o", tmp_path / "page.html")
+    assert result.exit_code == 1
+    assert "nothing to check" in result.output
+    assert "polyphase has kernels for" in (tmp_path / "page.html").read_text()
+
+
+def test_cards_are_of_known_architectures() -> None:
+    assert set(CARDS.values()) <= set(ARCHITECTURES)
+    result = invoke("x.py", "--device", "cpu", "--card", "abacus")
+    assert result.exit_code == 2
+    assert "h100" in result.output
