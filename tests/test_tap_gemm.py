@@ -118,6 +118,7 @@ def test_weight_gradient_by_tma(problem: ConvTransposeProblem) -> None:
 def test_every_config_of_a_weight_gradient_by_tma(layer: ConvTransposeProblem, dtype: str) -> None:
     problem = replace(layer, dtype=dtype.replace("tf32", "float32"), tf32=dtype == "tf32")
     configs = WGRAD_TMA.configs(problem, Pass.WEIGHT_GRAD, H200)
+    assert {config.batched for config in configs} == ({False, True} if problem.batch > 1 else {False})
     assert {config.mirrored for config in configs} == {False, True}
     assert {config.swapped for config in configs} == ({False, True} if max(problem.stride) == 1 else {False})
     layouts = Layouts.dense(problem)

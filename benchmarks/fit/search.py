@@ -31,6 +31,7 @@ _FORECASTS = {
     "tma_cost": ("weight_parts", "input_parts"),
     "..direct_wgrad.windows": ("_tiling",),
     "..tap_gemm.tma": ("_splits",),
+    "..tap_gemm.wgrad_tma": ("_splits",),
 }
 _TILES = {"wgmma": ("tiling_of",)}
 _ROOM = "polyphase.schedules.window_gemm"

@@ -35,6 +35,10 @@ LAYERS = (
     ((4, 256, 32, 32), 256, {"kernel_size": 3, "padding": 1}),
     ((16, 64, 64, 64), 64, {"kernel_size": 4, "stride": 2, "padding": 1}),
     ((16, 64, 16, 32, 32), 128, {"kernel_size": 5}),
+    ((32, 3, 24, 24, 24), 384, {"kernel_size": 3, "padding": 1}),
+    ((2, 512, 48, 48, 48), 512, {"kernel_size": (3, 4, 4), "stride": (1, 2, 2), "groups": 32}),
+    ((16, 512, 8, 8), 256, {"kernel_size": 4, "stride": 2, "padding": 1}),
+    ((64, 256, 6, 6, 6), 256, {"kernel_size": (1, 3, 3), "stride": (1, 4, 4), "padding": (0, 1, 1)}),
 )
 DTYPES = ({"tf32": True}, {"dtype": "bfloat16"}, {})
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

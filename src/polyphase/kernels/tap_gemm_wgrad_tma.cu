@@ -9,8 +9,9 @@
 // taps count backwards. TMA begins at multiples of 16 bytes, and so do rows of a padded image: shifts along d and h are
 // where a box begins, those along the width are of copies of the base, COPIES of them, that are shifted beforehand.
 //
-// Index mapping. An item is CHUNK channels at one tap of its side: j_w of the base, all others of the phased operand. A
-// tile has ROW_ITEMS items of one side by COLUMN_ITEMS items of the other; MIRRORED, rows are of the base. k runs over
+// Index mapping. An item is CHUNK channels at one tap of its side: j_w of the base, all others of the phased operand;
+// or with WINDOW all j of the base, and all r of the phased operand, so that this one is read less often. A tile has
+// ROW_ITEMS items of one side by COLUMN_ITEMS items of the other; MIRRORED, rows are of the base. k runs over
 // positions, split among `splits` blocks, which leave planes of partial sums (steps/reduce_splits.cu). Two warpgroups
 // multiply, and a warp has TMA bring what comes next: a lane has a box. Persistent blocks take work tiles (tile of the
 // phased side fastest, then of the base, group, split) in turns.
@@ -35,8 +36,8 @@ struct Params {
   TensorMap base_box, phased_box;
   int groups, splits, items;
   int stages, flush;
-  int row, slab;    // positions of a padded image's row, and of its slab
-  long long plane;  // elements of a plane of partial sums
+  int column, row, slab;  // positions from a column of a padded image to the next, from a row, from a slab
+  long long plane;        // elements of a plane of partial sums
 };
 
 // One dimension: residues, and taps of the first of these.
@@ -48,8 +49,12 @@ __host__ __device__ constexpr Residues residues(Axis axis) {
   return {axis.kernel < step ? axis.kernel : step, ceil_div(axis.kernel, step), element_step(axis)};
 }
 constexpr Residues ALONG_D = residues(AXIS_D), ALONG_H = residues(AXIS_H), ALONG_W = residues(AXIS_W);
-constexpr int STEP_W = tap_step(AXIS_W);
-constexpr int TAPS_DH = AXIS_D.kernel * AXIS_H.kernel, TAPS = TAPS_DH * AXIS_W.kernel;
+constexpr int STEP_D = tap_step(AXIS_D), STEP_H = tap_step(AXIS_H), STEP_W = tap_step(AXIS_W);
+constexpr int TAPS = AXIS_D.kernel * AXIS_H.kernel * AXIS_W.kernel;
+// Along d and h, of either side.
+constexpr int BASE_D = WINDOW_D ? ALONG_D.taps : 1, BASE_H = WINDOW_H ? ALONG_H.taps : 1;
+constexpr int PHASED_D = WINDOW_D ? ALONG_D.count : AXIS_D.kernel, PHASED_H = WINDOW_H ? ALONG_H.count : AXIS_H.kernel;
+static_assert(BASE_D * PHASED_D == AXIS_D.kernel && BASE_H * PHASED_H == AXIS_H.kernel, "taps that do not exist");
 constexpr int COPIES_SHIFT = COPIES * ALONG_W.shift;  // of whole pieces, where there are taps behind the last copy's
 constexpr int IN_CHANNELS = SWAPPED ? PHASED_CHANNELS : BASE_CHANNELS;
 constexpr int OUT_CHANNELS = SWAPPED ? BASE_CHANNELS : PHASED_CHANNELS;  // innermost in the result
@@ -63,10 +68,13 @@ static_assert(ROW_ITEMS * ROW_CHUNK <= ROWS && COLUMN_ITEMS * COLUMN_CHUNK == CO
 
 // Tiles: of the last j_w fewer residues may have a tap, so that the phased side has fewer items.
 constexpr int LAST_RESIDUES = AXIS_W.kernel - (ALONG_W.taps - 1) * STEP_W;
-constexpr int BASE_TILES = ceil_div(ALONG_W.taps * BASE_CHUNKS, BASE_ITEMS);
+constexpr int ITEMS_OF_TAP = BASE_D * BASE_H * BASE_CHUNKS;  // of the base, with the same j_w
+constexpr int BASE_TILES = ceil_div(ALONG_W.taps * ITEMS_OF_TAP, BASE_ITEMS);
 constexpr int WHOLE_TILES =  // of the base, that meet all residues
-    LAST_RESIDUES >= ALONG_W.count ? BASE_TILES : ceil_div((ALONG_W.taps - 1) * BASE_CHUNKS, BASE_ITEMS);
-__host__ __device__ constexpr int phased_items(int residues_w) { return residues_w * TAPS_DH * PHASED_CHUNKS; }
+    LAST_RESIDUES >= ALONG_W.count ? BASE_TILES : ceil_div((ALONG_W.taps - 1) * ITEMS_OF_TAP, BASE_ITEMS);
+__host__ __device__ constexpr int phased_items(int residues_w) {
+  return residues_w * PHASED_D * PHASED_H * PHASED_CHUNKS;
+}
 constexpr int MANY = ceil_div(phased_items(ALONG_W.count), PHASED_ITEMS);
 constexpr int FEW = ceil_div(phased_items(LAST_RESIDUES < ALONG_W.count ? LAST_RESIDUES : ALONG_W.count), PHASED_ITEMS);
 constexpr int TILES = WHOLE_TILES * MANY + (BASE_TILES - WHOLE_TILES) * FEW;
@@ -88,26 +96,31 @@ struct WorkTile {
   }
 };
 
-struct BaseItem {
-  int channel, tap;  // in its group; j_w
-  bool exists;
-
-  __device__ __forceinline__ explicit BaseItem(int index)
-      : channel(index % BASE_CHUNKS * BASE_CHUNK),
-        tap(index / BASE_CHUNKS),
-        exists(index < ALONG_W.taps * BASE_CHUNKS) {}
+// Some channels of a group, from `channel` on, at a tap of their side.
+struct Item {
+  int channel, d, h, w;
 };
-
-struct PhasedItem {
-  int channel, d, h, w;  // in its group; taps along d and h, the residue along w
-  bool exists;
-
-  __device__ __forceinline__ explicit PhasedItem(int index) : channel(index % PHASED_CHUNKS * PHASED_CHUNK) {
-    const int tap = index / PHASED_CHUNKS;
-    h = tap % AXIS_H.kernel, d = tap / AXIS_H.kernel % AXIS_D.kernel, w = tap / TAPS_DH;
-    exists = w < ALONG_W.count;
+// Of the base: j along each dimension; none exists where w is not below ALONG_W.taps.
+struct BaseItem : Item {
+  __device__ __forceinline__ explicit BaseItem(int index) {
+    channel = index % BASE_CHUNKS * BASE_CHUNK;
+    h = index / BASE_CHUNKS % BASE_H, d = index / (BASE_CHUNKS * BASE_H) % BASE_D, w = index / ITEMS_OF_TAP;
   }
+  __device__ __forceinline__ bool exists() const { return w < ALONG_W.taps; }
 };
+// Of the phased operand: the residue along the width, taps or residues along d and h.
+struct PhasedItem : Item {
+  __device__ __forceinline__ explicit PhasedItem(int index) {
+    channel = index % PHASED_CHUNKS * PHASED_CHUNK;
+    const int tap = index / PHASED_CHUNKS;
+    h = tap % PHASED_H, d = tap / PHASED_H % PHASED_D, w = tap / (PHASED_H * PHASED_D);
+  }
+  __device__ __forceinline__ bool exists() const { return w < ALONG_W.count; }
+};
+// Positions that so many taps of one residue are apart.
+__device__ __forceinline__ int apart(const Params& params, int d, int h) {
+  return d * ALONG_D.shift * params.slab + h * ALONG_H.shift * params.row;
+}
 
 // Where a box begins: at a position beside that of its stage, a channel, and a plane.
 struct Box {
@@ -126,8 +139,9 @@ struct Box {
     exists = index < PARTS * ITEMS;
     if (base) {
       const BaseItem at(work.base + item);
-      position = -(at.tap / COPIES * COPIES_SHIFT), channel = work.group * BASE_CHANNELS + at.channel;
-      plane = at.tap % COPIES * PARTS + part, exists = exists && at.exists;
+      position = -(at.w / COPIES * COPIES_SHIFT * params.column) - apart(params, at.d, at.h);
+      channel = work.group * BASE_CHANNELS + at.channel;
+      plane = at.w % COPIES * PARTS + part, exists = exists && at.exists();
     } else {
       const PhasedItem at(work.phased + item);
       position =
@@ -135,7 +149,7 @@ struct Box {
       channel = work.group * PHASED_CHANNELS + at.channel;
       const int residue_d = at.d % tap_step(AXIS_D), residue_h = at.h % tap_step(AXIS_H);
       plane = ((residue_d * ALONG_H.count + residue_h) * ALONG_W.count + at.w) * PARTS + part;
-      exists = exists && at.exists;
+      exists = exists && at.exists();
     }
   }
 };
@@ -185,18 +199,13 @@ struct Place {
 
   __device__ __forceinline__ Place(int item, int in_item, bool base) {
     constexpr int ONE_TAP = SWAPPED ? -OUT_CHANNELS : OUT_CHANNELS;
-    if (base) {
-      const BaseItem at(item);
-      const int channel = at.channel + in_item;
-      tap_w = at.exists && channel < BASE_CHANNELS ? at.tap * STEP_W : AXIS_W.kernel;
-      element = channel * (SWAPPED ? 1 : TAPS * OUT_CHANNELS) + tap_w * ONE_TAP;
-    } else {
-      const PhasedItem at(item);
-      const int channel = at.channel + in_item;
-      tap_w = at.exists && channel < PHASED_CHANNELS ? at.w : AXIS_W.kernel;
-      element = channel * (SWAPPED ? TAPS * OUT_CHANNELS : 1) +
-                ((at.d * AXIS_H.kernel + at.h) * AXIS_W.kernel + tap_w) * ONE_TAP;
-    }
+    const Item at = base ? (Item)BaseItem(item) : (Item)PhasedItem(item);
+    const int channel = at.channel + in_item, steps[3] = {base ? STEP_D : 1, base ? STEP_H : 1, base ? STEP_W : 1};
+    const bool exists =
+        base ? at.w < ALONG_W.taps && channel < BASE_CHANNELS : at.w < ALONG_W.count && channel < PHASED_CHANNELS;
+    tap_w = exists ? at.w * steps[2] : AXIS_W.kernel;
+    element = channel * (base == SWAPPED ? 1 : TAPS * OUT_CHANNELS) +
+              ((at.d * steps[0] * AXIS_H.kernel + at.h * steps[1]) * AXIS_W.kernel + tap_w) * ONE_TAP;
   }
 };
 __device__ __forceinline__ Place row_place(const WorkTile& work, int row) {

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 
 from polyphase.problem import Axis, ConvTransposeProblem, Pass
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, channels_innermost
 from polyphase.program.flatten import Flattened, Three
 from polyphase.schedules.cells import Side
 from polyphase.schedules.tap_gemm.product import Product, product_of
@@ -51,6 +51,7 @@ class FlatProduct:
 
     product: Product
     swapped: bool
+    batched: bool  # positions count images last
 
     @cached_property
     def axes(self) -> tuple[Axis, Axis, Axis]:
@@ -78,7 +79,7 @@ class FlatProduct:
     def copies(self) -> int:
         """Of the base, each a shift along the width further; what is further is further by whole pieces."""
         width, piece = self.along[2], self.product.piece
-        return min(width.taps, piece // math.gcd(width.shift, piece))
+        return 1 if self.batched else min(width.taps, piece // math.gcd(width.shift, piece))
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -94,15 +95,20 @@ class FlatProduct:
 
     @cached_property
     def padded(self) -> Three:
-        """Positions of a padded image. Rows are whole pieces where a shift along another dimension must be some."""
+        """A padded image. Rows are whole pieces where a shift along another dimension must be some, or images are."""
         depth, height, width = (size + axis.reach for size, axis in zip(self.sides[0].shape[2:], self.along))
-        apart = self.along[0].taps > 1 or self.along[1].taps > 1
+        apart = not self.batched and (self.along[0].taps > 1 or self.along[1].taps > 1)
         return depth, height, round_up(width, self.product.piece) if apart else width
 
     @property
     def positions(self) -> int:
         """Of all images."""
-        return self.product.problem.batch * math.prod(self.padded)
+        return (self.images or self.product.problem.batch) * math.prod(self.padded)
+
+    @property
+    def images(self) -> int:
+        """Where positions count images last, so many, whole pieces; else 0."""
+        return round_up(max(1, self.product.problem.batch), self.product.piece) if self.batched else 0
 
     @cached_property
     def planes(self) -> tuple[Flattened, Flattened]:
@@ -120,6 +126,7 @@ class FlatProduct:
             (1, 1, self.copies),
             self.product.parts,
             pitch,
+            self.images,
         )
         moved = Flattened(
             phased.shape,
@@ -131,6 +138,7 @@ class FlatProduct:
             (self.along[0].residues, self.along[1].residues, self.along[2].residues),
             self.product.parts,
             pitch,
+            self.images,
         )
         return still, moved
 
@@ -139,19 +147,37 @@ class FlatProduct:
         """Of all planes."""
         return sum(each.elements for each in self.planes) * self.product.size
 
-    def base_items(self, chunks: int) -> int:
-        """Items of the base, so many chunks of channels at each tap."""
-        return self.along[2].taps * chunks
+    @cached_property
+    def windows(self) -> list[tuple[bool, bool]]:
+        """Whether taps of a residue along depth, and along height, may be the base's: each residue has as many."""
+        may = [
+            (False, True) if axis.taps > 1 and axis.taps * axis.residues == each.kernel else (False,)
+            for axis, each in zip(self.along, self.axes)
+        ]
+        return [(d, h) for d in may[0] for h in may[1]]
 
-    def phased_items(self, chunks: int, residues: int) -> int:
-        """Items of the phased operand that meet a base item, which meets so many residues along the width."""
-        return residues * self.axes[0].kernel * self.axes[1].kernel * chunks
+    def base_taps(self, window: tuple[bool, bool]) -> int:
+        """Taps of the base that have the same ``j`` along the width."""
+        return math.prod(axis.taps for axis, here in zip(self.along, window) if here)
+
+    def phased_taps(self, window: tuple[bool, bool]) -> int:
+        """Taps of the phased operand that have the same residue along the width."""
+        return self.axes[0].kernel * self.axes[1].kernel // self.base_taps(window)
 
 
 @lru_cache(maxsize=1024)
-def flat_product(problem: ConvTransposeProblem, layouts: Layouts, swapped: bool) -> FlatProduct:
+def flat_product(
+    problem: ConvTransposeProblem, layouts: Layouts, swapped: bool = False, batched: bool = False
+) -> FlatProduct:
     """Of a weight gradient."""
-    return FlatProduct(product_of(problem, Pass.WEIGHT_GRAD, layouts), swapped)
+    return FlatProduct(product_of(problem, Pass.WEIGHT_GRAD, layouts), swapped, batched)
+
+
+def may_count_images_last(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
+    """Whether positions may count images last: there are some, taps that shift, and columns lie side by side."""
+    sides = ((problem.in_channels, layouts.input), (problem.out_channels, layouts.output))
+    taps = max(FlatAxis.of(axis).taps for axis in problem.axes3)
+    return problem.batch > 1 and taps > 1 and not any(channels_innermost(*side) for side in sides)
 
 
 def may_swap(problem: ConvTransposeProblem) -> bool:

@@ -23,7 +23,7 @@ from polyphase.program.step import GRAD, Step, X
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tap_gemm.flat import PITCH, FlatProduct, flat_product, may_swap
+from polyphase.schedules.tap_gemm.flat import PITCH, FlatProduct, flat_product, may_count_images_last, may_swap
 from polyphase.schedules.tap_gemm.product import common_limits
 from polyphase.schedules.tensor_cores import parts_of
 from polyphase.schedules.tiles import affordable_planes
@@ -48,7 +48,9 @@ _CACHED = 24 << 20  # bytes of planes that surely stay in the L2 cache
 class WgradTmaConfig(NamedTuple):
     """The compile-time shape of ``tap_gemm_wgrad_tma.cu``: items of rows and columns, and channels of each.
 
-    ``mirrored``: rows are of the base. ``swapped``: the base is the gradient of the output.
+    ``mirrored``: rows are of the base. ``swapped``: the base is the gradient of the output. ``window_d``,
+    ``window_h``: the base has taps along depth or height, too, not those along the width alone.
+    ``batched``: positions count images last.
     """
 
     row_tiles: int
@@ -58,6 +60,9 @@ class WgradTmaConfig(NamedTuple):
     column_chunk: int
     mirrored: bool = False
     swapped: bool = False
+    window_d: bool = False
+    window_h: bool = False
+    batched: bool = False
 
     @property
     def rows(self) -> int:
@@ -68,6 +73,11 @@ class WgradTmaConfig(NamedTuple):
     def columns(self) -> int:
         """Of a block."""
         return self.column_items * self.column_chunk
+
+    @property
+    def window(self) -> tuple[bool, bool]:
+        """Both of these."""
+        return self.window_d, self.window_h
 
     @property
     def base(self) -> tuple[int, int]:
@@ -86,6 +96,7 @@ class TapGemmWgradTma(Schedule):
     name = "tap_gemm_wgrad_tma"
     passes = (Pass.WEIGHT_GRAD,)
     on_tensor_cores = True
+    adapts = True
     kept = True
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -94,8 +105,7 @@ class TapGemmWgradTma(Schedule):
         weights = math.prod(problem.weight_shape) // problem.groups
         if weights >= _MOST_WEIGHTS:
             return f"{weights} weights of a group are too many (at most {_MOST_WEIGHTS - 1})"
-        layouts, ways = Layouts.dense(problem), (False, True) if may_swap(problem) else (False,)
-        flats = [flat_product(problem, layouts, swapped) for swapped in ways]
+        flats = _flats(problem)
         if (least := min(flat.bytes for flat in flats)) > (most := _most_bytes(problem)):
             return f"operands would take {least} bytes as planes, more than {most}"
         if all(flat.positions >= _MOST_POSITIONS for flat in flats):
@@ -109,24 +119,30 @@ class TapGemmWgradTma(Schedule):
         return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgradTmaConfig]:
-        found = []
-        for swapped in (False, True) if may_swap(at) else (False,):
-            flat = flat_product(at, Layouts.dense(at), swapped)
-            found += [config for config in _configs(flat) if _buffers(flat, config, device) >= _LEAST_BUFFERS]
-        return found
+        found = itertools.chain.from_iterable(((flat, config) for config in _configs(flat)) for flat in _flats(at))
+        return [config for flat, config in found if _buffers(flat, config, device) >= _LEAST_BUFFERS]
+
+    def arranged(self, order: list[WgradTmaConfig]) -> list[WgradTmaConfig]:
+        """As many of those that count images last among the first as of others: the size at hand decides."""
+        ways = [[config for config in order if config.batched is batched] for batched in (False, True)]
+        first = [each for way in ways for each in way[: self.offered // 2]] if all(ways) else []
+        first.sort(key=order.index)
+        return first + [config for config in order if config not in first]
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
     ) -> Cost | None:
-        """None where the planes would take too much memory."""
-        flat = flat_product(problem, layouts, config.swapped)
+        """None where the planes would take too much memory, or would be slow to write."""
+        flat = flat_product(problem, layouts, config.swapped, config.batched)
+        if config.batched and not may_count_images_last(problem, layouts):
+            return None
         if flat.bytes > _most_bytes(problem) or flat.positions >= _MOST_POSITIONS:
             return None
         return self._cost(problem, device, flat, config)
 
     def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: WgradTmaConfig) -> float:
         """Whatever memory the planes would take at the ranking size."""
-        return self._cost(at, device, flat_product(at, Layouts.dense(at), config.swapped), config)[0]
+        return self._cost(at, device, flat_product(at, Layouts.dense(at), config.swapped, config.batched), config)[0]
 
     def _cost(
         self, problem: ConvTransposeProblem, device: DeviceInfo, flat: FlatProduct, config: WgradTmaConfig
@@ -134,7 +150,8 @@ class TapGemmWgradTma(Schedule):
         _, seconds = _splits(flat, config, device)
         terms, bandwidth = costs("tap_gemm_wgrad_tma", device), device.copy_bytes_per_second
         read = (problem.elements[0] + problem.elements[2]) * DTYPE_BYTES[problem.dtype]
-        seconds += terms.flatten + (read + flat.bytes) / (terms.flattened * bandwidth)
+        share = terms.flattened_batch if config.batched else terms.flattened
+        seconds += terms.flatten + (read + flat.bytes) / (share * bandwidth)
         if _goes_back(problem):
             seconds += transpose_seconds(2 * problem.elements[1] * DTYPE_BYTES[problem.dtype], device)
         return slower_of(seconds, problem.bytes / bandwidth)
@@ -142,7 +159,7 @@ class TapGemmWgradTma(Schedule):
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
     ) -> Program:
-        flat = flat_product(problem, layouts, config.swapped)
+        flat = flat_product(problem, layouts, config.swapped, config.batched)
         product, splits = flat.product, _splits(flat, config, device)[0]
         stages = -(-flat.positions // flat.depth)
         flush = max(1, _FLUSH // flat.depth if product.parts == 1 else stages)
@@ -153,8 +170,9 @@ class TapGemmWgradTma(Schedule):
             items=items,
             stages=stages,
             flush=flush,
-            row=flat.padded[2],
-            slab=flat.padded[1] * flat.padded[2],
+            column=(column := flat.images or 1),
+            row=column * flat.padded[2],
+            slab=column * flat.padded[1] * flat.padded[2],
             plane=math.prod(problem.weight_shape),
         )
         base, phased = flat.planes
@@ -186,6 +204,16 @@ class TapGemmWgradTma(Schedule):
         return writing_channels_last(program, problem.dtype, problem.weight_shape) if back else program
 
 
+def _flats(problem: ConvTransposeProblem) -> list[FlatProduct]:
+    """All ways to lay out a layer's dense operands."""
+    layouts = Layouts.dense(problem)
+    return [
+        flat_product(problem, layouts, swapped, batched)
+        for batched in ((False, True) if may_count_images_last(problem, layouts) else (False,))
+        for swapped in ((False, True) if may_swap(problem) else (False,))
+    ]
+
+
 def _most_bytes(problem: ConvTransposeProblem) -> int:
     """That planes may take."""
     x, _, y = problem.elements
@@ -210,6 +238,8 @@ def _source(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> Ke
         "COPIES": flat.copies,
         "SWAPPED": config.swapped,
         "MIRRORED": config.mirrored,
+        "WINDOW_D": config.window_d,
+        "WINDOW_H": config.window_h,
         "PARTS": flat.product.parts,
         "PITCH": PITCH,
         "ROW_TILES": config.row_tiles,
@@ -245,22 +275,31 @@ def _map(flat: FlatProduct, planes: Flattened, chunk: int, tensor: int) -> Tenso
 def _configs(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
     """Those whose sums fit the registers; of the shapes of columns those that promise most."""
     most = _MOST_SUMS // flat.product.parts
-    for mirrored, row_tiles in itertools.product((False, True), (1, 2)):
-        (rows, row_taps), (columns, column_taps) = _sides(flat, mirrored)
+    for window, mirrored, row_tiles in itertools.product(flat.windows, (False, True), (1, 2)):
+        (rows, row_taps), (columns, column_taps) = _sides(flat, mirrored, window)
         all_rows = 64 * _GROUPS * row_tiles
         row_chunk, row_items = _row_shape(rows, row_taps, all_rows)
         if row_tiles > 1 and row_items * row_chunk <= all_rows // 2:
             continue
         shapes = _column_shapes(columns, column_taps, min(_MOST_COLUMNS, 2 * most // row_tiles), all_rows)
         for column_chunk, column_items in shapes[:_SHAPES]:
-            yield WgradTmaConfig(row_tiles, row_items, row_chunk, column_items, column_chunk, mirrored, flat.swapped)
+            yield WgradTmaConfig(
+                row_tiles,
+                row_items,
+                row_chunk,
+                column_items,
+                column_chunk,
+                mirrored,
+                flat.swapped,
+                *window,
+                flat.batched,
+            )
 
 
-def _sides(flat: FlatProduct, mirrored: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+def _sides(flat: FlatProduct, mirrored: bool, window: tuple[bool, bool]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Channels and taps of the rows' side, and of the columns'."""
-    base, phased = flat.channels
-    residues = flat.along[2].residues
-    found = (phased, flat.phased_items(1, residues)), (base, flat.base_items(1))
+    (base, phased), width = flat.channels, flat.along[2]
+    found = (phased, width.residues * flat.phased_taps(window)), (base, width.taps * flat.base_taps(window))
     return (found[1], found[0]) if mirrored else found
 
 
@@ -312,11 +351,12 @@ def _tiles(flat: FlatProduct, config: WgradTmaConfig) -> int:
     """Of a group: the kernel's ``TILES``."""
     width, (base, phased) = flat.along[2], flat.channels
     (base_chunk, base_items), (phased_chunk, phased_items) = config.base, config.phased
-    base_chunks, phased_chunks = -(-base // base_chunk), -(-phased // phased_chunk)
+    of_tap = -(-base // base_chunk) * flat.base_taps(config.window)
+    of_residue = -(-phased // phased_chunk) * flat.phased_taps(config.window)
     last = flat.axes[2].kernel - (width.taps - 1) * width.step
-    tiles = -(-flat.base_items(base_chunks) // base_items)
-    whole = tiles if last >= width.residues else -(-(width.taps - 1) * base_chunks // base_items)
-    many, few = (-(-flat.phased_items(phased_chunks, residues) // phased_items) for residues in (width.residues, last))
+    tiles = -(-width.taps * of_tap // base_items)
+    whole = tiles if last >= width.residues else -(-(width.taps - 1) * of_tap // base_items)
+    many, few = (-(-residues * of_residue // phased_items) for residues in (width.residues, last))
     return whole * many + (tiles - whole) * few
 
 
