@@ -19,7 +19,7 @@ from functools import lru_cache
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
 from polyphase.plan import measured as tuning
-from polyphase.plan.rankings import kept
+from polyphase.plan.ranking_cache import kept
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo
