@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import polyphase
-from polyphase.calls import function_calls
 from polyphase.convert import Outcome
+from polyphase.functional_calls import function_calls
 
 
 class Block(nn.Module):

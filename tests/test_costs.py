@@ -164,3 +164,17 @@ def test_the_command_writes_what_it_read(tmp_path: Path, capsys: pytest.CaptureF
         values = {term: about["value"] for term, about in section["terms"].items()}
         assert values == {term: about["value"] for term, about in today[name]["terms"].items()}
         assert section["rows"] == (len(kept) - 1 if name == "phase_gemm" else 0)
+
+
+def test_costs_of_another_architecture_name_the_gpu_of_their_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sm_80 has no file: its costs begin as those of sm_90a, and are not said to be an H200's."""
+    lines = (fitted_rows.RESULTS / "h200-tune.csv").read_text(encoding="utf-8").splitlines()
+    kept = [lines[0], *(line.replace("NVIDIA H200", "NVIDIA A100") for line in lines if ",gather_tiled," in line)]
+    record, out = tmp_path / "few.csv", tmp_path / "sm_80.json"
+    record.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    monkeypatch.setattr(table, "COSTS", dict(table.COSTS))
+    fit.main([str(record), "--arch", "sm_80", "--keep", "--out", str(out)])
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert (written["arch"], written["gpu"]) == ("sm_80", "NVIDIA A100")

@@ -35,7 +35,7 @@ from helpers import (
     rounding_eps,
 )
 from polyphase import ConvTransposeProblem, functional
-from polyphase.torch_op import memory
+from polyphase.torch_op import call_cache
 from polyphase.torch_op.memory_format import is_channels_last
 
 make = ConvTransposeProblem.make
@@ -256,12 +256,12 @@ def test_a_legal_call_makes_no_other_legal_that_equals_it(illegal: tuple[float, 
 
 
 def test_checked_calls_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_known", memory.Memory())
-    monkeypatch.setattr(memory, "_MOST_KEYS", 10)
+    monkeypatch.setattr(functional, "_checked_calls", call_cache.CallCache())
+    monkeypatch.setattr(call_cache, "_MOST_KEYS", 10)
     weight = torch.randn(1, 1, 2)
     for size in range(1, 40):
         assert polyphase.conv_transpose1d(torch.randn(1, 1, size), weight).shape == (1, 1, size + 1)
-        assert 0 < len(functional._known._found) <= 10
+        assert 0 < len(functional._checked_calls._found) <= 10
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)

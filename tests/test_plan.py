@@ -661,6 +661,8 @@ def test_explanations_name_winner_losers_and_reasons() -> None:
         assert chosen.describe() in paragraph.splitlines()[1]
         assert chosen.candidate is not None
         assert f"bound by {chosen.candidate.bound}" in paragraph
+        limit = f"another schedule must be below {plan.CLEARLY_BY_OTHERS[pass_]:.0%} of the first's time"
+        assert f"  ordered by predictions at 64×8×256×256; at this size {limit}" in paragraph
         losers: dict[str, list[Candidate]] = {}
         for candidate, _ in plan.programs(problem, pass_, H200):
             if candidate != chosen.candidate:

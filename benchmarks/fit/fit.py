@@ -219,6 +219,11 @@ def commit() -> str:
     return asked.stdout.strip() or "unknown"
 
 
+def gpus_of(rows: Sequence[Row]) -> str:
+    """The GPUs that rows were measured on, that of the most rows first."""
+    return ", ".join(name for name, _ in Counter(row.gpu for row in rows).most_common())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -261,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if changed or "commit" not in section.data or (given.keep and section.name in wanted):
             section.data.update(now)
         describe(section)
-    data["arch"] = given.arch
+    data["arch"], data["gpu"] = given.arch, gpus_of(rows)
     if not given.keep:
         report("after", rows, list(after))
         for text in changes(rows, before, after):

@@ -68,6 +68,7 @@ class Row:
     device: DeviceInfo
     seconds: float
     planned: bool
+    gpu: str
 
     def forecast(self) -> float:
         """Predicted seconds; infinite where no tile fits any more."""
@@ -128,7 +129,8 @@ def _row(file: str, record: Record, device: DeviceInfo) -> Row | str:
     case = record.layer, record.problem, record.pass_name, record.dtype, record.layout
     pass_ = Pass(record.pass_name)
     problem, layouts = _computed(record.problem, pass_)
-    row = Row(file, case, schedule, problem, pass_, layouts, config, device, record.ms / 1e3, record.planned is True)
+    seconds, was_planned = record.ms / 1e3, record.planned is True
+    row = Row(file, case, schedule, problem, pass_, layouts, config, device, seconds, was_planned, record.gpu)
     try:
         fits = math.isfinite(row.forecast())
     except (ArithmeticError, AssertionError, IndexError, KeyError, ValueError):

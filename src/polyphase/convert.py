@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.nn.utils import parametrize
 
 from polyphase import modules
-from polyphase.calls import function_calls
+from polyphase.functional_calls import function_calls
 from polyphase.text_table import text_table
 from polyphase.tools import tell_counters
 

@@ -14,15 +14,15 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from polyphase.export import run_traced
 from polyphase.torch_op import operators
+from polyphase.torch_op.call_cache import CallCache
 from polyphase.torch_op.derivatives import run as run_differentiable
 from polyphase.torch_op.derivatives import run_operator
-from polyphase.torch_op.memory import Memory
 from polyphase.torch_op.sharding import know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import Layer, check
 
 
-class _Known(NamedTuple):
+class _CheckedCall(NamedTuple):
     """A call that was made before: what it was given, what it is, and what computes it past the dispatcher, if any."""
 
     constants: tuple[Any, ...]
@@ -30,8 +30,8 @@ class _Known(NamedTuple):
     call: Callable[..., Tensor] | None
 
 
-# Calls that were made before. A warm call is one look-up here.
-_known: Memory[_Known] = Memory()
+# Calls whose arguments were checked before. A warm call is one look-up here.
+_checked_calls: CallCache[_CheckedCall] = CallCache()
 
 
 def conv_transpose1d(
@@ -152,7 +152,7 @@ def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple
     key: tuple[Any, ...] | None
     try:
         key = (dims, input.shape, weight.shape, bias is None, constants, heard, tf32_allowed())
-        known = _known.find(key, *tensors)
+        known = _checked_calls.find(key, *tensors)
     except (TypeError, AttributeError, RuntimeError):  # lists, symbolic sizes; no tensor; a nested one
         key, known = None, None
     # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
@@ -162,14 +162,14 @@ def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     call = None if heard else operators.find_call(operators.conv_transpose, batch, weight, bias, *layer[1:])
     if key is not None and _are_integers(constants):
-        _known.add(key, _Known(constants, layer, call), *tensors, lie_so=call is not None)
+        _checked_calls.add(key, _CheckedCall(constants, layer, call), *tensors, lie_so=call is not None)
     return layer, call
 
 
 def forget_calls() -> None:
-    """Has every later call planned anew."""
-    _known.clear()
-    operators.forget_calls()
+    """Has every later call checked, prepared and planned anew: empties this cache and the two below it."""
+    _checked_calls.clear()
+    operators.forget_operator_calls()
 
 
 def _wants_derivatives(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

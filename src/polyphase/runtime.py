@@ -28,7 +28,7 @@ from polyphase.torch_op.tf32 import tf32_allowed
 #: Fills every output with NaN before the launch, so that tests see what a kernel does not write.
 POISON = False
 
-# Calls seen in each pass, by everything that decides how they run. Dropped as a whole when full: plans are cheap.
+# Prepared calls of each pass, by everything that decides how they run. Dropped as a whole when full: plans are cheap.
 _MAX_CALLS = 8192
 _forward_calls: dict[tuple[object, ...], Call] = {}
 _input_grad_calls: dict[tuple[object, ...], Call] = {}
@@ -257,8 +257,8 @@ def weight_grad_call(
     return call
 
 
-def forget_calls() -> None:
-    """Has every later call planned anew."""
+def forget_prepared_calls() -> None:
+    """Has every later call planned and prepared anew."""
     for calls in (_forward_calls, _input_grad_calls, _weight_grad_calls):
         calls.clear()
 

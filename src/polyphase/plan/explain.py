@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from polyphase.plan.planner import as_computed, epilogue_refusal, plan
+from polyphase.plan.planner import CLEARLY, CLEARLY_BY_OTHERS, Plan, as_computed, epilogue_refusal, may_adapt, plan
 from polyphase.plan.shortlist import candidates, why_none
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.sizes import compared
 from polyphase.schedules import SCHEDULES
 
 
@@ -48,8 +49,15 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
                 lines.append(f"  loses: {best.seconds * 1e3:9.3f} ms  {best.describe()}{others}")
                 faster |= best.seconds < chosen.candidate.seconds
         lines += [f"  not {', '.join(names)}: {reason}" for reason, names in refused.items()]
-        if faster and not chosen.measured:
-            lines.append(
-                "  (chosen at a typical size, and kept where no other is clearly faster: some that lose would win)"
-            )
+        if not chosen.measured:
+            lines.append(f"  {_rule(chosen, computed)}{'; some that lose would win' if faster else ''}")
     return "\n".join(lines)
+
+
+def _rule(chosen: Plan, computed: ConvTransposeProblem) -> str:
+    """At what size the order was made, and how much faster another kernel must be at the size at hand."""
+    sized, schedule = compared(computed, chosen.pass_), chosen.selected[0].schedule
+    size = "×".join(map(str, (sized.batch, sized.in_channels, *sized.input_size)))
+    config = f", another config below {CLEARLY:.0%}" if may_adapt(schedule, chosen.pass_) else ""
+    limit = f"another schedule must be below {CLEARLY_BY_OTHERS[chosen.pass_]:.0%} of the first's time"
+    return f"ordered by predictions at {size}; at this size {limit}{config}"

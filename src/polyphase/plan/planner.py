@@ -1,11 +1,17 @@
 """The one place that decides how a pass is computed. Needs neither torch nor a GPU.
 
-Every schedule says whether it can run, and offers configs with a predicted time; the fastest prediction wins. What is
-offered is a short list that depends on the layer and the kind of its images (tiny, or such as TMA can copy as they
-lie, or neither), not on their size or the batch's. The first of it is what the layer has at most sizes; the forward
-pass has another of the list where that is clearly faster at the size at hand, so that all sizes together need a few.
-So have gradients of some schedules, and all of them may have another schedule's first at the size at hand. Nothing is
-tried at run time; what `polyphase.plan.measured` has measured beforehand goes before predictions.
+Every schedule says whether it can run, and offers configs with a predicted time. The order at a typical size decides
+(`polyphase.problem.sizes`), unless another kernel is clearly faster at the size at hand; so a layer keeps few kernels
+whatever its sizes, and the fastest prediction may lose.
+
+1. Schedules are ordered by their predictions at the typical size, `compared`. The first that can run is taken.
+2. It offers a short list of configs, ordered at its own typical size, `Schedule.ranked_at`. The list depends on the
+   layer and the kind of its images (tiny, or such as TMA can copy as they lie, or neither), not on their size or the
+   batch's. The first of the list is taken; in the forward pass, and in gradients of schedules that adapt, another of
+   the list where its prediction at the size at hand is less than `CLEARLY` of the first's.
+3. Another schedule's first is taken where its prediction at the size at hand is less than `CLEARLY_BY_OTHERS` of that.
+
+Nothing is tried at run time; what `polyphase.plan.measured` has measured beforehand goes before predictions.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from functools import lru_cache
 from polyphase.errors import UnsupportedError
 from polyphase.jit.source import KernelSource
 from polyphase.plan import measured as tuning
-from polyphase.plan.rankings import kept
+from polyphase.plan.ranking_cache import kept
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo
@@ -31,11 +37,11 @@ from polyphase.program.struct_layout import ParamOverflowError
 from polyphase.schedules import SCHEDULES
 from polyphase.schedules.schedule import Candidate, Schedule
 
-# Another kernel than the first is taken where its prediction is less than that much of the first's, and another
-# schedule's.
-_CLEARLY = 0.97
+#: Another config of the list is taken where its prediction is less than that much of the first's, and another
+#: schedule's first where it is less than that much of the one so taken.
+CLEARLY = 0.97
+CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
 _LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
-_CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ def plan(
         firsts = [(each, next(offered)) for each, offered in offers]
         other, first = min(firsts, key=lambda each: each[1].seconds, default=kernels[0])
         unseen = _LAUNCH if pass_ is Pass.FORWARD else 0.0
-        if first.seconds + unseen < _CLEARLY_BY_OTHERS[pass_] * (kernels[0][1].seconds + unseen):
+        if first.seconds + unseen < CLEARLY_BY_OTHERS[pass_] * (kernels[0][1].seconds + unseen):
             kernels = [(other, first), kernels[-1]]
     if not any(each.any_size(problem, pass_, device) for each, _ in kernels):
         for_others = (each for each in schedules if each.any_size(problem, pass_, device))
@@ -236,13 +242,18 @@ def _measured(offers: Iterator[tuple[Schedule, Iterator[Candidate]]], choice: st
     return next(found, None)
 
 
+def may_adapt(schedule: Schedule, pass_: Pass) -> bool:
+    """Whether another config than the first of a schedule's list may be taken at some sizes."""
+    return pass_ is Pass.FORWARD or schedule.adapts
+
+
 def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass) -> list[Candidate]:
     """The first, which is what a layer has at most sizes; before it the fastest at this one, if it clearly is."""
     first = next(offered)
-    if pass_ is not Pass.FORWARD and not schedule.adapts:
+    if not may_adapt(schedule, pass_):
         return [first]
     fastest = min(offered, key=lambda each: each.seconds, default=first)
-    return [fastest, first] if fastest.seconds < _CLEARLY * first.seconds else [first]
+    return [fastest, first] if fastest.seconds < CLEARLY * first.seconds else [first]
 
 
 def programs(

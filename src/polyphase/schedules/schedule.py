@@ -102,7 +102,10 @@ class Schedule:
         raise NotImplementedError
 
     def configs(self, at: Any, pass_: Pass, device: DeviceInfo) -> Iterable[Any]:
-        """Every config of a layer, legal by construction. Of equal ones the planner prefers the first."""
+        """Every config of a layer that its kernel compiles for. Of equal ones the planner prefers the first.
+
+        Whether tiles fit is another question: a config without one has a `cost` of None, and is left out.
+        """
         raise NotImplementedError
 
     def seconds(self, at: Any, pass_: Pass, device: DeviceInfo, config: Any) -> float:

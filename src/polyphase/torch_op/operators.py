@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from polyphase.errors import UnsupportedError
 from polyphase.problem import Axis
 from polyphase.torch_op import as_real, portable
-from polyphase.torch_op.memory import Memory
+from polyphase.torch_op.call_cache import CallCache
 from polyphase.torch_op.memory_format import as_output, empty_output, output_channels_last
 from polyphase.torch_op.sharding import know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
@@ -160,7 +160,7 @@ conv_transpose_input_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_tran
 conv_transpose_weight_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_weight_grad.default
 
 # What computes passes without a bias past the dispatcher.
-_calls: Memory[Callable[..., Tensor]] = Memory()
+_operator_calls: CallCache[Callable[..., Tensor]] = CallCache()
 
 
 def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
@@ -168,11 +168,11 @@ def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: 
     plain = type(first) in _PLAIN and type(second) in _PLAIN  # others may have sizes that are no key
     if plain and not isinstance(arguments[0], Tensor) and not is_heard():
         key = (id(operator), first.shape, second.shape, arguments, tf32_allowed())  # hashing an operator takes longer
-        call = _calls.find(key, first, second)
+        call = _operator_calls.find(key, first, second)
         if call is None:
             call = find_call(operator, first, second, *arguments)
             if call is not None:
-                _calls.add(key, call, first, second, lie_so=True)
+                _operator_calls.add(key, call, first, second, lie_so=True)
         if call is not None:
             return call(first, second)
     if not plain:
@@ -209,10 +209,10 @@ def find_call(
     return call
 
 
-def forget_calls() -> None:
-    """Has every later call planned anew."""
-    _calls.clear()
-    _runtime().forget_calls()
+def forget_operator_calls() -> None:
+    """Has every later call of an operator looked up in `polyphase.runtime`, and prepared anew there."""
+    _operator_calls.clear()
+    _runtime().forget_prepared_calls()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import polyphase
 from polyphase import functional
 from polyphase.problem.layouts import ALIGNMENT
-from polyphase.torch_op import memory, operators, portable
-from polyphase.torch_op.memory import Memory
+from polyphase.torch_op import call_cache, operators, portable
+from polyphase.torch_op.call_cache import CallCache
 
 
 def like(tensor: Tensor, **changes: Any) -> Tensor:
@@ -57,7 +57,7 @@ X, W = torch.ones(1, 2, 4, 4), torch.ones(2, 2, 3, 3)
     ],
 )
 def test_kinds_of_tensors_are_told_apart(other: Tensor, same: bool) -> None:
-    known: Memory[str] = Memory()
+    known: CallCache[str] = CallCache()
     known.add("key", "value", X, W, lie_so=False)
     assert known.find("key", X, W) == "value"
     assert known.find("other", X, W) is None
@@ -71,7 +71,7 @@ def test_alignment_counts_where_tensors_are_to_lie_so(lie_so: bool) -> None:
     aligned, beyond = (flat[start + i : start + i + X.numel()].view(X.shape) for i in (0, 1))
     weight = torch.zeros(1024)[:36].view(W.shape)
     assert weight.data_ptr() % ALIGNMENT == 0
-    known: Memory[str] = Memory()
+    known: CallCache[str] = CallCache()
     known.add("key", "value", aligned, weight, lie_so=lie_so)
     assert known.find("key", aligned, weight) == "value"
     assert known.find("key", beyond, weight) == (None if lie_so else "value")
@@ -85,7 +85,7 @@ def test_the_alignment_of_one_tensor_does_not_stand_for_the_other_s() -> None:
     (x, x_beyond), (w, w_beyond) = (
         [row[start + i : start + i + 4].view(1, 1, 2, 2) for i in (0, 1)] for row in flat.unbind()
     )
-    known: Memory[str] = Memory()
+    known: CallCache[str] = CallCache()
     known.add("key", "aligned input", x, w_beyond, lie_so=True)
     assert known.find("key", x_beyond, w) is None
     assert known.find("key", x, w) is None
@@ -93,9 +93,9 @@ def test_the_alignment_of_one_tensor_does_not_stand_for_the_other_s() -> None:
 
 
 def test_memory_is_bounded_and_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_MOST_KEYS", 3)
-    monkeypatch.setattr(memory, "_MOST_OF_A_KEY", 2)
-    known: Memory[int] = Memory()
+    monkeypatch.setattr(call_cache, "_MOST_KEYS", 3)
+    monkeypatch.setattr(call_cache, "_MOST_OF_A_KEY", 2)
+    known: CallCache[int] = CallCache()
     for number in range(20):
         known.add(number % 7, number, torch.ones(1, number + 1), W, lie_so=True)
         assert known.find(number % 7, torch.ones(1, number + 1), W) == number
@@ -120,8 +120,8 @@ class Direct:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
         monkeypatch.setattr(operators, "find_call", self.find)
-        monkeypatch.setattr(functional, "_known", Memory())
-        monkeypatch.setattr(operators, "_calls", Memory())
+        monkeypatch.setattr(functional, "_checked_calls", CallCache())
+        monkeypatch.setattr(operators, "_operator_calls", CallCache())
 
     def find(self, operator: object, first: Tensor, second: Tensor, *arguments: Any) -> Callable[..., Tensor] | None:
         tensors = [each for each in (first, second, arguments[0]) if isinstance(each, Tensor)]

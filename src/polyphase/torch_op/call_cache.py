@@ -1,4 +1,4 @@
-"""What is known of calls that were made before, by what they were given and by what their tensors are like.
+"""A cache of calls that were made before, by what they were given and by what their tensors are like.
 
 Tensors are compared by Dynamo's guard, one call into PyTorch: 0.3 µs for three, where a key made of the same in Python
 takes 2 (`benchmarks/experiments/003-host-time`).
@@ -20,7 +20,7 @@ _MOST_KEYS = 4096  # then all is forgotten
 _MOST_OF_A_KEY = 8
 
 
-class Memory(Generic[Value]):
+class CallCache(Generic[Value]):
     """Values by a key that holds sizes and constants. Of one key there are several, for tensors of several kinds.
 
     Tensors are of one kind if their types, dispatch keys, dtypes, devices, sizes and strides are equal, and

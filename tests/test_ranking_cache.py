@@ -13,7 +13,7 @@ import pytest
 from polyphase.jit import compiler
 from polyphase.jit.cache import cache_directory
 from polyphase.plan import planner as plan
-from polyphase.plan import rankings, shortlist
+from polyphase.plan import ranking_cache, shortlist
 from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass, sizes
 from polyphase.problem.device import DeviceInfo
@@ -113,7 +113,7 @@ def test_a_user_without_a_home_plans_and_compiles(
 
 def test_sources_that_cannot_be_read_are_ranked_every_time(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     first = offers()
-    monkeypatch.setattr(rankings, "_PLANNER", None)
+    monkeypatch.setattr(ranking_cache, "_PLANNER", None)
     assert offers() == first
     assert len(made) == 2
 
@@ -126,7 +126,7 @@ def test_rankings_belong_to_layer_pass_device_and_planner(made: list[object], mo
     assert len(made) == 5
     offers(pass_=Pass.INPUT_GRAD), offers(pass_=Pass.WEIGHT_GRAD)
     assert len(made) == 7
-    monkeypatch.setattr(rankings, "_PLANNER", "another")
+    monkeypatch.setattr(ranking_cache, "_PLANNER", "another")
     offers()
     assert len(made) == 8
 
@@ -156,7 +156,7 @@ def test_what_is_made_up_leaves_all_schedules(folder: Path, monkeypatch: pytest.
     assert chosen.schedule in names
     assert len(names) == len(plan.SCHEDULES)
     unable = [refusal(schedule, LAYER, Pass.WEIGHT_GRAD, H200) is not None for schedule in plan.SCHEDULES].index(True)
-    monkeypatch.setattr(rankings, "read", lambda *_: [unable])
+    monkeypatch.setattr(ranking_cache, "read", lambda *_: [unable])
     forget()
     assert plan.plan(LAYER, Pass.WEIGHT_GRAD, H200).program is not None
 
