@@ -8,21 +8,27 @@ allowed. Outputs and what lies around operands are poisoned (`kernel_harness`).
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from emulator import available
-from kernel_harness import DTYPES, H200, Emulator, formats, integers, reference, run
-from polyphase.plan.planner import programs
+from kernel_harness import DTYPES, H200, Emulator, Executor, formats, integers, reference, run
+from polyphase.jit.epilogue import operations_text
+from polyphase.jit.source import KERNELS, OPERATIONS
+from polyphase.plan.planner import as_computed, epilogue_refusal, plan, programs
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, SAMPLE, Epilogue, Operand, Operation
+from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, SAMPLE, Epilogue, Operand, Operation, decoded, encoded
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
+from polyphase.schedules.direct.general import DirectGeneral
+from polyphase.schedules.grouped_gemm.schedule import GroupedGemm
 from polyphase.schedules.schedule import Candidate
 
 make = ConvTransposeProblem.make
@@ -159,14 +165,16 @@ def finished(problem: ConvTransposeProblem, sums: Tensor, of: dict[str, Tensor])
     return values
 
 
-def check(problem: ConvTransposeProblem, candidate: Candidate, program: Program, order: str | int = "forward") -> None:
-    """One config with the problem's epilogue, in the emulator."""
+def check(
+    problem: ConvTransposeProblem, candidate: Candidate, program: Program, executor: Executor | None = None
+) -> None:
+    """One config with the problem's epilogue, in the emulator or on a GPU."""
     seed = zlib.crc32(str(replace(problem, epilogue=Epilogue(), dtype="float64", channels_last=False)).encode())
     operands = integers(problem.input_shape, seed), integers(problem.weight_shape, seed + 1)
     bias = integers((problem.out_channels,), seed + 2) if problem.bias else None
     of = operands_of(problem)
     layouts = Layouts.of_call(problem, Pass.FORWARD)
-    out = run(problem, Pass.FORWARD, program, layouts, operands, bias, Emulator(order), of_epilogue=of)
+    out = run(problem, Pass.FORWARD, program, layouts, operands, bias, executor, of_epilogue=of)
     *between, wide = finished(problem, reference(problem, Pass.FORWARD, operands, bias), of)
     dtype = DTYPES[problem.dtype]
     described = f"{candidate.describe()} of {problem}"
@@ -193,31 +201,99 @@ def test_every_operation_alone(name: str, dtype: str) -> None:
     check(problem, *found[0])
 
 
-def _by_schedule() -> list[object]:
-    """A config of every schedule that takes a layer, each with an epilogue, by turns; on two architectures."""
-    found, seen = [], set[tuple[str, str, str]]()
-    combined = list(COMBINED.items())
-    for layer, bare in LAYERS.items():
-        for number, formatted in enumerate(formats(bare)):
-            for device in (H200, A100):
-                problem = replace(formatted, dtype="bfloat16" if (number + len(found)) % 3 == 1 else "float32")
-                for schedule in dict.fromkeys(each[0].schedule for each in programs(problem, Pass.FORWARD, device)):
-                    if schedule == "direct_general" or (key := (schedule, layer, str(number))) in seen:
-                        continue
-                    seen.add(key)
-                    name, epilogue = combined[len(seen) % len(combined)]
-                    order = "last" if problem.channels_last else "first"
-                    parameters = replace(problem, epilogue=epilogue), device, schedule
-                    found.append(pytest.param(*parameters, id=f"{layer}-{order}-{device.arch}-{schedule}-{name}"))
-    return found
+@dataclass(frozen=True)
+class Case:
+    """A layer in a memory format, planned for a device: every schedule with an epilogue, by turns."""
+
+    layer: str
+    problem: ConvTransposeProblem
+    device: DeviceInfo
+
+    def offers(self) -> Iterator[tuple[ConvTransposeProblem, Candidate, Program]]:
+        """A config of each schedule with its epilogue, in a dtype; none where the schedule refuses it."""
+        names, number = list(COMBINED), zlib.crc32(f"{self.layer} {self.problem.channels_last}".encode())
+        seen = {DirectGeneral.name}
+        for candidate, _ in programs(self.problem, Pass.FORWARD, self.device):
+            if candidate.schedule in seen:
+                continue
+            seen.add(candidate.schedule)
+            number += 1
+            dtype = "bfloat16" if number % 3 == 1 else "float32"
+            problem = replace(self.problem, dtype=dtype, epilogue=COMBINED[names[number % len(names)]])
+            found = programs(problem, Pass.FORWARD, self.device)
+            found = [each for each in found if each[0].schedule == candidate.schedule]
+            if found:
+                yield (problem, *found[number // 5 % len(found)])
+
+
+def cases(*devices: DeviceInfo) -> Iterator[ParameterSet]:
+    """All layers in all memory formats; without devices on an H200, and by turns on an A100."""
+    number = 0
+    for layer, problem in LAYERS.items():
+        for formatted in formats(problem):
+            number += 1
+            for device in devices or ((H200, A100) if number % 3 == 0 else (H200,)):
+                order = "last" if formatted.channels_last else "first"
+                yield pytest.param(Case(layer, formatted, device), id=f"{layer}-{order}-{device.arch}")
 
 
 @emulated
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(("problem", "device", "schedule"), _by_schedule())
-def test_combined_in_every_schedule(problem: ConvTransposeProblem, device: DeviceInfo, schedule: str) -> None:
-    found = [each for each in programs(problem, Pass.FORWARD, device) if each[0].schedule == schedule]
-    if not found:
-        pytest.skip("the schedule refuses the epilogue")
-    number = zlib.crc32(f"{problem}".encode())
-    check(problem, *found[number % len(found)], order=number % 100)
+@pytest.mark.sampled(9)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", list(cases()))
+def test_combined_in_every_schedule(case: Case) -> None:
+    for number, offer in enumerate(case.offers()):
+        check(*offer, Emulator(number * 31 % 100))
+
+
+def test_the_text_of_none_is_the_example() -> None:
+    example = (KERNELS / OPERATIONS).read_text(encoding="utf-8")
+    assert example.endswith(operations_text(Epilogue()))
+
+
+def test_residuals_are_bytes_and_seconds() -> None:
+    bare = LAYERS["stride 2"]
+    problem = replace(bare, epilogue=Epilogue((RESIDUAL,)))
+    assert problem.bytes == bare.bytes + 4 * bare.elements[2]
+    one, other = (plan(each, Pass.FORWARD, H200) for each in (bare, problem))
+    assert one.candidate is not None
+    assert other.candidate is not None
+    assert other.candidate.config == one.candidate.config
+    assert other.candidate.seconds > one.candidate.seconds
+    assert "add(residual)" in str(problem)
+    for pass_ in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD):
+        assert plan(problem, pass_, H200).describe() == plan(bare, pass_, H200).describe()
+
+
+def test_single_pixels_are_one_gemm_but_with_operands_per_sample() -> None:
+    bare = LAYERS["one pixel"]
+    for name, whole in (("prelu, residual", True), ("per sample, leaky", False)):
+        computed, _ = as_computed(replace(bare, epilogue=COMBINED[name]), Pass.FORWARD, None)
+        assert (computed.out_channels == bare.out_channels * bare.taps) == whole
+
+
+def test_rows_without_taps_are_refused_by_those_who_copy_them() -> None:
+    problem = replace(make((2, 16, 8, 8), 8, 3, (4, 1), 1), epilogue=COMBINED["prelu, residual"])
+    assert "rows without taps" in str(epilogue_refusal(GroupedGemm(), problem, Pass.FORWARD))
+    assert epilogue_refusal(GroupedGemm(), problem, Pass.INPUT_GRAD) is None
+
+
+def test_text_of_operations_is_read_back() -> None:
+    for epilogue in [*COMBINED.values(), *(Epilogue((each,)) for each in ALONE.values() if each.of == 0)]:
+        assert decoded(encoded(epilogue)) == epilogue
+
+
+@pytest.mark.parametrize(
+    ("make_it", "message"),
+    [
+        (lambda: Operation("rely"), "no operation 'rely'"),
+        (lambda: Operation("elu"), "elu takes 1 constants"),
+        (lambda: Operation("elu", (float("nan"),)), "finite constants"),
+        (lambda: Operation("prelu"), "takes the operands slope, given"),
+        (lambda: Operation("add", (), (Operand("residual", CHANNEL),)), "cannot have operands"),
+        (lambda: Epilogue((Operation("add_value", of=1),)), "cannot read value 1"),
+    ],
+)
+def test_errors(make_it: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_it()

@@ -18,6 +18,8 @@ from torch.nn.utils import parametrize
 
 from polyphase import modules
 from polyphase.functional_calls import function_calls
+from polyphase.fuse import Block, unfuse
+from polyphase.fuse import fuse as fuse_modules
 from polyphase.text_table import text_table
 from polyphase.tools import tell_counters
 
@@ -63,12 +65,14 @@ class Report:
     """What `accelerate` or `restore` found and did. Printing it gives a table, and the ``note`` below it.
 
     ``model`` is the model that it is about, for those who want it in one line: ``accelerate(build()).model``.
+    ``blocks``: what each layer computes of what stands behind it, if that was asked for.
     """
 
     title: str
     entries: tuple[Entry, ...]
     note: str = ""
     model: Module | None = field(default=None, compare=False)
+    blocks: tuple[Block, ...] = ()
 
     @property
     def swapped(self) -> tuple[Entry, ...]:
@@ -139,19 +143,22 @@ class Report:
         return text_table(self._counts(), self._rows(), self.note)
 
 
-def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = None) -> Report:
+def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = None, fuse: bool = False) -> Report:
     """Swap the transposed convolutions of ``model`` for polyphase's, in place.
 
     Args:
         model: any module; it may itself be a transposed convolution.
         filter: asked for each transposed convolution, with its qualified name ("" for the model itself) and the module;
             where it answers False the module is left alone.
+        fuse: also have them compute the batch norms, activations and dropouts that alone read their outputs, while
+            those are in evaluation mode (`polyphase.fuse`); `restore` undoes that, too.
 
     Returns:
         A `Report` of every transposed convolution: swapped, or why not. Subclasses of PyTorch's modules are left alone,
         as they may compute something else; so are quantized and scripted modules, and those whose ``forward`` was
         replaced on the instance. It says where the portable path computes, as on a CPU, and which methods call
-        PyTorch's function themselves, which this does not reach. Its ``model`` is the one that was given.
+        PyTorch's function themselves, which this does not reach. Its ``model`` is the one that was given, and its
+        ``blocks`` say what was fused.
 
     Raises:
         TypeError: ``model`` is no module, or ``filter`` cannot be called.
@@ -163,7 +170,9 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
     tell_counters()
     functions = _about_functions(model)
     notes = (_about_devices((*report.swapped, *report.already)), functions)
-    report = replace(report, note="\n".join(note for note in notes if note))
+    blocks = fuse_modules(model) if fuse else ()
+    note = "\n".join(note for note in (*notes, *map(str, blocks)) if note)
+    report = replace(report, note=note, blocks=blocks)
     if not report.swapped and not report.already:
         found = f"\n{report}" if report.entries else f". {functions}" if functions else ""
         warnings.warn(f"polyphase.accelerate: nothing was swapped in {model._get_name()}{found}", stacklevel=2)
@@ -176,6 +185,8 @@ def restore(model: Module) -> Report:
     Returns:
         A `Report` of every transposed convolution. Modules that were built as polyphase's become PyTorch's as well.
     """
+    if isinstance(model, Module):
+        unfuse(model)
     return _convert("polyphase.restore", model, None, _TO_TORCH)
 
 

@@ -94,6 +94,9 @@ def _forward(
         output_padding = module._output_padding(
             input, list(output_size), module.stride, module.padding, module.kernel_size, dims, module.dilation
         )
+    if module._chain is not None and module._chain.is_active():
+        fused: Tensor = module._chain.run(input, output_padding)
+        return fused
     return function(
         input,
         module.weight,
@@ -110,6 +113,7 @@ class ConvTranspose1d(torch.nn.ConvTranspose1d, metaclass=StandIn):
     """`torch.nn.ConvTranspose1d` computed by `polyphase.conv_transpose1d`."""
 
     _stands_for: type = torch.nn.ConvTranspose1d
+    _chain: Any = None  # what it computes of what stands behind it (`polyphase.fuse`)
     _get_name = _get_name
     __prepare_scriptable__ = _prepare_scriptable
     qconfig = property(_qconfig, _set_qconfig)
@@ -127,6 +131,7 @@ class ConvTranspose2d(torch.nn.ConvTranspose2d, metaclass=StandIn):
     """`torch.nn.ConvTranspose2d` computed by `polyphase.conv_transpose2d`."""
 
     _stands_for: type = torch.nn.ConvTranspose2d
+    _chain: Any = None
     _get_name = _get_name
     __prepare_scriptable__ = _prepare_scriptable
     qconfig = property(_qconfig, _set_qconfig)
@@ -144,6 +149,7 @@ class ConvTranspose3d(torch.nn.ConvTranspose3d, metaclass=StandIn):
     """`torch.nn.ConvTranspose3d` computed by `polyphase.conv_transpose3d`."""
 
     _stands_for: type = torch.nn.ConvTranspose3d
+    _chain: Any = None
     _get_name = _get_name
     __prepare_scriptable__ = _prepare_scriptable
     qconfig = property(_qconfig, _set_qconfig)

@@ -1,0 +1,434 @@
+"""Blocks of models around the layer, on one GPU: PyTorch, polyphase, and polyphase with what stands behind the layer.
+
+    PYTHONPATH=src python benchmarks/blocks.py                  # writes benchmarks/results/blocks.csv, in five minutes
+
+Each block runs in inference: by PyTorch, with its layers swapped (`accelerate`), and fused (`accelerate(fuse=True)`, or
+`polyphase.fused` where `forward` calls functions); eager, by `torch.compile`, as a CUDA graph of either. Outputs are
+compared with float64 on part of the batch: a block that is further from it than PyTorch's own by more than its dtype
+allows is ``wrong``, and the exit status 1. Kernels are compiled before anything is timed, in processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import datetime
+import itertools
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polyphase
+from polyphase import fused
+from polyphase.bench import environment
+from polyphase.bench.report import make_console
+from polyphase.bench.timing import Timer
+from polyphase.jit.ahead import compile_ahead
+from polyphase.jit.launcher import quiet
+from polyphase.plan.planner import plan
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import NONE, Epilogue, decoded
+
+ROOT = Path(__file__).parent.parent
+LAYERS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass
+class Row:
+    """One block in one dtype, one way of running it. Milliseconds are medians of one call, the cache flushed before."""
+
+    block: str
+    dtype: str
+    mode: str  # eager, compile, graph of the eager block, graph of the compiled one
+    status: str = ""
+    reason: str = ""
+    torch_ms: float | None = None
+    swapped_ms: float | None = None
+    fused_ms: float | None = None
+    fused_over_torch: float | None = None
+    fused_over_swapped: float | None = None
+    floor_ms: float | None = None  # input, weights and output once, at 90 % of the copy rate that is measured
+    torch_error: float | None = None
+    swapped_error: float | None = None
+    fused_error: float | None = None
+    megabytes: float | None = None
+    gpu: str = ""
+    driver: str = ""
+    torch: str = ""
+    cuda: str = ""
+    commit: str = ""
+    date: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block: how it is built, the shapes that it is given, and how it is written with `polyphase.fused`, if by hand.
+
+    ``by_hand`` takes the module and its inputs; without it `accelerate` finds the chains.
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: tuple[tuple[int, ...], ...]
+    by_hand: Callable[..., Tensor] | None = None
+
+
+class Problem(nn.Module):
+    """A layer and what KernelBench's problem of that number does to its output."""
+
+    def __init__(self, layer: nn.Module, behind: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.conv_transpose = layer
+        self.behind = behind
+        self.tensors = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        """The output, with further inputs of the problem."""
+        return self.behind(self.conv_transpose(x), *more, *self.tensors)
+
+
+def by_hand(steps: Callable[..., list[fused.Step | str]]) -> Callable[..., Tensor]:
+    """A `Problem` in one call, of the steps that its tensors give."""
+
+    def run(module: Any, x: Tensor, *more: Tensor) -> Tensor:
+        layer = module.conv_transpose
+        function = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}[len(layer.stride)]
+        constants = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
+        return function(x, layer.weight, layer.bias, *constants, epilogue=steps(*more, *module.tensors))
+
+    return run
+
+
+class LayerNorm2d(nn.Module):
+    """SAM's, over channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W), normalized over C."""
+        mean = x.mean(1, keepdim=True)
+        x = (x - mean) / torch.sqrt((x - mean).pow(2).mean(1, keepdim=True) + 1e-6)
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
+class UpBlock(nn.Module):
+    """U-Net's layer and concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(128, 64, 2, 2)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        """(N, 128, H, W) and (N, 64, 2·H, 2·W) to (N, 128, 2·H, 2·W)."""
+        return torch.cat([skip, self.up(x)], 1)
+
+
+def dcgan() -> nn.Module:
+    """The generator of DCGAN, 64 pixels."""
+    widths = (100, 512, 256, 128, 64)
+    layers: list[nn.Module] = []
+    for i, (one, other) in enumerate(itertools.pairwise(widths)):
+        layers += [nn.ConvTranspose2d(one, other, 4, *((1, 0) if i == 0 else (2, 1)), bias=False)]
+        layers += [nn.BatchNorm2d(other), nn.ReLU(True)]
+    return nn.Sequential(*layers, nn.ConvTranspose2d(64, 3, 4, 2, 1, bias=False), nn.Tanh())
+
+
+def pose() -> nn.Module:
+    """SimpleBaseline's head on ResNet-50."""
+    layers: list[nn.Module] = []
+    for channels in (2048, 256, 256):
+        layers += [nn.ConvTranspose2d(channels, 256, 4, 2, 1, bias=False), nn.BatchNorm2d(256), nn.ReLU(True)]
+    return nn.Sequential(*layers, nn.Conv2d(256, 17, 1))
+
+
+def mask() -> nn.Module:
+    """Mask R-CNN's predictor."""
+    return nn.Sequential(nn.ConvTranspose2d(256, 256, 2, 2), nn.ReLU(True), nn.Conv2d(256, 91, 1))
+
+
+def sam() -> nn.Module:
+    """The mask decoder's upscaling."""
+    first = (nn.ConvTranspose2d(256, 64, 2, 2), LayerNorm2d(64), nn.GELU())
+    return nn.Sequential(*first, nn.ConvTranspose2d(64, 32, 2, 2), nn.GELU())
+
+
+def _channels(tensor: Tensor) -> Tensor:
+    return tensor.flatten()
+
+
+def _leaky_twice(factor: Tensor) -> list[fused.Step | str]:
+    leaky = fused.activation("leaky_relu", 0.2)
+    return [leaky, fused.scale_shift(_channels(factor)), leaky]
+
+
+BLOCKS: dict[str, Block] = {
+    "DCGAN generator, batch 256": Block(dcgan, ((256, 100, 1, 1),)),
+    "pose head, batch 64": Block(pose, ((64, 2048, 8, 6),)),
+    "Mask R-CNN head, 400 boxes": Block(mask, ((400, 256, 14, 14),)),
+    "U-Net up, batch 16": Block(UpBlock, ((16, 128, 256, 256), (16, 64, 512, 512))),
+    "SAM upscaling, batch 16": Block(sam, ((16, 256, 64, 64),)),
+    "KernelBench 2-2": Block(
+        lambda: Problem(
+            nn.ConvTranspose2d(64, 64, 3, 2, 1, 1),
+            lambda y, b: torch.clamp(torch.clamp(y + b, 0.0, 1.0) * 2.0, 0.0, 1.0) / 2.0,
+            (64, 1, 1),
+        ),
+        ((128, 64, 128, 128),),
+        by_hand(
+            lambda b: [
+                fused.scale_shift(shift=_channels(b)),
+                fused.activation("clamp", 0.0, 1.0),
+                fused.scale_shift(2.0),
+                fused.activation("clamp", 0.0, 1.0),
+                fused.scale_shift(0.5),
+            ]
+        ),
+    ),
+    "KernelBench 2-5": Block(
+        lambda: Problem(nn.ConvTranspose2d(64, 64, 4, 2, 1, 1), lambda y, b: torch.tanh(y - b), (64, 1, 1)),
+        ((32, 64, 256, 256),),
+        by_hand(lambda b: [fused.scale_shift(shift=-_channels(b)), "tanh"]),
+    ),
+    "KernelBench 2-16": Block(
+        lambda: Problem(nn.ConvTranspose2d(64, 64, 3, 2, 1, 1), lambda y: F.hardtanh(F.mish(y) + 0.5, -1.0, 1.0) * 2.0),
+        ((128, 64, 128, 128),),
+        by_hand(
+            lambda: ["mish", fused.scale_shift(shift=0.5), fused.activation("clamp", -1.0, 1.0), fused.scale_shift(2.0)]
+        ),
+    ),
+    "KernelBench 2-20": Block(
+        lambda: Problem(nn.ConvTranspose3d(32, 64, 3, 2, 1, 1), lambda y, b: ((y + b) + y) * y + y, (64, 1, 1, 1)),
+        ((16, 32, 16, 32, 32),),
+        by_hand(
+            lambda b: [
+                fused.scale_shift(shift=_channels(b)),
+                fused.add_value(),
+                fused.multiply_value(),
+                fused.add_value(),
+            ]
+        ),
+    ),
+    "KernelBench 2-26": Block(
+        lambda: Problem(nn.ConvTranspose3d(32, 64, 3, 2, 1, 1), lambda y, added: (y + added) * F.hardswish(y + added)),
+        ((128, 32, 16, 16, 16), (128, 64, 32, 32, 32)),
+        by_hand(lambda added: [fused.add(added), "hardswish", fused.multiply_value(1)]),
+    ),
+    "KernelBench 2-74": Block(
+        lambda: Problem(
+            nn.ConvTranspose3d(16, 32, 3, 2, 1, 1),
+            lambda y, factor: F.max_pool3d(F.leaky_relu(F.leaky_relu(y, 0.2) * factor, 0.2), 2),
+            (32, 1, 1, 1),
+        ),
+        ((16, 16, 16, 32, 32),),
+        lambda module, x: F.max_pool3d(by_hand(_leaky_twice)(module, x), 2),
+    ),
+    "KernelBench 2-93": Block(
+        lambda: Problem(nn.ConvTranspose2d(64, 128, 4, 2), lambda y: F.gelu(torch.clamp(y + 0.5, max=0.0)) * 2.0),
+        ((128, 64, 64, 64),),
+        by_hand(
+            lambda: [
+                fused.scale_shift(shift=0.5),
+                fused.activation("clamp", float("-inf"), 0.0),
+                "gelu",
+                fused.scale_shift(2.0),
+            ]
+        ),
+    ),
+    "KernelBench 2-100": Block(
+        lambda: Problem(nn.ConvTranspose3d(64, 128, 3, 2, 1), lambda y: torch.clamp(y, min=-1.0) / 2.0),
+        ((16, 64, 24, 48, 48),),
+        by_hand(lambda: [fused.activation("clamp", -1.0, float("inf")), fused.scale_shift(0.5)]),
+    ),
+}
+
+
+def built(block: Block) -> nn.Module:
+    """The block with random weights, and statistics as training leaves them, in evaluation mode."""
+    torch.manual_seed(0)
+    model = block.build()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.5, 0.5)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    return model.eval().requires_grad_(False)
+
+
+def fuse(block: Block, model: nn.Module) -> Callable[..., Tensor]:
+    """The block with what stands behind its layers computed by them."""
+    run = block.by_hand
+    polyphase.accelerate(model, fuse=run is None)
+    return model if run is None else lambda *inputs: run(model, *inputs)
+
+
+def kernels_of(block: Block, dtype: torch.dtype, device: DeviceInfo) -> list[Any]:
+    """The kernels that a block's swapped and fused layers will ask for, found on meta tensors."""
+    met: list[ConvTransposeProblem] = []
+    name = str(dtype).removeprefix("torch.")
+
+    def note(
+        input: Tensor, weight: Tensor, bias: Tensor | None, constants: tuple[Any, ...], epilogue: Epilogue
+    ) -> None:
+        shape = (input.shape[0], input.shape[1], weight.shape[1] * constants[4])
+        sizes = (tuple(input.shape[2:]), tuple(weight.shape[2:]))
+        found = ConvTransposeProblem(*shape, *sizes, *constants)
+        tf32 = name == "float32"
+        met.append(replace(found, bias=bias is not None, dtype=name, tf32=tf32, epilogue=epilogue))
+
+    class Watched(TorchDispatchMode):
+        """Takes down the calls of polyphase's operators."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.polyphase.conv_transpose.default:
+                note(args[0], args[1], args[2], tuple(map(_tuple, args[3:])), NONE)
+            if func is torch.ops.polyphase.conv_transpose_epilogue.default:
+                note(args[0], args[1], args[2], tuple(map(_tuple, args[5:])), decoded(args[4]))
+            return func(*args, **(kwargs or {}))
+
+    inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in block.inputs]
+    for fusing in (False, True):
+        model = built(block).to("meta", dtype)
+        call = fuse(block, model) if fusing else model
+        if not fusing:
+            polyphase.accelerate(model)
+        with Watched(), torch.no_grad():  # type: ignore[no-untyped-call]
+            call(*inputs)
+    plans = [plan(problem, Pass.FORWARD, device) for problem in met]
+    return [source for each in plans for program in each.programs[:1] for source in program.sources]
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def graphed(call: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], object]:
+    """A CUDA graph of a call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call(*inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(*inputs)
+    return graph.replay
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """``‖found - wanted‖ / ‖wanted‖`` of the first of the batch."""
+    return ((found[: len(wanted)].double() - wanted).norm() / wanted.norm()).item()
+
+
+def measured(name: str, block: Block, dtype: torch.dtype, timer: Timer, rate: float, modes: list[str]) -> list[Row]:
+    """A block's rows."""
+    model, text = built(block), str(dtype).removeprefix("torch.")
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs = [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in block.inputs]
+    few = [each[:2].double() for each in inputs]
+    wanted = copy.deepcopy(model).cuda().double()(*few)
+    calls: dict[str, Callable[..., Tensor]] = {"torch": copy.deepcopy(model).to("cuda", dtype)}
+    swapped = copy.deepcopy(model).to("cuda", dtype)
+    polyphase.accelerate(swapped)
+    calls |= {"swapped": swapped, "fused": fuse(block, copy.deepcopy(model).to("cuda", dtype))}
+    errors = {who: error(call(*inputs), wanted) for who, call in calls.items()}
+    allowed = 2 * errors["torch"] + 4 * torch.finfo(dtype).eps
+    wrong = [who for who in ("swapped", "fused") if not errors[who] <= allowed]
+    output = calls["torch"](*inputs)
+    parameters = sum(each.numel() for each in model.parameters())
+    moved = dtype.itemsize * (sum(each.numel() for each in inputs) + output.numel() + parameters)
+    rows = []
+    for mode in modes:
+        row = Row(name, text, mode, "wrong" if wrong else "ok", ", ".join(wrong), megabytes=moved / 1e6)
+        row.torch_error, row.swapped_error, row.fused_error = errors["torch"], errors["swapped"], errors["fused"]
+        row.floor_ms = 1e3 * moved / (0.9 * rate)
+        times: dict[str, float] = {}
+        for who, call in calls.items():
+            try:
+                ready = torch.compile(call, fullgraph=True) if "compile" in mode else call
+                run = graphed(ready, inputs) if "graph" in mode else lambda ready=ready: ready(*inputs)
+                times[who] = timer.measure(run).ms
+            except Exception as failure:
+                row.status, row.reason = "failed", f"{who}: {environment.first_line(failure)}"
+        row.torch_ms, row.swapped_ms, row.fused_ms = times.get("torch"), times.get("swapped"), times.get("fused")
+        if row.fused_ms and row.torch_ms and row.swapped_ms:
+            row.fused_over_torch, row.fused_over_swapped = row.torch_ms / row.fused_ms, row.swapped_ms / row.fused_ms
+        rows.append(row)
+    return rows
+
+
+def copy_rate(timer: Timer) -> float:
+    """Bytes read and written in a second by a large copy."""
+    one, other = (torch.empty(1 << 28, device="cuda") for _ in range(2))
+    return 2 * one.nbytes / (1e-3 * timer.measure(lambda: other.copy_(one)).ms)
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """All rows, with the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([field.name for field in fields(Row)])
+        for row in rows:
+            row.gpu, row.driver = environment.device_name("cuda"), environment.driver()
+            row.torch, row.cuda, row.commit = torch.__version__, torch.version.cuda or "", environment.commit()
+            row.date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+            row.command = shlex.join(["python", *sys.argv])
+            writer.writerow([f"{x:.6g}" if isinstance(x, float) else "" if x is None else x for x in astuple(row)])
+
+
+def main(
+    csv_path: Annotated[Path, typer.Option("--csv")] = ROOT / "benchmarks" / "results" / "blocks.csv",
+    only: Annotated[str, typer.Option(help="Blocks whose names contain this.")] = "",
+    dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
+    modes: Annotated[str, typer.Option(help="Comma-separated.")] = "eager,compile,graph,compile graph",
+    seconds: Annotated[float, typer.Option(help="No block is begun after so many.")] = 330.0,
+) -> None:
+    """Compile, check and time."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("blocks are timed on an NVIDIA GPU, and PyTorch finds none here")
+    warnings.simplefilter("ignore")
+    started, console = time.perf_counter(), make_console()
+    chosen = {name: block for name, block in BLOCKS.items() if only in name}
+    kinds = [getattr(torch, dtype) for dtype in dtypes.split(",")]
+    device = DeviceInfo.of(torch.device("cuda", 0))
+    sources = [source for block in chosen.values() for dtype in kinds for source in kernels_of(block, dtype, device)]
+    compile_ahead(dict.fromkeys(sources), device.arch)
+    console.print(f"{len(set(sources))} kernels after {time.perf_counter() - started:.0f} s", markup=False)
+    timer, rows = Timer(torch.device("cuda")), list[Row]()
+    rate = copy_rate(timer)
+    with torch.inference_mode(), quiet():
+        for name, block in chosen.items():
+            for dtype in kinds:
+                if time.perf_counter() - started > seconds:
+                    console.print(f"no time left for {name}, {dtype}", markup=False)
+                    continue
+                torch._dynamo.reset()
+                rows += measured(name, block, dtype, timer, rate, modes.split(","))
+                for row in rows[-len(modes.split(",")) :]:
+                    shown = (row.torch_ms, row.swapped_ms, row.fused_ms)
+                    times = " ".join("      -" if ms is None else f"{ms:7.3f}" for ms in shown)
+                    gain = "" if row.fused_over_torch is None else f"{row.fused_over_torch:5.2f} x"
+                    line = f"{row.block:28} {row.dtype:9} {row.mode:14} {times} {gain} {row.status} {row.reason}"
+                    console.print(line, markup=False)
+                write(csv_path, rows)
+                torch.cuda.empty_cache()
+    if any(row.status != "ok" for row in rows):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,223 @@
+"""``accelerate(model, fuse=True)``: which chains are found, that they compute the same, and that it is undone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyphase
+from polyphase import fused
+
+
+class Head(nn.Module):
+    """A chain, a functional activation, an output that two read, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Sequential(
+            nn.ConvTranspose2d(6, 8, 4, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.5)
+        )
+        self.functional = nn.ConvTranspose2d(8, 6, 2, 2)
+        self.skipped = nn.ConvTranspose2d(6, 6, 3, 1, 1)
+        self.act = nn.GELU()
+        self.twice = nn.ConvTranspose2d(6, 6, 1)
+        self.last = nn.ConvTranspose2d(6, 3, 2, 2)
+        self.tanh = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 6, H, W) to (N, 3, 8·H, 8·W)."""
+        x = torch.relu(self.functional(self.up(x)))
+        y = self.skipped(x)
+        x = self.act(y) + y
+        return self.tanh(self.last(self.twice(self.twice(x))))
+
+
+def _spread(model: nn.Module) -> nn.Module:
+    """Statistics and parameters of norms as training leaves them."""
+    generator = torch.Generator().manual_seed(3)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            for tensor in (module.running_mean, module.running_var, module.weight, module.bias):
+                if tensor is not None:
+                    tensor.data.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    return model
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return _spread(Head())
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps each fused call had."""
+    calls: list[int] = []
+    original = fused.conv_transpose2d
+
+    def counting(*arguments: object, epilogue: list[object], **more: object) -> Tensor:
+        calls.append(len(epilogue))
+        return original(*arguments, epilogue=epilogue, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setitem(polyphase.convert.fuse_modules.__globals__["_FUSED"], 2, counting)
+    return calls
+
+
+def test_chains_and_reasons() -> None:
+    report = polyphase.accelerate(_model(), fuse=True)
+    blocks = {block.name: block for block in report.blocks}
+    assert blocks["up.0"].fused == ("up.1", "up.2", "up.3")
+    assert blocks["up.0"].reason.startswith("functional is a ConvTranspose2d")
+    assert blocks["functional"].fused == ()
+    assert "relu reads it" in blocks["functional"].reason
+    assert blocks["skipped"].reason == "2 read the result"
+    assert blocks["twice"].reason == "it is called more than once"
+    assert blocks["last"].fused == ("tanh",)
+    assert blocks["last"].reason == "it is the result of what was traced"
+    assert "up.0: computes up.1 → up.2 → up.3" in str(report)
+
+
+def test_the_same_in_evaluation_and_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _model(), torch.randn(2, 6, 5, 4)
+    fused_model = copy.deepcopy(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    polyphase.accelerate(fused_model, fuse=True)
+    assert fused_model.state_dict().keys() == state.keys()
+    calls = _counted(monkeypatch)
+    torch.testing.assert_close(fused_model.eval()(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+    assert calls == [2, 1]
+    # Live parameters, and statistics that training changes.
+    for each in (model, fused_model):
+        each.train()
+        torch.manual_seed(1)
+        each(x).sum().backward()
+        each.up[1].weight.data.mul_(2)
+        each.eval()
+    assert calls == [2, 1]
+    torch.testing.assert_close(fused_model.up[1].running_var, model.up[1].running_var)
+    torch.testing.assert_close(fused_model(x), model(x), rtol=1e-4, atol=1e-5)
+    assert calls == [2, 1] * 2
+    for (name, one), (_, other) in zip(fused_model.named_parameters(), model.named_parameters()):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_part_of_a_chain_in_training_and_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _model().eval(), torch.randn(1, 6, 3, 3)
+    expected = model(x)
+    polyphase.accelerate(model, fuse=True)
+    calls = _counted(monkeypatch)
+    model.up[3].train()
+    model.up[3].p = 0.0
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert calls == [1]
+    model.eval()
+    seen: list[Tensor] = []
+    handle = model.up[1].register_forward_hook(lambda module, given, output: seen.append(output.detach().clone()))
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert float(seen[0].min()) < 0
+    assert calls == [1, 1]
+    handle.remove()
+    model(x)
+    assert calls == [1, 1, 2, 1]
+
+
+def test_restore_undoes_all() -> None:
+    model = _model()
+    kinds = [type(module) for module in model.modules()]
+    text = repr(model)
+    polyphase.accelerate(model, fuse=True)
+    assert "computed by the transposed convolution before it in evaluation mode" in repr(model.up[1])
+    assert repr(model.up[1]).startswith("BatchNorm2d(8, eps")
+    assert {type(module) for module in model.modules()} == set(kinds)  # by equality
+    polyphase.accelerate(model, fuse=True)  # again: nothing changes
+    polyphase.restore(model)
+    assert all(type(module) is kind for module, kind in zip(model.modules(), kinds))
+    assert repr(model) == text
+    assert not any("_chain" in vars(module) for module in model.modules())
+
+
+def test_copies_and_pickles_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _model().eval(), torch.randn(1, 6, 3, 3)
+    polyphase.accelerate(model, fuse=True)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(stream, weights_only=False)]
+    calls = _counted(monkeypatch)
+    for each in copies:
+        each.up[1].weight.data.mul_(3)  # its own
+        assert each.up[0]._chain.modules[0] is each.up[1]
+        assert not torch.equal(each(x), model(x))
+    assert calls == [2, 1] * 6
+
+
+def test_compiled_in_one_graph() -> None:
+    model, x = _model().eval(), torch.randn(1, 6, 3, 3)
+    expected = model(x)
+    polyphase.accelerate(model, fuse=True)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
+    graph = torch.fx.symbolic_trace(model)
+    torch.testing.assert_close(graph(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_traced_is_traced_in_parts() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Sequential(nn.ConvTranspose1d(3, 4, 2, 2), nn.LeakyReLU(0.2))
+            self.free = nn.ConvTranspose1d(4, 2, 2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.free(self.head(x)) if x.sum() > 0 else x
+
+    model = Branches().eval()
+    x = torch.rand(2, 3, 5)
+    expected = model(x)
+    blocks = {block.name: block for block in polyphase.accelerate(model, fuse=True).blocks}
+    assert blocks["head.0"].fused == ("head.1",)
+    assert blocks["free"].reason == "what calls it cannot be traced by torch.fx"
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+ACTIVATIONS: list[Callable[[], nn.Module]] = [
+    nn.ReLU, nn.ReLU6, lambda: nn.LeakyReLU(0.1), lambda: nn.PReLU(4), nn.PReLU, lambda: nn.ELU(0.7), nn.GELU,
+    lambda: nn.GELU("tanh"), nn.SiLU, nn.Tanh, nn.Sigmoid, lambda: nn.Hardtanh(-0.3, 0.4), nn.Hardswish,
+    lambda: nn.Softplus(2.0, 10.0), nn.Mish, nn.Identity, lambda: nn.BatchNorm3d(4, affine=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", ACTIVATIONS)
+def test_every_module(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = _spread(nn.Sequential(nn.ConvTranspose3d(3, 4, 2, 2), make())).eval().double()
+    x = torch.randn(1, 3, 2, 3, 2, dtype=torch.float64)
+    expected = model(x)
+    (block,) = polyphase.accelerate(model, fuse=True).blocks
+    assert block.fused == ("1",)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_what_is_left_alone() -> None:
+    class Own(nn.ReLU):
+        pass
+
+    def reason(module: nn.Module) -> str:
+        model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), module)
+        (block,) = polyphase.accelerate(model, fuse=True).blocks
+        assert block.fused == ()
+        return block.reason
+
+    assert reason(nn.BatchNorm2d(4, track_running_stats=False)) == "1 has no running statistics"
+    assert reason(Own()).startswith("relu reads it, which is a call and no module")
+    assert reason(nn.GroupNorm(2, 4)) == "1 is a GroupNorm, which no epilogue computes"
+    hooked = nn.ReLU()
+    hooked.register_forward_hook(lambda *_: None)
+    assert reason(hooked) == "1 has hooks"
+    shared = nn.ReLU()
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), shared, nn.Conv2d(4, 4, 1), shared)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].reason == "1 is called more than once"

@@ -1,0 +1,139 @@
+"""Epilogues on real hardware: every schedule, fused models in graphs and under autocast, gradients.
+
+pytest tests -k epilogue
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import polyphase
+from helpers import tf32
+from kernel_harness import Gpu
+from polyphase import fused
+from polyphase.jit.ahead import compile_ahead
+from polyphase.plan.planner import programs
+from polyphase.problem import Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import Epilogue
+from test_epilogue import ALONE, Case, cases, check, make
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def gpu(request: pytest.FixtureRequest) -> Gpu:
+    """The GPU, with all kernels of the cases that this run asks for in the cache."""
+    device = DeviceInfo.of(DEVICE)
+    asked = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    offers = [offer for case in asked if isinstance(case, Case) for offer in case.offers()]
+    compile_ahead((source for _, _, program in offers for source in program.sources), device.arch)
+    return Gpu(0)
+
+
+@pytest.mark.parametrize("case", list(cases(DeviceInfo.of(DEVICE))))
+def test_combined_in_every_schedule(case: Case, gpu: Gpu) -> None:
+    for offer in case.offers():
+        check(*offer, gpu)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_every_operation_alone(dtype: str) -> None:
+    bare = make((2, 2, 3, 2), 5, 3, 2, 1, bias=True, dtype=dtype)
+    problems = [replace(bare, epilogue=Epilogue((operation,))) for operation in ALONE.values()]
+    device = DeviceInfo.of(DEVICE)
+    found = [
+        (
+            problem,
+            *next(each for each in programs(problem, Pass.FORWARD, device) if each[0].schedule == "direct_general"),
+        )
+        for problem in problems
+    ]
+    compile_ahead((source for _, _, program in found for source in program.sources), device.arch)
+    for problem, candidate, program in found:
+        check(problem, candidate, program, Gpu(0))
+
+
+def _generator() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.ConvTranspose2d(24, 32, 4, 1, 0, bias=False), nn.BatchNorm2d(32), nn.ReLU(True),
+        nn.ConvTranspose2d(32, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.GELU(),
+        nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh(),
+    )  # fmt: skip
+    for module in model:
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_fused_model(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    """As near to float64 as what rounds in between, eager and in a graph."""
+    wide, x = _generator().double(), torch.randn(5, 24, 1, 1)
+    expected = wide(x.double())
+    model = copy.deepcopy(wide).to(DEVICE, dtype, memory_format=layout)
+    report = polyphase.accelerate(model, fuse=True)
+    assert [block.fused for block in report.blocks] == [("1", "2"), ("4", "5"), ("7",)]
+    given = x.to(DEVICE, dtype)
+    with torch.inference_mode(), tf32(False):
+        found = model(given)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            model(given)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(given)
+        graph.replay()
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=tolerance)
+    assert torch.equal(captured, found)
+
+
+def test_gradients_and_autocast_of_an_epilogue() -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, 8, 5, 6), (8, 6, 4, 4), (6,), (6,), (6,), (2, 6, 10, 12))
+    leaves = [torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for shape in shapes]
+
+    def run(x, w, b, scale, shift, residual):  # type: ignore[no-untyped-def]
+        steps = [fused.scale_shift(scale, shift), fused.add(residual), "silu"]
+        return fused.conv_transpose2d(x, w, b, 2, 1, epilogue=steps)
+
+    def expected(x, w, b, scale, shift, residual):  # type: ignore[no-untyped-def]
+        y = torch.nn.functional.conv_transpose2d(x, w, b, 2, 1)
+        return torch.nn.functional.silu(y * scale.view(-1, 1, 1) + shift.view(-1, 1, 1) + residual)
+
+    wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
+    wanted = expected(*wide)
+    g = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    with tf32(False):
+        found = run(*leaves)
+        gradients = torch.autograd.grad(found, leaves, g.to(DEVICE, torch.float32))
+        compiled = torch.compile(run, fullgraph=True)(*leaves)
+    torch.testing.assert_close(found.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compiled, found)
+    for one, other in zip(gradients, torch.autograd.grad(wanted, wide, g)):
+        torch.testing.assert_close(one.cpu().double(), other, rtol=1e-3, atol=1e-3)
+    with torch.autocast("cuda", torch.bfloat16):
+        half = run(*leaves)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.cpu().double(), wanted, rtol=0.05, atol=0.1)
+
+
+def test_a_residual_that_lies_otherwise() -> None:
+    x, w, residual = torch.ones(2, 4, 3, 3), torch.ones(4, 5, 2, 2), torch.randn(2, 5, 6, 6)
+    last = residual.to(DEVICE).to(memory_format=torch.channels_last)
+    found = fused.conv_transpose2d(x.to(DEVICE), w.to(DEVICE), None, 2, epilogue=[fused.add(last), "relu"])
+    assert torch.equal(found.cpu(), torch.relu(4 + residual))
