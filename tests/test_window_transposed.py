@@ -41,6 +41,10 @@ LAYERS = {
     "one-dimensional": make((3, 24, 37), 16, 5, 3, 2, 1, tf32=True),
     "one-dimensional, half": make((3, 24, 37), 16, 5, 3, 2, 1, dtype="bfloat16"),
     "odd images": make((3, 72, 5, 7), 24, 3, 2, 1, dtype="bfloat16"),
+    "channels that are padded": make((2, 50, 5, 7), 21, 3, 2, 1, dtype="bfloat16"),
+    "channels that are padded, float32": make((2, 18, 6, 9), 17, (2, 3), 1, 1, tf32=True),
+    "channels of groups that are padded": make((2, 18, 6, 9), 30, 4, 2, 1, groups=2, dtype="float16"),
+    "channels that are padded, one tap": make((2, 21, 9), 50, 1, dtype="bfloat16"),
 }
 
 
@@ -110,7 +114,9 @@ def test_where_it_refuses() -> None:
     for pass_, schedule in SCHEDULES.items():
         assert refusal(schedule, layer, pass_, H200) is None
         assert "channels first" in str(refusal(schedule, replace(layer, channels_last=True), pass_, H200))
-        assert "16 bytes" in str(refusal(schedule, replace(layer, out_channels=20), pass_, H200))
+        assert refusal(schedule, replace(layer, out_channels=20), pass_, H200) is None
+        exact = make((2, 15, 8, 8), 30, 4, 2, 1, tf32=True)  # narrow: it has 16 channels when it is padded
+        assert "stays exact" in str(refusal(schedule, exact, pass_, H200))
         assert refusal(schedule, layer, Pass.FORWARD, H200) is not None
 
 

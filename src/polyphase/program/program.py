@@ -169,31 +169,57 @@ def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed
 
 def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:
     """A program that writes channels_last, for a contiguous result of such a shape: it is transposed back."""
+    return _written_by(inner, dtype, math.prod(shape), to_contiguous(dtype, shape))
+
+
+def _written_by(inner: Program, dtype: str, elements: int, back: Step) -> Program:
+    """A program whose result, of so many elements, a step ``back`` makes into the one that is wanted."""
     last = f"{DST}_channels_last"
     steps = [
         replace(step, operands=tuple(last if name == DST else name for name in step.operands)) for step in inner.steps
     ]
     return replace(
         inner,
-        steps=(*steps, replace(to_contiguous(dtype, shape), operands=(last, DST))),
-        buffers=(*inner.buffers, Buffer(last, dtype, math.prod(shape))),
+        steps=(*steps, replace(back, operands=(last, DST))),
+        buffers=(*inner.buffers, Buffer(last, dtype, elements)),
         dst_channels_last=False,
     )
 
 
-def between_transposes(inner: Program, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Program:
-    """A program for tensors in channels_last, made one for contiguous ones: they are transposed before, and back.
+def between_transposes(
+    inner: Program,
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    layouts: Layouts,
+    padded: ConvTransposeProblem | None = None,
+) -> Program:
+    """A gradient's program for tensors in channels_last, made one for contiguous ones: they are transposed around it.
 
-    ``layouts`` are those of the call's tensors. A weight is read as it is.
+    ``layouts`` are those of the call's tensors. A weight is read as it is. ``padded``: the layer that the program
+    computes, where that has more channels: those of each group are padded with zeros, and left out of the result.
     """
-    sides = [(problem.input_shape, layouts.input), (problem.output_shape, layouts.output)]
-    read = {X: sides[0], GRAD: sides[1]} if pass_ is Pass.WEIGHT_GRAD else {SRC: sides[pass_ is not Pass.FORWARD]}
-    program = reading_channels_last(
-        inner,
-        problem.dtype,
-        {name: Transposed(shape, strides, 1, shape[1]) for name, (shape, strides) in read.items()},
-    )
-    if pass_ is Pass.WEIGHT_GRAD and not inner.dst_channels_last:
-        return program
-    shape = problem.weight_shape if pass_ is Pass.WEIGHT_GRAD else sides[pass_ is Pass.FORWARD][0]
-    return writing_channels_last(program, problem.dtype, shape)
+    padded = padded or problem
+    sides = {
+        X: (problem.input_shape, layouts.input, padded.in_channels),
+        GRAD: (problem.output_shape, layouts.output, padded.out_channels),
+    }
+    read = {}
+    for name, (shape, strides, channels) in sides.items():
+        groups = 1 if channels == shape[1] else problem.groups
+        read[name] = Transposed(shape, strides, groups, channels // groups)
+    if pass_ is Pass.INPUT_GRAD:
+        program = reading_channels_last(inner, problem.dtype, {SRC: read[GRAD]})
+        return writing_channels_last(program, problem.dtype, problem.input_shape)
+    program = reading_channels_last(inner, problem.dtype, read)
+    if padded.weight_shape != problem.weight_shape:
+        return _written_by(program, problem.dtype, padded.elements[1], _without_padding(problem, padded))
+    return writing_channels_last(program, problem.dtype, problem.weight_shape) if inner.dst_channels_last else program
+
+
+def _without_padding(problem: ConvTransposeProblem, padded: ConvTransposeProblem) -> Step:
+    """From a weight whose output channels are innermost, and padded, to the contiguous one."""
+    groups, inputs, outputs = problem.groups, problem.in_channels_per_group, problem.out_channels_per_group
+    of_tap = padded.out_channels_per_group
+    of_input = problem.taps * of_tap
+    strides = (padded.in_channels_per_group * of_input, of_tap, 0, of_input, 1)
+    return to_channels_last(problem.dtype, (groups, problem.taps, inputs, outputs), strides)

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from polyphase.problem import Axis, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, channels_innermost
 from polyphase.program.flatten import Flattened, Three
@@ -21,6 +21,8 @@ from polyphase.schedules.tap_gemm.product import Product, product_of
 
 #: Bytes of a row of a stage.
 PITCH = 128
+
+_PADDED = 1.15  # images, padded to whole pieces, for each that there is, at most
 
 
 @dataclass(frozen=True)
@@ -174,10 +176,12 @@ def flat_product(
 
 
 def may_count_images_last(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
-    """Whether positions may count images last: there are some, taps that shift, and columns lie side by side."""
+    """Whether positions may count images last: these are nearly whole pieces, taps shift, columns lie side by side."""
     sides = ((problem.in_channels, layouts.input), (problem.out_channels, layouts.output))
     taps = max(FlatAxis.of(axis).taps for axis in problem.axes3)
-    return problem.batch > 1 and taps > 1 and not any(channels_innermost(*side) for side in sides)
+    padded = round_up(problem.batch, 16 // DTYPE_BYTES[problem.dtype])
+    few = padded <= _PADDED * problem.batch
+    return few and taps > 1 and not any(channels_innermost(*side) for side in sides)
 
 
 def may_swap(problem: ConvTransposeProblem) -> bool:

@@ -114,8 +114,16 @@ class WindowDgradTma(_WindowTma):
         return {"output": problem.out_channels_per_group}
 
     def program(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: TmaConfig,
+        given: ConvTransposeProblem | None = None,
     ) -> Program:
+        """The program of one config. ``given``: the layer whose weight it reads, which may have fewer channels."""
+        given = given or problem
         lanes = tile_lanes(problem, pass_, config)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         items, stages = input_items(problem, config, math.prod(tiles)), depth_stages(problem, config)
@@ -125,7 +133,8 @@ class WindowDgradTma(_WindowTma):
         pitch = config.depth_bytes
         flush = FLUSH * DTYPE_BYTES[problem.dtype] // pitch if is_long_sum(problem) else stages
         packed = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
-        packs = (_pack(problem, pass_),) if packed else ()
+        packed = packed or given.out_channels != problem.out_channels
+        packs = (_pack(problem, pass_, given, layouts.weight_channels_last),) if packed else ()
         workspace = problem.elements[1] * DTYPE_BYTES[problem.dtype] if packed else 0
         constants = (*self._constants(problem, config, pitch, pitch), ("FLUSH", flush))
         form = WgmmaForm(config.columns, problem.dtype)
@@ -207,11 +216,12 @@ class WindowWgradTma(_WindowTma):
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
 
 
-def _pack(problem: ConvTransposeProblem, pass_: Pass) -> Step:
-    """The weight's channels to where boxes want them."""
+def _pack(problem: ConvTransposeProblem, pass_: Pass, given: ConvTransposeProblem, channels_last: bool) -> Step:
+    """The weight's channels to where boxes want them, those of the layer that is ``given``."""
     chunks = problem.elements[1] * DTYPE_BYTES[problem.dtype] // 16
     constants = (
-        *layer_constants(problem, pass_),
+        *layer_constants(given, pass_, channels_last),
+        ("PADDED_CHANNELS", problem.out_channels_per_group),
         ("ALL_IN_CHANNELS", problem.in_channels),
         ("THREADS", _PACK_THREADS),
         ("MIN_BLOCKS", 1),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.program.program import Program, between_transposes
 from polyphase.schedules.cost import transpose_seconds
@@ -31,7 +32,9 @@ class _Transposed(Schedule):
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.channels_last:
             return "transposes tensors that are channels first"
-        return self._tma.supports(_last(problem), pass_, device)
+        if problem.dtype == "float32" and not problem.uses_tf32:  # with more channels it might
+            return self._tma.limits(problem, pass_, device)
+        return self._tma.supports(_last(problem, pass_), pass_, device)
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return self._tma.nothing_fits(problem, device)
@@ -39,9 +42,9 @@ class _Transposed(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         """None, too, where the tensors in channels_last would take too much memory."""
         written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
-        if _transposed_bytes(problem, pass_) > _MOST_BYTES or not written_dense:
+        if _transposed_bytes(_last(problem, pass_), pass_) > _MOST_BYTES or not written_dense:
             return None
-        return self._tma.ranked_at(_last(problem), pass_, self._layouts(problem, layouts))
+        return self._tma.ranked_at(_last(problem, pass_), pass_, self._layouts(problem, pass_, layouts))
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaConfig]:
         return self._tma.configs(at, pass_, device)
@@ -56,23 +59,35 @@ class _Transposed(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Cost:
         """What the TMA kernel costs, and the transposes around it."""
-        transposes = transpose_seconds(2 * _transposed_bytes(problem, pass_), device, self._reads + 1)
-        lie = self._layouts(problem, layouts)
-        seconds, bound = self._tma.cost(_last(problem), pass_, device, lie, config)
+        last = _last(problem, pass_)
+        moved = _transposed_bytes(problem, pass_) + _transposed_bytes(last, pass_)
+        transposes = transpose_seconds(moved, device, self._reads + 1)
+        seconds, bound = self._tma.cost(last, pass_, device, self._layouts(problem, pass_, layouts), config)
         return seconds + transposes, bound
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Program:
-        program = self._tma.program(_last(problem), pass_, device, self._layouts(problem, layouts), config)
-        return between_transposes(program, problem, pass_, layouts)
+        last = _last(problem, pass_)
+        inner = self._inner(problem, last, device, self._layouts(problem, pass_, layouts), config)
+        return between_transposes(inner, problem, pass_, layouts, last)
 
-    def _layouts(self, problem: ConvTransposeProblem, layouts: Layouts) -> Layouts:
+    def _inner(
+        self,
+        problem: ConvTransposeProblem,
+        last: ConvTransposeProblem,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: TmaConfig,
+    ) -> Program:
+        """What stands between the transposes, which computes the layer ``last``."""
+        raise NotImplementedError
+
+    def _layouts(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layouts:
         """As the boxes' kernel gets them: what is transposed has no gaps, and is aligned; the weight is as it is."""
-        aligned = layouts.aligned or self._tma.pass_ is Pass.WEIGHT_GRAD
-        return replace(
-            Layouts.dense(_last(problem)), weight_channels_last=layouts.weight_channels_last, aligned=aligned
-        )
+        aligned = layouts.aligned or pass_ is Pass.WEIGHT_GRAD
+        dense = Layouts.dense(_last(problem, pass_))
+        return replace(dense, weight_channels_last=layouts.weight_channels_last, aligned=aligned)
 
 
 class WindowDgradTransposed(_Transposed):
@@ -83,6 +98,16 @@ class WindowDgradTransposed(_Transposed):
     _tma = WindowDgradTma()
     _reads = 1
 
+    def _inner(
+        self,
+        problem: ConvTransposeProblem,
+        last: ConvTransposeProblem,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: TmaConfig,
+    ) -> Program:
+        return self._tma.program(last, Pass.INPUT_GRAD, device, layouts, config, problem)
+
 
 class WindowWgradTransposed(_Transposed):
     """The weight gradient: of the transposed input and the transposed gradient of the output."""
@@ -92,6 +117,16 @@ class WindowWgradTransposed(_Transposed):
     _tma = WindowWgradTma()
     _reads = 2
 
+    def _inner(
+        self,
+        problem: ConvTransposeProblem,
+        last: ConvTransposeProblem,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: TmaConfig,
+    ) -> Program:
+        return self._tma.program(last, Pass.WEIGHT_GRAD, device, layouts, config)
+
 
 def _transposed_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
     """Of the tensors in channels_last."""
@@ -99,5 +134,12 @@ def _transposed_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
     return DTYPE_BYTES[problem.dtype] * (x + y + (weight if pass_ is Pass.WEIGHT_GRAD else 0))
 
 
-def _last(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    return replace(problem, channels_last=True)
+def _last(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
+    """The layer in channels_last, those of a group padded to what TMA takes boxes of."""
+    piece = 16 // DTYPE_BYTES[problem.dtype]
+
+    def padded(channels: int) -> int:
+        return problem.groups * round_up(channels // problem.groups, piece)
+
+    inputs = padded(problem.in_channels) if pass_ is Pass.WEIGHT_GRAD else problem.in_channels
+    return replace(problem, channels_last=True, in_channels=inputs, out_channels=padded(problem.out_channels))
