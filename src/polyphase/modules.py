@@ -47,7 +47,7 @@ class StandIn(ABCMeta):
 
 def _get_name(module: Any) -> str:
     cls = type(module)  # itself, or one that PyTorch has derived from it: parametrized, or of FSDP
-    own = cls.__module__.partition(".")[0] in ("polyphase", "torch")
+    own = cls.__module__.partition(".")[0] in (__name__.partition(".")[0], "torch")
     return f"polyphase.{cls.__name__}" if own else cls.__name__
 
 
