@@ -91,6 +91,32 @@ def test_batch_norms_are_fused(fuse: str) -> None:
     torch.testing.assert_close(models[1](X), both()[0](X))
 
 
+@pytest.mark.parametrize("tool", ["fuse_fx", "fuse_modules", "eager", "fx"])
+def test_norms_that_the_layer_computes_are_not_merged_once_more(tool: str) -> None:
+    """After ``accelerate(model, fuse=True)`` they stay where they are, or it is an error."""
+    quantization = pytest.importorskip("torch.ao.quantization")
+    from torch.ao.quantization.quantize_fx import fuse_fx
+
+    theirs, ours = both()
+    polyphase.accelerate(ours, fuse=True)
+    with torch.no_grad():
+        if tool == "fuse_modules":
+            with pytest.raises((AssertionError, NotImplementedError), match="ConvTranspose2d"):
+                quantization.fuse_modules(ours, [["0", "1"], ["3", "4"]])
+            found = ours(X)
+        elif tool == "fuse_fx":
+            found = fuse_fx(ours)(X)
+        else:
+            quantize = quantized_eagerly if tool == "eager" else quantized_by_fx
+            with pytest.warns(UserWarning, match="is to be quantized"):
+                found = quantize(ours)(X)
+            exact = theirs(X)
+            of_theirs = quantize(theirs)(X)
+            assert (found - exact).square().mean() < 2 * (of_theirs - exact).square().mean()
+            return
+        torch.testing.assert_close(found, theirs(X))
+
+
 def test_fx_sees_layers() -> None:
     """A node for each, so that patterns of layers match and `restore` finds them."""
     _, ours = both()

@@ -8,6 +8,7 @@ from types import CodeType, FunctionType
 
 from torch.nn import Module
 
+_HERE = __name__.partition(".")[0]
 _FUNCTIONS = {f"conv_transpose{dims}d" for dims in (1, 2, 3)}
 
 
@@ -17,7 +18,7 @@ def function_calls(model: Module) -> list[str]:
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         methods = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
         for value in methods.values():
-            if isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in ("torch", "polyphase"):
+            if isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in ("torch", _HERE):
                 found.update((f"{value.__qualname__} calls {function}", None) for function in sorted(_called(value)))
     return list(found)
 
@@ -25,8 +26,8 @@ def function_calls(model: Module) -> list[str]:
 def _called(function: FunctionType) -> set[str]:
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     known = [function.__globals__[name] for name in names if name in function.__globals__]
-    here = sys.modules["polyphase"]
-    if any(each is here or getattr(each, "__module__", None) == "polyphase.functional" for each in known):
+    here = sys.modules[_HERE]
+    if any(each is here or getattr(each, "__module__", None) == f"{_HERE}.functional" for each in known):
         return set()  # it calls polyphase's
     return names & _FUNCTIONS
 

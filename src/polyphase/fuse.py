@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from polyphase import functional, fused
-from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, StandIn
+from polyphase.modules import APART_FOR, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, StandIn
 
 _LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 _FUSED = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}
@@ -88,6 +88,8 @@ class Chain:
 
     def is_active(self) -> bool:
         """Whether the layer computes all of it now; every module of the chain comes to the same answer."""
+        if any(vars(each).get("_chain") is not self for each in (self.layer, *self.modules)):
+            return False  # one of them was restored
         if self.layer.training or self.layer._forward_hooks:
             return False
         return not any(module.training or module._forward_hooks or module._forward_pre_hooks for module in self.modules)
@@ -134,6 +136,8 @@ def _taken(cls: type[Module]) -> Any:
         "__qualname__": f"Taken{cls.__name__}",
         "__doc__": f"A `torch.nn.{cls.__name__}` that hands on what the layer before it has computed of it.",
         "_stands_for": cls,
+        # Who merges modules by their types would merge a norm that the layer computes already.
+        "_apart_for": (*APART_FOR, "torch.ao.", "torch.fx."),
         "_chain": None,
         "_get_name": lambda module: cls.__name__,
         "forward": _forward,
@@ -179,11 +183,18 @@ def _is_layer(module: Any) -> bool:
 def unfuse(model: Module) -> None:
     """Have every module of ``model`` compute for itself again."""
     for module in model.modules():
-        if any(type(module) is taken for taken in _TAKEN.values()):
-            module.__class__ = type(module)._stands_for  # type: ignore[attr-defined]
-            vars(module).pop("_chain", None)
-        elif isinstance(module, _LAYERS):
-            vars(module).pop("_chain", None)
+        if isinstance(module, _LAYERS):
+            chain = vars(module).pop("_chain", None)
+            for each in () if chain is None else chain.modules:  # also those that are no part of the model
+                _free(each)
+        else:
+            _free(module)
+
+
+def _free(module: Module) -> None:
+    if any(type(module) is taken for taken in _TAKEN.values()):
+        module.__class__ = type(module)._stands_for  # type: ignore[attr-defined]
+        vars(module).pop("_chain", None)
 
 
 def _join(layer: Module, modules: tuple[Module, ...]) -> None:

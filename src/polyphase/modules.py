@@ -21,6 +21,10 @@ from torch import Tensor
 
 from polyphase.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 
+#: For whom no class is equal to another: `fully_shard` keeps the class that it has derived from each, and one for both
+#: would be PyTorch's, or polyphase's.
+APART_FOR = ("torch.distributed.",)
+
 
 class StandIn(ABCMeta):
     """The type of classes that are equal to the class of `torch.nn` that they name as ``_stands_for``.
@@ -37,9 +41,8 @@ class StandIn(ABCMeta):
     def __eq__(cls, other: object) -> bool:
         if cls is other or vars(cls).get("_stands_for") is not other:
             return cls is other
-        # `fully_shard` keeps the class that it has derived from each: one for both would be PyTorch's, or polyphase's.
         asks: str = sys._getframe(1).f_globals.get("__name__", "")
-        return not asks.startswith("torch.distributed.")
+        return not asks.startswith(vars(cls).get("_apart_for", APART_FOR))
 
     def __hash__(cls) -> int:
         return type.__hash__(vars(cls).get("_stands_for", cls))
@@ -47,7 +50,7 @@ class StandIn(ABCMeta):
 
 def _get_name(module: Any) -> str:
     cls = type(module)  # itself, or one that PyTorch has derived from it: parametrized, or of FSDP
-    own = cls.__module__.partition(".")[0] in ("polyphase", "torch")
+    own = cls.__module__.partition(".")[0] in (__name__.partition(".")[0], "torch")
     return f"polyphase.{cls.__name__}" if own else cls.__name__
 
 
