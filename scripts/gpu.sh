@@ -14,7 +14,7 @@ source "$(dirname "$0")/environment.sh"
 cd "$root"
 
 STAGES=(
-  tests fuzz sanitizer examples host
+  tests fuzz sanitizer examples docs host
   forward gradients channels_last gradients_channels_last models strict random holes planner planner_models emitted
   picture tables
 )
@@ -34,6 +34,11 @@ tests() { # those that want the GPU for themselves by one process
 fuzz() { scripts/test.sh tests/test_fuzz.py --cases 2000 -k cuda -q; }
 sanitizer() { scripts/test.sh --all tests/test_sanitizer.py -q; }
 examples() { scripts/check.sh examples/*.py; }
+docs() { # their code, on the GPU, and a page of `report`; what `tune` measures there is not for the other stages
+  export POLYPHASE_CACHE_DIR=$root/build/gpu/docs
+  "$python" scripts/snippets.py README.md docs/index.md docs/reference.md docs/guides/*.md
+  "$python" -m polyphase report examples/tuple_parameters.py --output build/gpu/report.html
+}
 host() { bench --host --csv "$RESULTS-host.csv"; }
 forward() { record '' --suite all; }
 gradients() { record -gradients --quick --suite all --passes input_grad,weight_grad; }

@@ -159,6 +159,16 @@ def test_what_is_measured(model: Path) -> None:
     assert found.slower == ["<script>"]
     compile(found.recipe, "recipe", "exec")
 
+    assert found.ok
+    failed = found.layers[0].records[0]
+    failed.status, failed.reason, failed.ms, failed.predicted_ms = "wrong", "7 <of> 8 elements", None, 3.25
+    assert not found.ok
+    assert found.faults == ["up, forward: wrong: 7 <of> 8 elements"]
+    assert "up, forward: wrong: 7 <of> 8 elements" in "\n".join(summary(found))
+    words = checked(page(found))
+    assert "wrong: 7 &lt;of&gt; 8 elements" in words
+    assert "3.250" not in words  # a forecast is no measurement
+
 
 def test_the_recipe_leaves_what_it_says(model: Path) -> None:
     import polyphase

@@ -85,6 +85,21 @@ class ModelReport:
         return [name for name, ms in lost.items() if ms > 0]
 
     @property
+    def faults(self) -> list[str]:
+        """Passes that are wrong, fail, or that no kernel computes on the card."""
+        return [
+            f"{record.layer}, {record.pass_name}: {record.status}: {record.reason}"
+            for layer in self.layers
+            for record in layer.records
+            if not record.good
+        ]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the model was accelerated, and all that was compared or measured is right."""
+        return self.check.ok and not self.faults
+
+    @property
     def recipe(self) -> str:
         """The lines that apply it."""
         if not self.slower:

@@ -103,7 +103,7 @@ def _cards(report: ModelReport) -> str:
             cards.append((f"{milliseconds(time)} ms", text, ""))
     if report.share_of_flops is not None:
         cards.append((f"{report.share_of_flops:.0%}", "of the model's forward flops are transposed convolutions", ""))
-    good = report.check.ok
+    good = report.ok
     cards.append(("✓" if good else "✗", _verdict(report), "good" if good else "bad"))
     shown = (
         f'<div class="card"><b class="{style}">{escape(large)}</b><span>{escape(small)}</span></div>'
@@ -140,7 +140,7 @@ def _floor(record: Record) -> float | None:
 def _layers(report: ModelReport) -> str:
     if not report.layers:
         return "<p>The model calls no transposed convolution that polyphase has kernels for.</p>"
-    times = [time for layer in report.layers for record in layer.records for time in _times(record)]
+    times = [time for layer in report.layers for record in layer.records for time in _times(report, record)]
     longest = max((time for time in times if time is not None), default=1.0)
     rows: list[list[str] | str] = []
     for layer in report.layers:
@@ -158,13 +158,13 @@ def _layers(report: ModelReport) -> str:
     return f'{_table((*head, "kernel"), rows, numbers=range(2, len(head)))}<p class="soft">{note}</p>'
 
 
-def _times(record: Record) -> tuple[float | None, float | None]:
+def _times(report: ModelReport, record: Record) -> tuple[float | None, float | None]:
     """Polyphase's, measured or foretold, and PyTorch's."""
-    return (record.ms if record.ms is not None else record.predicted_ms, record.torch_default_ms)
+    return (record.ms if report.measured else record.predicted_ms, record.torch_default_ms)
 
 
 def _row(report: ModelReport, record: Record, longest: float) -> list[str]:
-    ours, theirs = _times(record)
+    ours, theirs = _times(report, record)
     bars = "".join(
         f'<div class="bar {style}" style="width: {100 * time / longest:.1f}%"></div>'
         for time, style in ((ours, "ours"), (theirs, "theirs"))
@@ -178,7 +178,8 @@ def _row(report: ModelReport, record: Record, longest: float) -> list[str]:
     row.append(_megabytes(record.workspace_megabytes))
     if report.measured:
         row.append(_megabytes(record.torch_workspace_megabytes))
-    return [*row, escape(record.algorithm or record.reason)]
+    fault = "" if record.good else f'<span class="bad">{escape(f"{record.status}: {record.reason}")}</span>'
+    return [*row, f"{escape(record.algorithm)} {fault}".strip()]
 
 
 def _counted(count: int, what: str) -> str:
@@ -190,10 +191,9 @@ def _megabytes(value: float | None) -> str:
 
 
 def _verdict(report: ModelReport) -> str:
-    if report.check.ok:
-        compared = len(report.check.findings)
-        return f"{compared} outputs and gradients agree with float64 as PyTorch's do"
-    return "; ".join(report.check.problems)
+    problems = [*report.check.problems, *report.faults]
+    compared = len(report.check.findings)
+    return "; ".join(problems) or f"{compared} outputs and gradients agree with float64 as PyTorch's do"
 
 
 def _accuracy(report: ModelReport) -> str:

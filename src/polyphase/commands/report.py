@@ -73,7 +73,7 @@ def report(
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"\n{found.recipe}\n", markup=False)
     console.print(f"written to {path}", markup=False)
-    if not found.check.ok:
+    if not found.ok:
         raise typer.Exit(1)
 
 

@@ -206,15 +206,14 @@ def _nvrtc_version() -> tuple[int, int]:
     except (ImportError, RuntimeError) as error:  # the library is looked for by the first call
         raise UnsupportedError(
             f"polyphase's CUDA kernels are compiled at run time by NVRTC, which cannot be loaded ({error}); "
-            f"install the one for {_extra_of_nvrtc()}"
+            f"install it with: {_install_nvrtc()}"
         ) from error
     return major, minor
 
 
-def _extra_of_nvrtc() -> str:
-    """What to install for NVRTC, of the major version of CUDA that PyTorch was built for: its builds bring NVRTC."""
-    torch = sys.modules.get("torch")
-    cuda = str(getattr(getattr(torch, "version", None), "cuda", None) or "")
+def _install_nvrtc() -> str:
+    """The pip line for NVRTC of the major version of CUDA that PyTorch was built for: its builds bring that one."""
+    version = getattr(sys.modules.get("torch"), "version", None)
+    cuda = getattr(version, "cuda", None) or ""
     major = "12" if cuda.startswith("12") else "13"
-    built = f"PyTorch's CUDA {cuda}" if cuda else f"CUDA {major}"
-    return f'{built} with: pip install "torch-polyphase[cu{major}]"'
+    return f'pip install "torch-polyphase[cu{major}]"' + (f" (PyTorch is built for CUDA {cuda})" if cuda else "")
