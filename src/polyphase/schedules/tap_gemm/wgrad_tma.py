@@ -39,9 +39,11 @@ _DECLARED = 1024  # bytes of shared memory beside the stages
 _FLUSH = 8192  # positions that the cores sum
 _LEAST_STAGES = 4  # of a split
 _SHAPES = 3  # of columns, that are offered beside each shape of rows
-_MOST_BYTES = 3 << 29  # of the planes, or twice as many as the tensors have, for each part
+# Bytes of the planes: the first, or for each part twice as many as the tensors have, but no more than the second.
+_MOST_BYTES, _MOST_OF_LARGE = 3 << 29, 8 << 30
 _MOST_WEIGHTS = 1 << 31  # of a group
 _MOST_POSITIONS = 1 << 30
+_OVERLAPPED = 128 << 20  # bytes of planes up to which it pays that the product may start before they are complete
 _CACHED = 24 << 20  # bytes of planes that surely stay in the L2 cache
 
 
@@ -199,7 +201,7 @@ class TapGemmWgradTma(Schedule):
                 X: Buffer(X_PLANES, problem.dtype, x.elements),
                 GRAD: Buffer(GRAD_PLANES, problem.dtype, grad.elements),
             },
-            overlaps=True,
+            overlaps=flat.bytes <= _OVERLAPPED,
         )
         return writing_channels_last(program, problem.dtype, problem.weight_shape) if back else program
 
@@ -217,7 +219,7 @@ def _flats(problem: ConvTransposeProblem) -> list[FlatProduct]:
 def _most_bytes(problem: ConvTransposeProblem) -> int:
     """That planes may take."""
     x, _, y = problem.elements
-    return max(_MOST_BYTES, 2 * parts_of(problem) * DTYPE_BYTES[problem.dtype] * (x + y))
+    return max(_MOST_BYTES, min(_MOST_OF_LARGE, 2 * parts_of(problem) * DTYPE_BYTES[problem.dtype] * (x + y)))
 
 
 def _goes_back(problem: ConvTransposeProblem) -> bool:
