@@ -137,3 +137,34 @@ def test_a_residual_that_lies_otherwise() -> None:
     last = residual.to(DEVICE).to(memory_format=torch.channels_last)
     found = fused.conv_transpose2d(x.to(DEVICE), w.to(DEVICE), None, 2, epilogue=[fused.add(last), "relu"])
     assert torch.equal(found.cpu(), torch.relu(4 + residual))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_model_is_the_same(dtype: torch.dtype) -> None:
+    """Bit for bit, after a change of weights, and in a graph."""
+    model = _generator().to(DEVICE, dtype)
+    polyphase.accelerate(model, fuse=True)
+    frozen = copy.deepcopy(model)
+    report = polyphase.freeze(frozen)
+    x = torch.randn(5, 24, 1, 1, device=DEVICE, dtype=dtype)
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(frozen(x), model(x))
+    assert report.bytes > 0
+    for each in (model, frozen):
+        with torch.no_grad():
+            each[3].weight.mul_(1.5)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(frozen(x), model(x))
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            frozen(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = frozen(x)
+        for _ in range(2):
+            graph.replay()
+            assert torch.equal(captured, frozen(x))
+            assert torch.equal(captured, model(x))

@@ -5,6 +5,7 @@ from polyphase.convert import Report, accelerate, restore
 from polyphase.errors import CompilationError, PolyphaseError, UnsupportedError
 from polyphase.explanation import explain
 from polyphase.export import to_aten
+from polyphase.frozen import Frozen, freeze, unfreeze
 from polyphase.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from polyphase.modules import (
     ConvTranspose1d,
@@ -22,6 +23,7 @@ __all__ = [
     "ConvTranspose2d",
     "ConvTranspose3d",
     "ConvTransposeProblem",
+    "Frozen",
     "LazyConvTranspose1d",
     "LazyConvTranspose2d",
     "LazyConvTranspose3d",
@@ -33,7 +35,9 @@ __all__ = [
     "conv_transpose2d",
     "conv_transpose3d",
     "explain",
+    "freeze",
     "fused",
     "restore",
     "to_aten",
+    "unfreeze",
 ]

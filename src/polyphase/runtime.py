@@ -7,21 +7,24 @@ PyTorch would give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
+from polyphase.kept import KEPT, Kept, Packed, kept_of, state_of
 from polyphase.plan.planner import Plan, plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import NONE, Epilogue, decoded
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides
+from polyphase.program.kept import KeptProgram, kept_program
 from polyphase.program.program import Program
-from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, X
+from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, WORKSPACE, X
 from polyphase.torch_op.memory_format import output_channels_last
 from polyphase.torch_op.tf32 import tf32_allowed
 
@@ -53,7 +56,8 @@ class Call:
     """
 
     __slots__ = (
-        "_copies_weight", "_index", "_launch", "_offsets", "_residuals", "_scratch_bytes", "_shape", "_strides",
+        "_arch", "_copies_weight", "_index", "_kept", "_launch", "_offsets", "_places", "_program", "_residuals",
+        "_scratch_bytes", "_shape", "_strides",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +84,8 @@ class Call:
             self._offsets.append(self._scratch_bytes)
             self._scratch_bytes += round_up(buffer.bytes, _BUFFER_ALIGNMENT)
         self._launch = Executable(program, arch, index, places)
+        self._program, self._arch, self._places = program, arch, places
+        self._kept: _KeptLaunch | bool | None = None  # not known yet
 
     def __call__(
         self,
@@ -92,6 +98,7 @@ class Call:
 
         ``operands``: those of the epilogue.
         """
+        kept = kept_of(second) if KEPT else None
         if self._copies_weight:
             second = second.contiguous()
         if bias is not None:
@@ -112,12 +119,24 @@ class Call:
             if scratch is not None:
                 scratch.view(torch.uint8).fill_(0xFF)  # NaN in every type
         index = self._index
+        launch = self._launch if kept is None else self._launch_of_kept(kept)
         if _current_device() == index:
-            self._launch(_current_stream(index), addresses)
+            launch(_current_stream(index), addresses)
         else:
             with torch.cuda.device(index):
-                self._launch(_current_stream(index), addresses)
+                launch(_current_stream(index), addresses)
         return result
+
+    def _launch_of_kept(self, kept: Kept) -> Callable[[int, list[int]], None]:
+        """What launches the pass with a weight that is kept packed; the ordinary launch where that cannot be."""
+        if self._kept is None:
+            parts = kept_program(self._program)
+            self._kept = parts is not None and _KeptLaunch(parts, self._arch, self._index, self._places)
+        weight = kept.weight()
+        if not isinstance(self._kept, _KeptLaunch) or weight is None:
+            return self._launch
+        packed = self._kept.packed_of(kept, weight, _current_stream(self._index))
+        return self._launch if packed is None else partial(self._kept, packed, state_of(weight))
 
     def _as_read(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The epilogue's operands without gaps, residuals with the result's strides."""
@@ -126,6 +145,49 @@ class Call:
             if read[i].stride() != self._strides:
                 read[i] = read[i].new_empty_strided(self._shape, self._strides).copy_(read[i])
         return read
+
+
+class _KeptLaunch:
+    """Launches a program with a packed weight that is kept; packs it where it has changed."""
+
+    def __init__(self, parts: KeptProgram, arch: str, index: int, places: Mapping[str, int]) -> None:
+        self._pack = Executable(Program((parts.pack,)), arch, index, places)
+        self._launch = Executable(parts.program, arch, index, places)
+        self._header = parts.header_bytes
+        self._place = places[WORKSPACE]
+        (self._bytes,) = (buffer.bytes for buffer in parts.program.buffers if buffer.name == WORKSPACE)
+
+    def packed_of(self, kept: Kept, weight: torch.Tensor, stream: int) -> Packed | None:
+        """Where the weight is packed, or is to be, for launches on a stream.
+
+        A graph takes what an earlier call has packed on any stream for its own: calls after its capture pack again, and
+        share no counters with its replays. None where there is nothing to take: what is captured is not computed yet.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            state = state_of(weight)
+            ready = (key for key, each in kept.packed.items() if key[0] is self and each.state == state)
+            key = next((key for key in ready if not isinstance(key[1], str)), None)
+            if key is None or state is None:
+                return None
+            taken = kept.packed.pop(key)
+            kept.packed[self, f"graph {len(kept.packed)}"] = taken
+            return taken
+        packed = kept.packed.get((self, stream))
+        if packed is None:
+            with torch.inference_mode(False):  # it may be written in other modes, too
+                workspace = torch.empty(self._bytes, dtype=torch.uint8, device=weight.device)
+            packed = kept.packed[self, stream] = Packed(workspace)
+        return packed
+
+    def __call__(self, packed: Packed, state: tuple[int, int] | None, stream: int, addresses: list[int]) -> None:
+        """``addresses`` are those of an ordinary launch, but for the workspace; ``state`` is the weight's."""
+        addresses[self._place] = packed.workspace.data_ptr()
+        if state is None or packed.state != state:
+            self._pack(stream, addresses)
+            packed.state = state
+        if self._header:
+            packed.workspace[: self._header].zero_()
+        self._launch(stream, addresses)
 
 
 def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *constants: Any) -> torch.Tensor:

@@ -163,9 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         continue;
       }
       Vector<scalar_t, 2> both;
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        narrow(finish(sum[k], terms, target[k] >= 0 ? dst + to + target[k] : nullptr), both.value[k]);
+      narrow(finish(sum[0], terms, place_if(target[0] >= 0, dst + to + target[0])), both.value[0]);
+      narrow(finish(sum[1], terms, place_if(target[1] >= 0, dst + to + target[1])), both.value[1]);
       if (params.pairs) {
         if (target[0] >= 0) *(Vector<scalar_t, 2>*)(dst + to + target[0]) = both;
       } else {

@@ -100,9 +100,9 @@ __device__ __forceinline__ accum_t finish(accum_t sum, float scale, ChannelTerms
 
 #endif
 
-// The place of an output, or nothing where it is not stored.
+// The place of an output, or nothing where it is not stored, or no operation asks.
 __device__ __forceinline__ const scalar_t* place_if(bool stored, const scalar_t* place) {
-  return stored ? place : nullptr;
+  return EPILOGUE_READS_PLACES && stored ? place : nullptr;
 }
 
 // An output that no tap reaches.
