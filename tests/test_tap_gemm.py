@@ -16,6 +16,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.schedule import Candidate, Schedule
+from polyphase.schedules.tap_gemm import wgrad_tma
 from polyphase.schedules.tap_gemm.mma import _SHAPES, TapGemm, TapGemmWgrad
 from polyphase.schedules.tap_gemm.tma import TapGemmTma
 from polyphase.schedules.tap_gemm.wgrad_tma import TapGemmWgradTma
@@ -191,6 +192,23 @@ def test_long_sums_of_a_weight_gradient_by_tma(mirrored: bool) -> None:
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_images_in_shares(dtype: str, batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planes of some images at a time, the last of them fewer, and sums that are added to those before."""
+    problem = make((23, 12, 5, 6), 10, 3, 1, 1, dtype=dtype)
+    monkeypatch.setattr(wgrad_tma, "_MOST_BYTES", 30 << 10)
+    wgrad_tma._slices.cache_clear()
+    configs = [each for each in WGRAD_TMA.configs(problem, Pass.WEIGHT_GRAD, H200) if each.batched is batched]
+    for config in configs[:: len(configs) // 3]:
+        program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
+        assert [step.source.kernel for step in program.steps[:4]] == ["flatten_positions", WGRAD_TMA.name] * 2
+        assert max(each.bytes for each in program.buffers) < 60 << 10
+        candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
+        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
+    wgrad_tma._slices.cache_clear()
+
+
 def test_float32_is_rounded_to_nearest_by_tma() -> None:
     problem = make((2, 32, 8, 12), 24, 3, 1, 1, tf32=True)
     _, program = offers(WGRAD_TMA, problem, Pass.WEIGHT_GRAD)[0]
@@ -227,6 +245,6 @@ def test_where_it_refuses() -> None:
     assert "too many" in (refusal(TapGemmWgrad(), replace(layer, kernel_size=(512, 512)), Pass.WEIGHT_GRAD, H200) or "")
     assert "only" in (refusal(TMA, layer, Pass.WEIGHT_GRAD, H200) or "")
     assert "lacks Hopper's" in (refusal(WGRAD_TMA, layer, Pass.WEIGHT_GRAD, A100) or "")
-    wide = make((33, 8, 724, 724), 8, 9, padding=4, dtype="bfloat16")
-    assert "as planes, more than" in (refusal(WGRAD_TMA, wide, Pass.WEIGHT_GRAD, H200) or "")
-    assert refusal(WGRAD_TMA, replace(wide, batch=2), Pass.WEIGHT_GRAD, H200) is None
+    wide = make((2, 512, 2048, 2048), 512, 9, padding=4, dtype="bfloat16")
+    assert "planes of one image" in (refusal(WGRAD_TMA, wide, Pass.WEIGHT_GRAD, H200) or "")
+    assert refusal(WGRAD_TMA, replace(wide, in_channels=64, out_channels=64), Pass.WEIGHT_GRAD, H200) is None

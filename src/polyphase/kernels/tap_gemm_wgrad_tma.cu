@@ -36,6 +36,7 @@ struct Params {
   TensorMap base_box, phased_box;
   int groups, splits, items;
   int stages, flush;
+  int again;              // whether planes have the sums of other images already
   int column, row, slab;  // positions from a column of a padded image to the next, from a row, from a slab
   long long plane;        // elements of a plane of partial sums
 };
@@ -306,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         sums.multiply(count, ring, state, shared_memory);
         if (count == 0) sums.clear();  // of an empty batch
       }
-      store(params, work, PROMOTE > 0 ? total : sums, partial, stage > 0);
+      store(params, work, PROMOTE > 0 ? total : sums, partial, stage > 0 || params.again);
       stage += count;
     } while (stage < work.stages);
   }

@@ -27,7 +27,8 @@ class Flattened(NamedTuple):
 
     Position ``i`` of plane ``p`` along a dimension is the tensor's element ``i * step + first + p * apart``, or zero
     where there is none. ``shape`` is ``(N, C, D, H, W)``; ``pitch`` are elements from a channel to the next. Positions
-    count images last, padded to ``images``, where that is not 0, else first.
+    count images last, padded to ``images``, where that is not 0, else first. Those of a larger tensor begin at its
+    ``first_image``.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -40,6 +41,7 @@ class Flattened(NamedTuple):
     parts: int
     pitch: int
     images: int = 0
+    first_image: int = 0
 
     @property
     def positions(self) -> int:
@@ -107,9 +109,9 @@ def _operand(how: Flattened, blocks: int) -> dict[str, Any]:
         "channels": channels,
         "positions": how.positions,
         "extent": ordered(how.images, how.padded)[1:],
-        "size": ordered(batch, sizes),
+        "size": ordered(how.first_image + batch, sizes),
         "step": ordered(1, how.step),
-        "first": ordered(0, how.first),
+        "first": ordered(how.first_image, how.first),
         "apart": ordered(0, how.apart),
         "planes": ordered(1, how.planes),
         "blocks": blocks,

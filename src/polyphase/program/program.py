@@ -144,14 +144,10 @@ def assemble(
     )
 
 
-def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer], overlaps: bool = False) -> Program:
-    """A program that reads some tensors from buffers that steps before it write, complete with their operands.
-
-    ``overlaps``: its first step may start before they end.
-    """
+def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer]) -> Program:
+    """A program that reads some tensors from buffers that steps before it write, complete with their operands."""
     names = {name: buffer.name for name, buffer in read.items()}
     steps = [replace(step, operands=tuple(names.get(name, name) for name in step.operands)) for step in inner.steps]
-    steps[0] = replace(steps[0], overlaps=overlaps or steps[0].overlaps)
     return replace(
         inner,
         steps=(*before, *steps),

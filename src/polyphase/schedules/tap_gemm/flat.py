@@ -9,7 +9,7 @@ Rows of images are padded so that a shift is a distance in memory.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
@@ -54,6 +54,13 @@ class FlatProduct:
     product: Product
     swapped: bool
     batched: bool  # positions count images last
+
+    def of_images(self, count: int) -> FlatProduct:
+        """The same of so many images."""
+        product, gather = self.product, self.product.gather
+        src, dst = (replace(side, shape=(count, *side.shape[1:])) for side in (gather.src, gather.dst))
+        problem = replace(product.problem, batch=count)
+        return replace(self, product=replace(product, problem=problem, gather=replace(gather, src=src, dst=dst)))
 
     @cached_property
     def axes(self) -> tuple[Axis, Axis, Axis]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,7 +26,6 @@ from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.flat import PITCH, FlatProduct, flat_product, may_count_images_last, may_swap
 from polyphase.schedules.tap_gemm.product import common_limits
-from polyphase.schedules.tensor_cores import parts_of
 from polyphase.schedules.tiles import affordable_planes
 
 _GROUPS = 2  # warpgroups that multiply
@@ -39,8 +39,7 @@ _DECLARED = 1024  # bytes of shared memory beside the stages
 _FLUSH = 8192  # positions that the cores sum
 _LEAST_STAGES = 4  # of a split
 _SHAPES = 3  # of columns, that are offered beside each shape of rows
-# Bytes of the planes: the first, or for each part twice as many as the tensors have, but no more than the second.
-_MOST_BYTES, _MOST_OF_LARGE = 3 << 29, 8 << 30
+_MOST_BYTES, _MOST_OF_IMAGE = 1 << 30, 8 << 30  # of the planes; the latter where one image has more than the former
 _MOST_WEIGHTS = 1 << 31  # of a group
 _MOST_POSITIONS = 1 << 30
 _OVERLAPPED = 128 << 20  # bytes of planes up to which it pays that the product may start before they are complete
@@ -107,11 +106,8 @@ class TapGemmWgradTma(Schedule):
         weights = math.prod(problem.weight_shape) // problem.groups
         if weights >= _MOST_WEIGHTS:
             return f"{weights} weights of a group are too many (at most {_MOST_WEIGHTS - 1})"
-        flats = _flats(problem)
-        if (least := min(flat.bytes for flat in flats)) > (most := _most_bytes(problem)):
-            return f"operands would take {least} bytes as planes, more than {most}"
-        if all(flat.positions >= _MOST_POSITIONS for flat in flats):
-            return "padded images have too many positions"
+        if not any(map(_affordable, _flats(problem))):
+            return f"planes of one image would take more than {_MOST_OF_IMAGE} bytes"
         return common_limits(problem)
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
@@ -138,7 +134,7 @@ class TapGemmWgradTma(Schedule):
         flat = flat_product(problem, layouts, config.swapped, config.batched)
         if config.batched and not may_count_images_last(problem, layouts):
             return None
-        if flat.bytes > _most_bytes(problem) or flat.positions >= _MOST_POSITIONS:
+        if not _affordable(flat):
             return None
         return self._cost(problem, device, flat, config)
 
@@ -149,11 +145,12 @@ class TapGemmWgradTma(Schedule):
     def _cost(
         self, problem: ConvTransposeProblem, device: DeviceInfo, flat: FlatProduct, config: WgradTmaConfig
     ) -> Cost:
-        _, seconds = _splits(flat, config, device)
         terms, bandwidth = costs("tap_gemm_wgrad_tma", device), device.copy_bytes_per_second
+        slices = _slices(flat)
+        _, product, reduction = _splits(slices[0][1], config, device)
         read = (problem.elements[0] + problem.elements[2]) * DTYPE_BYTES[problem.dtype]
         share = terms.flattened_batch if config.batched else terms.flattened
-        seconds += terms.flatten + (read + flat.bytes) / (share * bandwidth)
+        seconds = len(slices) * (product + terms.flatten) + reduction + (read + flat.bytes) / (share * bandwidth)
         if _goes_back(problem):
             seconds += transpose_seconds(2 * problem.elements[1] * DTYPE_BYTES[problem.dtype], device)
         return slower_of(seconds, problem.bytes / bandwidth)
@@ -161,48 +158,26 @@ class TapGemmWgradTma(Schedule):
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
     ) -> Program:
-        flat = flat_product(problem, layouts, config.swapped, config.batched)
-        product, splits = flat.product, _splits(flat, config, device)[0]
-        stages = -(-flat.positions // flat.depth)
-        flush = max(1, _FLUSH // flat.depth if product.parts == 1 else stages)
-        items = _tiles(flat, config) * product.problem.groups * splits
-        params = params_of(source := _source(flat, config, device)).pack(
-            groups=product.problem.groups,
-            splits=splits,
-            items=items,
-            stages=stages,
-            flush=flush,
-            column=(column := flat.images or 1),
-            row=column * flat.padded[2],
-            slab=column * flat.padded[1] * flat.padded[2],
-            plane=math.prod(problem.weight_shape),
-        )
-        base, phased = flat.planes
-        maps = (
-            _map(flat, base, config.base[0], int(config.swapped)),
-            _map(flat, phased, config.phased[0], int(not config.swapped)),
-        )
-        main = Step(
-            source=source,
-            grid=(min(items, device.multiprocessors), 1, 1),
-            block=_THREADS,
-            shared_bytes=_buffers(flat, config, device) * _stage_bytes(flat, config),
-            params=params,
-            tensor_maps=maps,
-        )
+        slices = _slices(flat_product(problem, layouts, config.swapped, config.batched))
+        source, splits = _source(slices[0][1], config, device), _splits(slices[0][1], config, device)[0]
+        steps = []
+        for first, flat in slices:
+            planes = [each._replace(first_image=first) for each in flat.planes]
+            x, grad = planes[::-1] if config.swapped else planes
+            main = _main(flat, config, device, source, splits, first > 0)
+            steps.append((flatten_positions(problem.dtype, flat.product.word, x, grad), main))
         back = _goes_back(problem)
         last = back or (problem.channels_last and problem.out_channels > 1)
-        program = assemble(problem, pass_, main, splits=splits, dst_channels_last=last)
-        x, grad = (phased, base) if config.swapped else (base, phased)
-        program = prepared(
-            program,
-            (flatten_positions(problem.dtype, product.word, x, grad),),
-            {
-                X: Buffer(X_PLANES, problem.dtype, x.elements),
-                GRAD: Buffer(GRAD_PLANES, problem.dtype, grad.elements),
-            },
-            overlaps=flat.bytes <= _OVERLAPPED,
-        )
+        program = assemble(problem, pass_, steps[0][1], splits=splits, dst_channels_last=last)
+        x, grad = slices[0][1].planes[::-1] if config.swapped else slices[0][1].planes
+        buffers = {
+            X: Buffer(X_PLANES, problem.dtype, x.elements),
+            GRAD: Buffer(GRAD_PLANES, problem.dtype, grad.elements),
+        }
+        program = prepared(program, (), buffers)
+        operands = program.main.operands
+        sliced = [each for before, main in steps for each in (before, replace(main, operands=operands))]
+        program = replace(program, steps=(*sliced, *program.steps[1:]), main_index=1)
         return writing_channels_last(program, problem.dtype, problem.weight_shape) if back else program
 
 
@@ -216,10 +191,22 @@ def _flats(problem: ConvTransposeProblem) -> list[FlatProduct]:
     ]
 
 
-def _most_bytes(problem: ConvTransposeProblem) -> int:
-    """That planes may take."""
-    x, _, y = problem.elements
-    return max(_MOST_BYTES, min(_MOST_OF_LARGE, 2 * parts_of(problem) * DTYPE_BYTES[problem.dtype] * (x + y)))
+@lru_cache(maxsize=1024)
+def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
+    """The first image and the product of each share of the images, whose planes are written one after the other."""
+    problem = flat.product.problem
+    count = -(-flat.bytes // _MOST_BYTES)
+    count = max(count, -(-flat.positions // _MOST_POSITIONS))
+    if count == 1 or problem.batch <= 1:
+        return [(0, flat)]
+    each = round_up(-(-problem.batch // count), flat.product.piece if flat.batched else 1)
+    return [(first, flat.of_images(min(each, problem.batch - first))) for first in range(0, problem.batch, each)]
+
+
+def _affordable(flat: FlatProduct) -> bool:
+    """Whether memory may be spent on the planes, and their positions are numbers that the kernels take."""
+    _, first = _slices(flat)[0]
+    return first.bytes <= _MOST_OF_IMAGE and first.positions < _MOST_POSITIONS
 
 
 def _goes_back(problem: ConvTransposeProblem) -> bool:
@@ -258,6 +245,39 @@ def _source(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> Ke
     dtype = flat.product.problem.dtype
     form = WgmmaForm(config.columns, dtype)
     return KernelSource("tap_gemm_wgrad_tma", dtype, True, tuple(constants.items()), (form,))
+
+
+def _main(
+    flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, source: KernelSource, splits: int, again: bool
+) -> Step:
+    """The launch of the product of some images, ``again`` where planes of sums have those of others already."""
+    product, stages = flat.product, -(-flat.positions // flat.depth)
+    column, items = flat.images or 1, _tiles(flat, config) * product.problem.groups * splits
+    params = params_of(source).pack(
+        groups=product.problem.groups,
+        splits=splits,
+        items=items,
+        stages=stages,
+        flush=max(1, _FLUSH // flat.depth if product.parts == 1 else stages),
+        again=again,
+        column=column,
+        row=column * flat.padded[2],
+        slab=column * flat.padded[1] * flat.padded[2],
+        plane=math.prod(product.problem.weight_shape),
+    )
+    base, phased = flat.planes
+    return Step(
+        source=source,
+        grid=(min(items, device.multiprocessors), 1, 1),
+        block=_THREADS,
+        shared_bytes=_buffers(flat, config, device) * _stage_bytes(flat, config),
+        params=params,
+        tensor_maps=(
+            _map(flat, base, config.base[0], int(config.swapped)),
+            _map(flat, phased, config.phased[0], int(not config.swapped)),
+        ),
+        overlaps=flat.bytes <= _OVERLAPPED,
+    )
 
 
 def _map(flat: FlatProduct, planes: Flattened, chunk: int, tensor: int) -> TensorMap:
@@ -363,8 +383,8 @@ def _tiles(flat: FlatProduct, config: WgradTmaConfig) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> tuple[int, float]:
-    """Splits of the positions, and the predicted seconds of product and reduction."""
+def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> tuple[int, float, float]:
+    """Splits of the positions, and the predicted seconds of the product and of the reduction."""
     terms, product = costs("tap_gemm_wgrad_tma", device), flat.product
     items = _tiles(flat, config) * product.problem.groups
     stages = max(1, -(-flat.positions // flat.depth))
@@ -374,18 +394,18 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> tu
     weights, bandwidth = math.prod(product.problem.weight_shape), device.copy_bytes_per_second
     moving = flat.bytes * (1 if flat.bytes < _CACHED else max(1, items / device.multiprocessors)) / bandwidth
 
-    def seconds(splits: int) -> float:
+    def seconds(splits: int) -> tuple[float, float]:
         rounds, each = items * splits / device.multiprocessors, math.ceil(stages / splits)
         once = terms.item + results * math.ceil(each / flush)
         cycles = (math.ceil(rounds) if rounds < 8 else rounds + 0.5) * (each * stage + once)
         alone = splits == 1 and product.size == 4
         end = 0.0 if alone else terms.reduce + weights * (8 * splits + product.size) / bandwidth
-        return max(cycles / device.clock_hz, moving) + terms.launch / device.clock_hz + end
+        return max(cycles / device.clock_hz, moving) + terms.launch / device.clock_hz, end
 
     most = max(1, min(affordable_planes(product.problem), stages // _LEAST_STAGES))
     most = min(most, max(1, 2 * device.multiprocessors // items))
-    found = min(range(1, most + 1), key=lambda splits: (seconds(splits), splits))
-    return found, seconds(found)
+    found = min(range(1, most + 1), key=lambda splits: (sum(seconds(splits)), splits))
+    return (found, *seconds(found))
 
 
 def _stage_cycles(flat: FlatProduct, config: WgradTmaConfig, terms: Costs) -> float:
