@@ -222,6 +222,7 @@ class Case:
             problem = replace(self.problem, dtype=dtype, epilogue=COMBINED[names[number % len(names)]])
             found = programs(problem, Pass.FORWARD, self.device)
             found = [each for each in found if each[0].schedule == candidate.schedule]
+            assert found or self.layer == "phases without taps", f"{candidate.schedule} refuses {problem}"
             if found:
                 yield (problem, *found[number // 5 % len(found)])
 
@@ -297,3 +298,40 @@ def test_text_of_operations_is_read_back() -> None:
 def test_errors(make_it: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_it()
+
+
+@emulated
+def test_sums_in_parts_of_single_pixels() -> None:
+    """Split-K, where a kernel's channel is one of the layer's at one tap; in both memory formats."""
+    for formatted in formats(make((2, 1600, 1, 1), 5, 3)):
+        problem = replace(formatted, dtype="bfloat16", epilogue=COMBINED["norm, residual, relu"])
+        found = [each for each in programs(problem, Pass.FORWARD, H200) if each[1].splits > 1]
+        assert found
+        check(problem, *found[0])
+
+
+@emulated
+def test_residuals_of_results_that_are_transposed() -> None:
+    problem = replace(LAYERS["stride 2"], epilogue=COMBINED["norm, residual, relu"])
+    found = [each for each in programs(problem, Pass.FORWARD, H200) if getattr(each[0].config, "back", False)]
+    assert found
+    assert "residual_1_channels_last" in [buffer.name for buffer in found[0][1].buffers]
+    check(problem, *found[0])
+
+
+@emulated
+@pytest.mark.parametrize("schedule", ["overlap_gemm", "phase_gemm", "grouped_gemm"])
+def test_activations_hide_no_doubt(schedule: str) -> None:
+    """An infinity becomes NaN where it is multiplied in parts, and is computed again; a sigmoid makes 1 of it."""
+    bare = LAYERS["one output" if schedule == "phase_gemm" else "grouped"]
+    problem = replace(bare, dtype="float32", epilogue=Epilogue((Operation("sigmoid"), RESIDUAL)))
+    _, program = next(each for each in programs(problem, Pass.FORWARD, H200) if each[0].schedule == schedule)
+    x = integers(problem.input_shape, 1)
+    x[0, :, 2, 3] = float("inf")
+    weight, bias = integers(problem.weight_shape, 2).abs() + 1, torch.zeros(problem.out_channels, dtype=torch.float64)
+    of = operands_of(problem)
+    layouts = Layouts.of_call(problem, Pass.FORWARD)
+    out = run(problem, Pass.FORWARD, program, layouts, (x, weight), bias, of_epilogue=of)
+    expected = torch.sigmoid(reference(problem, Pass.FORWARD, (x, weight), bias)) + of["residual_1"]
+    assert bool(torch.isfinite(expected).all())
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)

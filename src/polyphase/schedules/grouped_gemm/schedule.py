@@ -85,7 +85,7 @@ class GroupedGemm(Schedule):
         return None
 
     def epilogue_limits(self, problem: ConvTransposeProblem) -> str | None:
-        if all(all(axis.taps_by_phase) for axis in problem.axes3[:2]):
+        if all(len(axis.taps_by_phase) == axis.stride for axis in problem.axes3[:2]):
             return None
         return "rows without taps are copies of one, and an epilogue may make them differ"
 
