@@ -500,7 +500,7 @@ BOXED = {
 def tile_of(case: GemmCase) -> dict[str, int]:
     """What `BOXED` says of tiles: boxes of a stage, whether they are runs, of several images, fewer than the halo."""
     found = case.params(H200)
-    zeros = found["halo"] > found["boxes"] * found["box_pixels"]
+    zeros = found["run_pixels"] > found["boxes"] * found["box_pixels"]
     return {"boxes": found["boxes"], "run": found["run"] > 0, "several": found["images"] > 1, "zeros": zeros}
 
 

@@ -143,22 +143,22 @@ def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     for module in (tma, tma_config, tma_cost):
         monkeypatch.setattr(module, "FLUSH", 64)
     monkeypatch.setattr(tma_cost, "affordable_planes", lambda *_: 1)
-    tma_cost.weight_parts.cache_clear()
-    tma_cost.input_parts.cache_clear()
+    tma_cost.weight_splits.cache_clear()
+    tma_cost.input_splits.cache_clear()
     problem = make((3, 24, 7, 9), 40, 3, 2, 1, dtype=dtype, tf32=True)
     for candidate, program in offers(SCHEDULES[pass_], problem, pass_):
         assert not is_narrowed(program)
         assert dict(program.main.source.constants).get("FLUSH", 1) < 9 * 2
         assert_exact(problem, pass_, candidate, program, executor=Emulator(1))
-    tma_cost.weight_parts.cache_clear()
-    tma_cost.input_parts.cache_clear()
+    tma_cost.weight_splits.cache_clear()
+    tma_cost.input_splits.cache_clear()
 
 
 @pytest.mark.parametrize("in_channels", [264, 27])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_parts_of_an_input_gradient(dtype: str, in_channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_of_an_input_gradient(dtype: str, in_channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts end within a tap, and the last is shorter. Where the result has gaps there is one."""
-    monkeypatch.setattr(tma, "input_parts", lambda *_: (4, 0.0, 0.0))
+    monkeypatch.setattr(tma, "input_splits", lambda *_: (4, 0.0, 0.0))
     schedule, pass_ = SCHEDULES[Pass.INPUT_GRAD], Pass.INPUT_GRAD
     problem = make((3, in_channels, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
     candidate, program = offers(schedule, problem, pass_)[0]
@@ -199,7 +199,7 @@ def test_where_it_refuses() -> None:
     wanted = {
         replace(layer, dtype="float32"): "stays exact",
         replace(layer, dtype="float64"): "do not take float64",
-        replace(layer, channels_last=False): "channels are innermost",
+        replace(layer, channels_last=False): "needs NHWC",
         replace(layer, out_channels=20): "output channels, 40 bytes",
         replace(layer, stride=(9, 2), kernel_size=(9, 4)): "not every 9th",
     }
@@ -209,7 +209,7 @@ def test_where_it_refuses() -> None:
         assert "only" in (refusal(schedule, layer, Pass.FORWARD, H200) or "")
         assert refusal(schedule, layer, pass_, H200) is None
         for arch in ("sm_80", "sm_100a", "sm_120"):
-            assert "lacks Hopper's" in (refusal(schedule, layer, pass_, DeviceInfo.for_arch(arch)) or "")
+            assert "has no wgmma" in (refusal(schedule, layer, pass_, DeviceInfo.for_arch(arch)) or "")
     odd = replace(layer, in_channels=36)
     assert "input channels, 72 bytes" in (refusal(SCHEDULES[Pass.WEIGHT_GRAD], odd, Pass.WEIGHT_GRAD, H200) or "")
     assert refusal(SCHEDULES[Pass.INPUT_GRAD], odd, Pass.INPUT_GRAD, H200) is None

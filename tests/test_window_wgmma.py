@@ -30,7 +30,8 @@ from polyphase.schedules import tiles
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm import wgmma as gradient_wgmma
 from polyphase.schedules.window_gemm import wgmma_tile as gradient_wgmma_tile
-from polyphase.schedules.window_gemm.wgmma import WgmmaConfig, WindowDgradWgmma, WindowWgradWgmma
+from polyphase.schedules.window_gemm.wgmma import WindowDgradWgmma, WindowWgradWgmma
+from polyphase.schedules.window_gemm.wgmma_config import WgmmaConfig
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -269,14 +270,14 @@ def test_where_it_refuses() -> None:
     wanted = {
         replace(layer, dtype="float32"): "stays exact",
         replace(layer, dtype="float64"): "do not take float64",
-        replace(layer, dtype="float32", tf32=True, channels_last=True): "pixels are innermost",
+        replace(layer, dtype="float32", tf32=True, channels_last=True): "needs NCHW",
     }
     last = replace(layer, channels_last=True)
-    assert "pixels are innermost" in (refusal(WindowDgradWgmma(), last, Pass.INPUT_GRAD, H200) or "")
+    assert "needs NCHW" in (refusal(WindowDgradWgmma(), last, Pass.INPUT_GRAD, H200) or "")
     assert "whole boxes" in (refusal(WindowWgradWgmma(), last, Pass.WEIGHT_GRAD, H200) or "")
     last = replace(last, out_channels=6)
     for apart in (replace(last, groups=2), replace(last, dilation=(1, 2))):
-        assert "side by side" in (refusal(WindowWgradWgmma(), apart, Pass.WEIGHT_GRAD, H200) or "")
+        assert "one group in NHWC" in (refusal(WindowWgradWgmma(), apart, Pass.WEIGHT_GRAD, H200) or "")
     narrow = replace(layer, out_channels=9, kernel_size=(3, 3))
     assert "162 bytes" in (refusal(WindowDgradWgmma(), narrow, Pass.INPUT_GRAD, H200) or "")
     for pass_, schedule in SCHEDULES.items():
@@ -285,7 +286,7 @@ def test_where_it_refuses() -> None:
         assert "only" in (refusal(schedule, layer, Pass.FORWARD, H200) or "")
         assert refusal(schedule, layer, pass_, H200) is None
         for arch in ("sm_80", "sm_100a", "sm_120"):
-            assert "lacks Hopper's" in (refusal(schedule, layer, pass_, DeviceInfo.for_arch(arch)) or "")
+            assert "has no wgmma" in (refusal(schedule, layer, pass_, DeviceInfo.for_arch(arch)) or "")
     many = replace(layer, kernel_size=(25, 25), padding=(0, 0))
     assert "no stage of 625 taps" in (refusal(WindowWgradWgmma(), many, Pass.WEIGHT_GRAD, H200) or "")
 

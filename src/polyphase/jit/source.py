@@ -41,7 +41,7 @@ Constant = bool | int | Axis
 
 @dataclass(frozen=True)
 class WgmmaForm:
-    """A form of Hopper's matrix instruction that a kernel uses, of 64 rows by ``columns``.
+    """A form of wgmma that a kernel uses, of 64 rows by ``columns``.
 
     ``operands``: the dtype that is multiplied, float32 as TF32. The first operand comes from shared memory or from
     registers; elements of 16 bits may lie transposed in shared memory.

@@ -48,7 +48,7 @@
 
 struct Params {
   Tensor5 x, y;
-  Part window;
+  StageBox window;
   int batch, groups;
   int lanes[4];      // cells of a tile along n, d, h, w; two neighbours along w are of one row
   Divisor tiles[4];  // tiles along n, d, h, w
@@ -608,7 +608,7 @@ __device__ __forceinline__ void arrive(unsigned barrier) {
 
 __device__ __forceinline__ void load_stages(const Params& params, Tiles tiles, const Barriers& barriers, Notes& notes,
                                             Place* places, char* buffers, const scalar_t* x, const scalar_t* y) {
-  PartLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(params.x, params.window);
+  StageBoxLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(params.x, params.window);
   loader.init(places, elements(params.window));
   named_barrier_sync(1, LOADERS);
   // What is on its way is waited for once BUFFERS - 2 stages follow it. Behind the last tile comes a note of its own.

@@ -3,7 +3,7 @@
 //
 //   y[co, i·stride + phase]  =  bias[co]  +  Σ_ci Σ_tap of phase   w[ci, co, tap] · x[ci, i + src_offset(tap)]
 //
-// Index mapping. M are output channels of a phase (core/row_blocks.cuh), N are cells i, K are input channels and taps.
+// GEMM. M = output channels of a phase (core/row_blocks.cuh), N = cells i, K = (tap, input channel) pairs.
 // A tile of cells and the halo around it lie in shared memory as one flat run of pixels, every row of the halo behind
 // the one before: 16 bytes (CHUNK channels) a pixel, chunk by chunk. In that run a tap is a constant distance, so the
 // pixels that a tap needs for PIXELS neighbouring cells are the B operand of one instruction, at another address
@@ -15,25 +15,24 @@
 // dynamic tile scheduler deals work tiles out (core/tile_scheduler.cuh): the next one is loaded while the last one is
 // stored.
 //
-// Who does what. CONSUMERS warpgroups multiply and run the epilogue: each on its part of the tile's cells; or on all
+// Warp roles. CONSUMERS warpgroups multiply and run the epilogue: each on its share of the tile's cells; or on all
 // cells and its own row group (COOPERATIVE); or each on a work tile of its own, and one stores while the other
 // multiplies (PING_PONG). LOADER_THREADS produce, in one of three ways:
-//   - LOADER_GROUPS groups of threads copy pixels with cp.async, LOOKAHEAD stages ahead, in the order in which they lie
-//   in
-//     memory, and then transpose them (channels innermost) and round them on their way from shared to shared memory;
+//   - LOADER_GROUPS groups of threads copy pixels by cp.async, LOOKAHEAD stages ahead, in the order of memory, then
+//     transpose them within shared memory (channels innermost) and round them;
 //   - where TMA can take boxes of the source (params.boxes), one warp issues TMA and the others only transpose,
 //     TRANSPOSE_GROUPS groups of them, round-robin over stages;
-//   - with TMA_OPERANDS they are operands as TMA brings them: channels last, or in half precision where a tap is no
-//   distance.
+//   - with TMA_OPERANDS TMA writes B directly: NHWC, or NCHW in 16 bit (MN_MAJOR) if no tap shifts B.
 //
 // Shared memory: STAGES stages of weights (unless RESIDENT: then they stay, and the work tiles of a block have the same
 // row groups) and pixels; the RESIDENT weights; RAW_SLOTS stages of boxes or rows that are not transposed yet; the
 // epilogue's staging; where each pixel of a tile lies; `Shared`.
 //
-// Barriers. full[stage]: producers' writes, TMA's bytes; consumers wait. empty[stage]: consumers release it, those of
-// all CLUSTER blocks where weights are multicast; producers wait. raw_full, raw_empty[slot]: between the TMA warp and
-// those that transpose. order[warpgroup]: PING_PONG consumers multiply one after the other. resident: weights that
-// stay. The scheduler's: a work tile is known. Named barrier 1 + group: a producer group; from 6 on: the epilogue's.
+// Barriers. full[stage]: producers' writes, TMA's bytes; consumers wait. Every thread of a producer group arrives, or
+// the TMA warp, or that and the warps that transpose. empty[stage]: consumers release it, those of all CLUSTER blocks
+// where weights are multicast; producers wait. raw_full, raw_empty[slot]: between the TMA warp and those that
+// transpose. order[warpgroup]: PING_PONG consumers multiply one after the other. resident: weights that stay. The
+// scheduler's: a work tile is known. Named barrier 1 + group: a producer group; from 6 on: the epilogue's.
 //
 // The kernel may start while its weights are still being packed (programmatic dependent launch), and waits for them
 // when the first pixels are on their way; with SCALED before those, as it must know how many bands there are
@@ -80,39 +79,42 @@ struct Shared {
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
 
-// Of each thread. Where some would spill, consumers give GIVEN_REGISTERS each to producers, or take them;
-// and if that leaves too few to either, producers convert one chunk at a time, not CHUNKS_AT_ONCE = 2.
+// Registers a thread (setmaxnreg). Of 64K, two consumer warpgroups with 224 leave 56 for 128 producers; with 208 they
+// leave 48 for 256. If the compiler spills, it is retried with GIVEN_REGISTERS and CHUNKS_AT_ONCE of `_SHARES`
+// (schedules/implicit_gemm/schedule.py): so many move from each consumer to the producers, or back if negative.
 constexpr int PRODUCER_REGISTERS = LOADER_THREADS == 128 ? 56 + 2 * GIVEN_REGISTERS : 48 + GIVEN_REGISTERS;
 constexpr int CONSUMER_REGISTERS = (LOADER_THREADS == 128 ? 224 : 208) - GIVEN_REGISTERS;
 static_assert(!WGMMA || registers_suffice(CONSUMERS * 128, CONSUMER_REGISTERS, LOADER_THREADS, PRODUCER_REGISTERS),
               "too few registers");
 
-// A warpgroup gives a slot back. Its warps multiply together with wgmma, and each at its own pace with mma.sync.
-constexpr int RELEASES = WGMMA ? 1 : 4;
+// A consumer warpgroup frees a stage: one arrival with wgmma, which all its warps issue together; one of each warp with
+// mma.sync.
+constexpr int ARRIVALS_PER_WARPGROUP = WGMMA ? 1 : 4;
 __device__ __forceinline__ void release(unsigned barrier) {
-  if (RELEASES > 1) __syncwarp();
+  if (ARRIVALS_PER_WARPGROUP > 1) __syncwarp();
   if constexpr (CLUSTER > 1) {
     if (threadIdx.x % 128 < CLUSTER) mbarrier_arrive_cluster(barrier, threadIdx.x % 128);
-  } else if (threadIdx.x % (128 / RELEASES) == 0)
+  } else if (threadIdx.x % (128 / ARRIVALS_PER_WARPGROUP) == 0)
     mbarrier_arrive(barrier);
 }
 
-// Operations of a row block in a row, without a branch: the tensor cores then take one instruction right after the
-// other. A branch amid the products of a stage has the assembler put a fence before each of them. (That of NVRTC 13.0
-// says so, C7519; that of 13.5 does it in silence.) So on Hopper there is code for each kind of groups of lines.
+// STRAIGHT: the products of a stage are unrolled without a branch, so that wgmma's are issued back to back. With a
+// branch among them the assembler puts a fence before each. (That of NVRTC 13.0 says so, C7519; that of 13.5 does it in
+// silence.) So on Hopper there is code for each kind of line group.
 constexpr Kinds KINDS = find_kinds();
 constexpr bool ALIKE = KINDS.next[0] == LINE_GROUPS;
 constexpr bool STRAIGHT = K_STEPS * KINDS.operations <= (ALIKE ? 128 : WGMMA ? 256 : 0);
 constexpr int UNROLLED = STRAIGHT ? KINDS.most : 2;
 
-// The tensor cores truncate sums, and the loss grows with every addition. With PARTS = 2 float32 adds up, and rounds,
-// what they make of a stage; and in straight code of one kind (else the assembler makes products wait for one another)
-// of at most CHAIN operations.
+// The tensor cores truncate sums, and the loss grows with every addition. With PARTS = 2 their sums are added up in
+// float32, which rounds, after each stage; and in straight code of one kind (else the assembler serialises products)
+// after at most CHAIN operations.
 constexpr int CHAIN = 16;
 __host__ __device__ constexpr int chain_of(int operations) { return ceil_div(operations, ceil_div(operations, CHAIN)); }
 constexpr bool CHAINED = PARTS == 2 && ALIKE && STRAIGHT && K_STEPS * KINDS.most > CHAIN;
 
-// A stage of a work tile among those of its band, and the band: that of the smallest magnitudes comes first.
+// A work tile's stages run once per magnitude band, smallest first. These split the running stage number into stage and
+// band.
 __device__ __forceinline__ int stage_of_band(const TileScheduler& scheduler, int stage) {
   return SCALED && scheduler.bands > 1 ? stage % TILE_STAGES : stage;
 }
@@ -135,9 +137,8 @@ __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* f
 #endif
 
 #if BOX_COPY
-// The warp that issues TMA: pixels are as far ahead as they have slots, those of
-// stages with TMA_OPERANDS and their own otherwise, weights go to the stages. The first pixels are on their way before
-// weights are waited for.
+// The warp that issues TMA. Pixels run PIXEL_SLOTS ahead: into stages with TMA_OPERANDS, else into slots of their own,
+// from which they are transposed. Weights go to stages. The first pixels are loaded before the wait for packed weights.
 constexpr int PIXEL_SLOTS = TMA_OPERANDS ? STAGES : RAW_SLOTS;
 
 __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& scheduler, const scalar_t* src,
@@ -166,12 +167,12 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
     mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     if (TMA_OPERANDS && loaded == PIXEL_SLOTS) load_pixels();
     if (TMA_OPERANDS && loaded < PIXEL_SLOTS) ++loaded;
-    const unsigned char* const weights = packed + now.index % params.tile_items * (ROW_PARTS * TILE_WEIGHT_BYTES) +
+    const unsigned char* const weights = packed + now.index % params.tile_items * (ROW_SHARES * TILE_WEIGHT_BYTES) +
                                          stage_of_band(scheduler, now.stage) * WEIGHT_STAGE;
     if (elect()) {
-      for (int part = 0; !RESIDENT && part < ROW_PARTS; ++part)
-        copy_weights(shared_address(stages + slot.index * stage_bytes + part * WEIGHT_STAGE),
-                     weights + part * TILE_WEIGHT_BYTES, full + 8 * slot.index);
+      for (int share = 0; !RESIDENT && share < ROW_SHARES; ++share)
+        copy_weights(shared_address(stages + slot.index * stage_bytes + share * WEIGHT_STAGE),
+                     weights + share * TILE_WEIGHT_BYTES, full + 8 * slot.index);
       mbarrier_arrive(full + 8 * slot.index);
     }
     __syncwarp();
@@ -184,8 +185,8 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
   if (first_lane) scheduler.settle(ahead.ordinal);
 }
 
-// One of the warps that transpose boxes, each at its own pace: of a group of TRANSPOSE_WARPS that takes every
-// TRANSPOSE_GROUPS-th stage.
+// One of the warps that transpose boxes. A group of TRANSPOSE_WARPS takes every TRANSPOSE_GROUPS-th stage; its warps do
+// not wait for one another.
 __device__ __forceinline__ void transpose_stages(const Params& params, const TileScheduler& scheduler, int warp,
                                                  unsigned char* stages, int stage_bytes, const unsigned char* raw,
                                                  int raw_stage, unsigned full, unsigned empty, unsigned raw_full,
@@ -210,7 +211,7 @@ __device__ __forceinline__ void transpose_stages(const Params& params, const Til
 #endif
 
 #if SCALED
-// By what the thread's rows are multiplied, beside what all pixels are.
+// Scales of the thread's rows, which are taken back together with the scale of all pixels.
 struct RowFactors {
   float of[ROW_BLOCKS][2];
 
@@ -227,10 +228,10 @@ struct RowFactors {
       const float smaller = fminf(of_row, of_pixels),
                   larger = fmaxf(of_row, of_pixels);  // in this order none overflows
 #pragma unroll
-      for (int part = 0; part < PIXEL_BLOCKS; ++part)
+      for (int pixel_block = 0; pixel_block < PIXEL_BLOCKS; ++pixel_block)
 #pragma unroll
         for (int j = 0; j < SUMS / 2; ++j) {
-          float& sum = sums[i / 2][part][j / 2 * 4 + i % 2 * 2 + j % 2];
+          float& sum = sums[i / 2][pixel_block][j / 2 * 4 + i % 2 * 2 + j % 2];
           sum = sum * smaller * larger;
         }
     }
@@ -256,7 +257,7 @@ __device__ __forceinline__ int kind_of(const int (&counts)[ROW_BLOCKS]) {
 
 // A stage of a work tile: where its operands lie in shared memory.
 struct Operands {
-  int stage;
+  int stages_before;  // of the work tile; 0 overwrites the accumulators (scale-d)
   unsigned weights, pixels;
   const int* distances;
 };
@@ -277,13 +278,14 @@ __device__ __forceinline__ void multiply(const Params& params, const Operands& o
 #pragma unroll(UNROLLED)
       for (int i = 0; i < (STRAIGHT || ALIKE ? of_kind.of[block] : counts[block]); ++i) {
         const unsigned b = of.pixels + step * (TMA_OPERANDS ? BOX_STEP : 2 * params.chunk_bytes) + distance;
-        distance = *++distances;  // in time for the next operation
-        const bool add = PARTS == 2 || of.stage + step + i > 0;
+        distance = *++distances;  // prefetched for the next operation
+        const bool add = PARTS == 2 || of.stages_before + step + i > 0;
 #pragma unroll
-        for (int part = 0; part < PIXEL_BLOCKS; ++part) {
-          float (&to)[SUMS] = sums[block][part];
-          const unsigned from = b + part * (PIXELS * PIXEL_PITCH);
-          if (PARTS == 2) {
+        for (int pixel_block = 0; pixel_block < PIXEL_BLOCKS; ++pixel_block) {
+          float (&to)[SUMS] = sums[block][pixel_block];
+          const unsigned from = b + pixel_block * (PIXELS * PIXEL_PITCH);
+          if (PARTS ==
+              2) {  // A·B_lo + A_lo·B + A·B, small terms first; A_lo is 2 chunks behind A, B_lo STAGE_CHUNKS behind B
             add_product(to, a, from + STAGE_CHUNKS * params.chunk_bytes, params.chunk_bytes, add);
             add_product(to, a + 2 * A_CHUNK, from, params.chunk_bytes, true);
           }
@@ -312,7 +314,7 @@ __device__ __forceinline__ void multiply_kind(int kind, const Params& params, co
   multiply<KIND>(params, of, counts, sums, totals);
 }
 
-// How far the pixels of each operation lie from a cell's, and how many operations each row block has.
+// The table of each operation's B offset (its tap's shift in the run of pixels), and of operations a row block.
 __device__ __forceinline__ void list_operations(const Params& params, Shared& shared) {
   const int thread = threadIdx.x;
   for (int i = thread; i < OPERATIONS * LINE_GROUPS; i += THREADS) {
@@ -328,10 +330,10 @@ __device__ __forceinline__ void list_operations(const Params& params, Shared& sh
     shared.counts[i] = operations_of(i % ROW_BLOCKS, i / ROW_BLOCKS * LINES);
 }
 
-// Pixels of all stages that none fills.
+// Zeros the pixels of all stages that no box fills.
 __device__ __forceinline__ void clear_padding(const Params& params, unsigned char* pixels, int stage_bytes) {
-  for (int i = params.boxes * params.box_pixels * PIXEL_PITCH + (int)threadIdx.x * 16; i < params.halo * PIXEL_PITCH;
-       i += THREADS * 16)
+  for (int i = params.boxes * params.box_pixels * PIXEL_PITCH + (int)threadIdx.x * 16;
+       i < params.run_pixels * PIXEL_PITCH; i += THREADS * 16)
     for (int stage = 0; stage < STAGES; ++stage)
       *(Vector<unsigned, 4>*)(pixels + stage * stage_bytes + i) = Vector<unsigned, 4>{};
   fence_proxy_async();
@@ -358,7 +360,7 @@ __device__ __forceinline__ void produce_by_tma(const Params& params, TileSchedul
 }
 #endif
 
-// The weights that stay, by one thread, and waited for by all; without bulk copies they are here already.
+// Loads the RESIDENT weights by one thread, and waits for them; without bulk copies they have been loaded already.
 __device__ __forceinline__ void load_resident(const Params& params, const unsigned char* packed,
                                               unsigned char* resident, Shared& shared) {
 #if BULK_COPY
@@ -374,14 +376,15 @@ __device__ __forceinline__ void load_resident(const Params& params, const unsign
 #endif
 }
 
-// Weights of a row group's stage `number`, by the threads of a group; copied ones arrive with the pixels.
-__device__ __forceinline__ void load_weights(unsigned char* stage, const unsigned char* weights, int number, int thread,
-                                             unsigned full, int slot) {
+// Waits for the pixel copies of a stage (cp.async), and loads its weights, number `number` of a row group's, by a
+// producer group. With bulk copies the weights arrive at `full`, else they are waited for with the next cp.async.
+__device__ __forceinline__ void wait_pixels_load_weights(unsigned char* stage, const unsigned char* weights, int number,
+                                                         int thread, unsigned full, int slot) {
 #if BULK_COPY
   if (!RESIDENT && thread == 0)
-    for (int part = 0; part < ROW_PARTS; ++part)
-      copy_weights(shared_address(stage + part * WEIGHT_STAGE),
-                   weights + part * TILE_WEIGHT_BYTES + number * WEIGHT_STAGE, full + 8 * slot);
+    for (int share = 0; share < ROW_SHARES; ++share)
+      copy_weights(shared_address(stage + share * WEIGHT_STAGE),
+                   weights + share * TILE_WEIGHT_BYTES + number * WEIGHT_STAGE, full + 8 * slot);
   cp_async_wait<LOOKAHEAD - 1>();
 #else
   cp_async_wait<LOOKAHEAD - 1>();
@@ -392,15 +395,15 @@ __device__ __forceinline__ void load_weights(unsigned char* stage, const unsigne
 #endif
 }
 
-// Where they lie of a stage that is loaded to `at`; `added`: the stages before it, of all bands.
+// Operands of stage `stage` that was loaded to `at`. Of `stages_before`, in all bands, only whether it is 0 matters.
 __device__ __forceinline__ Operands operands_of(const Shared& shared, const WorkTile& work, const unsigned char* at,
-                                                const unsigned char* resident, int row_part, int cell_part, int stage,
-                                                int added) {
+                                                const unsigned char* resident, int row_share, int cell_share, int stage,
+                                                int stages_before) {
   const unsigned held = shared_address(at);
   const unsigned weights = RESIDENT
-                               ? shared_address(resident) + row_part * (int)TILE_WEIGHT_BYTES + stage * WEIGHT_STAGE
-                               : held + row_part * WEIGHT_STAGE;
-  return {added, weights, held + WEIGHT_SLOT + cell_part * (GROUP_CELLS * PIXEL_PITCH),
+                               ? shared_address(resident) + row_share * (int)TILE_WEIGHT_BYTES + stage * WEIGHT_STAGE
+                               : held + row_share * WEIGHT_STAGE;
+  return {stages_before, weights, held + WEIGHT_SLOT + cell_share * (GROUP_CELLS * PIXEL_PITCH),
           shared.operations + work.line_group * OPERATIONS};
 }
 
@@ -424,7 +427,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   unsigned char* const resident = shared_memory + STAGES * stage_bytes;
   unsigned char* raw = resident + RESIDENT_WEIGHTS;
   unsigned char* const store_memory = raw + (IN_PLACE ? 0 : RAW_SLOTS * raw_stage);
-  unsigned* const halo = (unsigned*)(store_memory + STORE_BYTES);
+  unsigned* const pixel_table = (unsigned*)(store_memory + STORE_BYTES);
 
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned order = shared_address(shared.order);
@@ -437,7 +440,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   if (thread == 0) {
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(full + 8 * i, !takes_boxes(params) ? LOADERS : TMA_OPERANDS ? 1 : TRANSPOSE_WARPS + 1);
-      mbarrier_init(empty + 8 * i, SHARERS * RELEASES * CLUSTER);
+      mbarrier_init(empty + 8 * i, SHARERS * ARRIVALS_PER_WARPGROUP * CLUSTER);
     }
     for (int i = 0; i < CONSUMERS; ++i) mbarrier_init(order + 8 * i, 1);
     mbarrier_init(shared_address(&shared.resident), 1);
@@ -449,14 +452,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     fence_mbarrier_init();
     scheduler.begin();
   }
-  // Positions are the same for every tile.
+  // Coordinates of the run's pixels, relative to a tile's first cell: the same for every tile.
   const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(params) / (int)sizeof(scalar_t);
   if (!takes_boxes(params))
-    for (int i = thread; i * copied < params.halo; i += THREADS) {
+    for (int i = thread; i * copied < params.run_pixels; i += THREADS) {
       Pixel p;
       p.locate(params, i * copied);
       const bool inside = p.n < params.images && p.d < params.cells[0] + REACH_D && p.h < params.cells[1] + REACH_H;
-      halo[i] = inside ? p.packed() : NOWHERE;
+      pixel_table[i] = inside ? p.packed() : NOWHERE;
     }
   Epilogue::prepare(params, store_memory);
   list_operations(params, shared);
@@ -485,8 +488,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const int loader_thread = thread - CONSUMERS * 128;
     const int loader_group = __shfl_sync(0xffffffffu, loader_thread / LOADERS, 0);
     raw += loader_group * RAW_STAGES * raw_stage;
-    const int table = ceil_div(params.halo, copied);
-    const Loader loader{params, halo, (offset_t*)(halo + round_up(table, 2)) + loader_group * table,
+    const int table = ceil_div(params.run_pixels, copied);
+    const Loader loader{params, pixel_table, (offset_t*)(pixel_table + round_up(table, 2)) + loader_group * table,
                         loader_thread % LOADERS};
     Cursor ahead, now;
     ahead.skip(scheduler, loader_group), now.skip(scheduler, loader_group);
@@ -503,7 +506,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
           work.locate(params, ahead.index, 0);
           base = src + (CLUSTER == 1 || work.n < params.batch ? work.n : 0) * params.src.stride[0] +
                  (long long)work.group * SRC_CHANNELS * params.src.stride[1];
-          named_barrier_sync(1 + loader_group, LOADERS);  // all have copied the tile before
+          named_barrier_sync(1 + loader_group, LOADERS);  // before find_pixels overwrites the last tile's addresses
           loader.find_pixels(work);
           named_barrier_sync(1 + loader_group, LOADERS);
         }
@@ -520,14 +523,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       }
       cp_async_commit();
     };
-    // The first rounds do nothing but start copies. One loop, since starting them is a lot of code.
+    // The prologue's rounds only start copies. One loop for both: start_copy is inlined once.
     for (int round = -LOOKAHEAD; round < 0 || now.index < params.items; ++round) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
       if (round >= 0) {
         if (round == 0) griddepcontrol_wait();
-        if (new_weights) weights = packed + now.index % params.tile_items * (ROW_PARTS * TILE_WEIGHT_BYTES);
+        if (new_weights) weights = packed + now.index % params.tile_items * (ROW_SHARES * TILE_WEIGHT_BYTES);
         if (!IN_PLACE) mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
-        load_weights(stage, weights, stage_of_band(scheduler, now.stage), loader.thread, full, slot.index);
+        wait_pixels_load_weights(stage, weights, stage_of_band(scheduler, now.stage), loader.thread, full, slot.index);
         named_barrier_sync(1 + loader_group, LOADERS);
       }
       start_copy();
@@ -550,7 +553,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     PipelineState<STAGES> slot;
     Sums sums, totals;  // the latter for PARTS = 2
     const int position = PING_PONG ? warp_group : 0;
-    const int row_part = ROW_PARTS > 1 ? warp_group : 0, cell_part = CELL_PARTS > 1 ? warp_group : 0;
+    const int row_share = ROW_SHARES > 1 ? warp_group : 0, cell_share = CELL_SHARES > 1 ? warp_group : 0;
     slot.skip(position * scheduler.stages());
     unsigned order_parity = 0;
     if (RESIDENT) load_resident(params, packed, resident, shared);
@@ -558,14 +561,14 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     for (now.skip(scheduler, position * scheduler.stages()); now.index < params.items;
          now.skip(scheduler, CONSUMERS / SHARERS * scheduler.stages())) {
       WorkTile work;
-      work.locate(params, now.index, row_part);
+      work.locate(params, now.index, row_share);
       int counts[ROW_BLOCKS];
 #pragma unroll
       for (int i = 0; i < ROW_BLOCKS; ++i)
         counts[i] = ALIKE ? 0 : __shfl_sync(~0u, shared.counts[work.line_group * ROW_BLOCKS + i], 0);
       const int kind = STRAIGHT && !ALIKE ? kind_of(counts) : 0;
       int previous = -1;
-      // The parity of a slot tells its last use from the one before only, so nobody may wait further ahead.
+      // A parity bit distinguishes only two successive phases: a ping-pong consumer, one ahead at most, waits its turn.
       if (PING_PONG) mbarrier_wait(order + 8 * position, order_parity ^ (position == 0));
       order_parity ^= 1;
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { total = 0, clear(sum); }, sums, totals);
@@ -575,7 +578,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int stage = 0; stage < TILE_STAGES; ++stage) {
           mbarrier_wait(full + 8 * slot.index, slot.parity);
           const Operands operands = operands_of(shared, work, shared_memory + slot.index * stage_bytes, resident,
-                                                row_part, cell_part, stage, stage + band - 1);
+                                                row_share, cell_share, stage, stage + band - 1);
           multiply_kind(kind, params, operands, counts, sums, totals);
           if constexpr (PARTS == 2) {
             wgmma_wait<0>();
@@ -598,13 +601,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         break;
       }
       const int first_channel = work.group * DST_CHANNELS;
-      const Epilogue store(params, work, sums, cell_part * GROUP_CELLS,
+      const Epilogue store(params, work, sums, cell_share * GROUP_CELLS,
                            dst + work.n * params.dst.stride[0] + first_channel * params.dst.stride[1],
                            EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]) + first_channel, store_memory);
 #if SCALED
       const float* const of_rows = scales.rows() + (long long)work.row_group * (ROW_BLOCKS * ROWS);
       RowFactors rows;
-      if (!TAPS_IN_ROWS) rows.load(of_rows);  // else a register spills
+      if (!TAPS_IN_ROWS) rows.load(of_rows);  // with TAPS_IN_ROWS later, or a register spills
 #endif
       wgmma_wait<0>();
       if constexpr (PARTS == 2) for_each([](float& sum, float& total) { sum = total; }, sums, totals);
@@ -617,10 +620,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         slot.skip(scheduler.stages());
         if (thread % 128 == 0) mbarrier_arrive(order + 8 * (CONSUMERS - 1 - position));
       }
-      // Always true without clusters; without the branch the assembler reads sums ahead of the wait, and then makes
-      // every product wait for the one before.
+      // Always true without clusters; without the branch the assembler hoists reads of accumulators above the wait, and
+      // then serialises the products.
       if (work.n < params.batch) store();
     }
-    if (CLUSTER > 1) cluster_sync();  // others may still be to give slots back here
+    if (CLUSTER > 1) cluster_sync();  // other CTAs may still arrive at this one's barriers
   }
 }

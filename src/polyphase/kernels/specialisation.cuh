@@ -29,9 +29,9 @@ constexpr int WEIGHT_STRIDE_IN = 1024, WEIGHT_STRIDE_OUT = 16, WEIGHT_STRIDE_TAP
 constexpr int MIN_BLOCKS = 1;  // resident on a multiprocessor, for which the compiler limits registers
 
 // Macros (`MACROS` in jit/source.py), by which headers and code are chosen.
-#define WGMMA 1         // Hopper's matrix instruction
+#define WGMMA 1         // wgmma, not mma.sync
 #define CLUSTER 1       // thread blocks
-#define BY_THREADS 0    // transposed operands of 32 bits pass registers
+#define BY_THREADS 0    // MN-major operands of 32 bits pass registers
 #define SCALED 0        // float32 is multiplied as float16
 #define TAPS_IN_ROWS 0  // rows of the product are taps (col2im follows), not channels of one phase
 

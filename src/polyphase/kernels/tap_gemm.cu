@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Sums sums;
   sums.clear();
   griddepcontrol_wait();
-  run_stages(
+  run_stages<BUFFERS>(
       stages, (char*)shared_memory, STAGE_BYTES,
       [&](int stage, char* to) {
         constexpr int ROW_PIECES = PARTS * ROWS * PIECES;

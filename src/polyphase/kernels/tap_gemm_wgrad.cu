@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   for (int stage = 0; stage < BUFFERS; ++stage) list(stage);
   __syncthreads();
-  run_stages(
+  run_stages<BUFFERS>(
       stages, (char*)shared_memory, STAGE_BYTES,
       [&](int stage, char* to) {
         if (stage >= BUFFERS - 1) list(stage + 1);  // before the barrier that precedes its use

@@ -1,12 +1,13 @@
-// The input gradient on tensor cores (mainloop/window_mma.cuh):
+// The input gradient by mma.sync (mainloop/window_mma.cuh):
 //
 //   gx[n, ci, i] = Σ over output channels and taps of   w[ci, co, tap] · g[n, co, i·stride + tap·dilation - padding]
 //
-// Index mapping. A block owns ROWS input channels of one group and a tile of at most COLUMNS input positions; a stage
-// is OUT_CHUNK output channels with all their taps, in the order in which the weight has them.
+// GEMM. M = input channels of a group, N = batch x input positions, K = its (output channel, tap) pairs, in the
+// weight's order. A CTA owns one M x N tile: ROWS input channels by a tile of at most COLUMNS positions. A pipeline
+// stage holds one K-tile: OUT_CHUNK output channels with all their taps.
 //
 // Shared memory: where the pieces of both operands lie, the offsets of a stage's channels and taps and of the
-// positions, then BUFFERS stages; at the end, where each position lies in the input.
+// positions, then STAGES stages; at the end, where each position lies in the input.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -16,44 +17,45 @@
 
 struct Params {
   Tensor5 g, weight, x;  // the weight's rows are channels, the rest of it lies along h and w
-  Part weight_part, window;
+  StageBox weight_box, window;
   int batch;
-  int lanes[4];                  // positions of a tile along n, d, h, w; their product is at most COLUMNS
+  int tile_extent[4];            // positions of a tile along n, d, h, w; their product is at most COLUMNS
   int tiles[4];                  // tiles along n, d, h, w
-  int skew;                      // elements from the window's first to what the first tap of the first position meets
+  int skew;                      // elements by which the window starts early along w, so that pieces are aligned
   int table_bytes, stage_bytes;  // of shared memory
-  int pairs;                     // whether a position and the next are stored together
+  int pairs;                     // whether two neighbouring positions are stored at once
 };
 
-constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), STAGES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr int GRID_M = ceil_div(IN_CHANNELS, ROWS), K_TILES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_dgrad_mma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
                      scalar_t* __restrict__ dst, const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
-  const int row_block = block % ROW_BLOCKS;
-  block /= ROW_BLOCKS;
+  const int block_m = block % GRID_M;
+  block /= GRID_M;
   const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
   const int group = block / tiles;
   int first[4];  // position of the tile
-  tile_origin(params.tiles, params.lanes, block % tiles, first);
+  tile_origin(params.tiles, params.tile_extent, block % tiles, first);
 
-  const int first_in = row_block * ROWS;
-  const int rows = IN_CHANNELS - first_in;  // that exist, from there on
+  const int first_in = block_m * ROWS;
+  const int rows = IN_CHANNELS - first_in;  // valid ones, from the tile's first on
 
   int* const offsets = (int*)shared_memory;
   int* const positions = offsets + DEPTH;
   Place* const places = (Place*)(positions + COLUMNS);
-  char* const buffers = (char*)shared_memory + params.table_bytes;
+  char* const stage_memory = (char*)shared_memory + params.table_bytes;
 
-  PartLoader<Channels::first, ROWS, Moving> weight_loader(params.weight, params.weight_part);
-  PartLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Still> g_loader(params.g, params.window);
+  StageBoxLoader<Channels::first, ROWS, Moving> weight_loader(params.weight, params.weight_box);
+  StageBoxLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Still> g_loader(params.g,
+                                                                                                params.window);
   weight_loader.init(places, DEPTH);
   int window[4] = {first[0], first[1], first[2], first[3]};
   to_window(window, params.skew);
   g_loader.init((long long*)(places + weight_loader.box.pieces), elements(params.window), params.batch, window);
-  list_positions(positions, COLUMNS, params.window, params.lanes, params.skew);
+  list_positions(positions, COLUMNS, params.window, params.tile_extent, params.skew);
   for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
     const int channel = WEIGHT_STRIDE_OUT == 1 ? i % OUT_CHUNK : i / TAPS;
     const int tap = WEIGHT_STRIDE_OUT == 1 ? i / OUT_CHUNK : i % TAPS;
@@ -75,18 +77,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     g_loader.load(grad + (long long)stage * OUT_CHUNK * params.g.stride[1], OUT_CHANNELS - stage * OUT_CHUNK,
                   to + A_BYTES);
   };
-  run_stages(STAGES, buffers, params.stage_bytes, load,
-             [&](int, const char* from) { sums.add(from, from + A_BYTES, offsets, columns); });
+  run_stages<STAGES>(K_TILES, stage_memory, params.stage_bytes, load,
+                     [&](int, const char* from) { sums.add(from, from + A_BYTES, offsets, columns); });
 
   // Where each position lies, -1 where it does not exist.
   __syncthreads();
-  long long* const targets = (long long*)buffers;
+  long long* const targets = (long long*)stage_memory;
   for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
     int at[4];
-    decode(params.lanes, i, at);
+    decode(params.tile_extent, i, at);
     const int n = first[0] + at[0], d = first[1] + at[1], h = first[2] + at[2], w = first[3] + at[3];
-    const bool exists = at[0] < params.lanes[0] && n < params.batch && d < params.x.size[0] && h < params.x.size[1] &&
-                        w < params.x.size[2];
+    const bool exists = at[0] < params.tile_extent[0] && n < params.batch && d < params.x.size[0] &&
+                        h < params.x.size[1] && w < params.x.size[2];
     targets[i] =
         exists ? n * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3] + w * params.x.stride[4] : -1;
   }

@@ -1,18 +1,18 @@
-// The input gradient of tensors whose channels are innermost, by Hopper's instruction (mainloop/box_product.cuh):
+// The input gradient in NHWC, by TMA and wgmma (mainloop/box_product.cuh):
 //
 //   gx[n, ci, i] = Σ over taps and output channels of   g[n, co, i·stride + tap·dilation - padding] · w[ci, co, tap]
 //
-// Index mapping. Rows of the product are a tile of input positions, columns COLUMNS input channels of one group; a
-// stage is one tap and as many output channels as STEPS operations take. For each tap TMA brings the tile's
-// elements of the output gradient anew, every stride-th one, and zeros beside the tensor: no tap needs a thread. They
-// come from the L2 cache but for the first time.
+// GEMM. M = batch x input positions, N = input channels of a group, K = (tap, output channel) pairs. A work tile is one
+// M x N tile, a tile of positions by COLUMNS input channels, and one split of K. A pipeline stage holds one K-tile: one
+// tap and as many output channels as STEPS k-steps take. For each tap TMA loads the tile's elements of the output
+// gradient anew, every stride-th one, and zeros beside the tensor; all but the first time they come from L2.
 //
-// Blocks take work tiles (column block fastest, then tile, then group, then part) in turns, and load the next while
-// they store one. Where work tiles would be few, each is shared out in `parts` of its stages, whose sums are planes of
-// float32 that another kernel adds up (steps/reduce_splits.cu).
+// CTAs are persistent: work tiles are dealt out round-robin (N fastest, then tile, group, split), and the next is
+// loaded while one is stored. Where work tiles are few, K is split `splits` times; each split writes a plane of
+// float32, and another kernel adds them up (steps/reduce_splits.cu).
 //
-// Tensor-core accumulation truncates at every step. So FLUSH stages are summed there, and where those are not all,
-// their sums beside them.
+// Tensor-core accumulation truncates at every step. So where K is long, accumulators are flushed every FLUSH stages:
+// they are added to a second set in registers, and start from zero.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -27,56 +27,56 @@ struct Params {
   TensorMap grad_box, weight_box;
   Tensor5 x;
   int batch, groups;
-  int lanes[4];          // positions of a tile along n, d, h, w; their product is at most the rows of a block
-  int tiles[4];          // tiles along n, d, h, w
-  int parts, part_size;  // of a work tile, and stages of each but the last, which may have fewer
-  long long plane;       // elements
+  int tile_extent[4];        // positions of a tile along n, d, h, w; their product is at most M of a CTA
+  int tiles[4];              // tiles along n, d, h, w
+  int splits, split_length;  // of K; K-tiles of each but the last, which may have fewer
+  long long plane;           // elements
 };
 
 constexpr int CHANNELS = STEPS * OPERATION;  // of a stage
-constexpr int CHUNKS = ceil_div(OUT_CHANNELS, CHANNELS), STAGES = TAPS * CHUNKS;
-constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS);
+constexpr int CHUNKS = ceil_div(OUT_CHANNELS, CHANNELS), K_TILES = TAPS * CHUNKS;
+constexpr int GRID_N = ceil_div(IN_CHANNELS, COLUMNS);
 constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
 
-// What `Sums::multiply` asks: a stage's weights are one box.
+// How B lies in a stage, for `Sums::multiply`: the weights are one box.
 struct TapColumns {
   static constexpr int BYTES = COLUMNS * COLUMN_PITCH, BESIDE = 0, EIGHT = 8 * COLUMN_PITCH;
   static __host__ __device__ constexpr int line(int) { return 0; }
   static __host__ __device__ constexpr int step(int index) { return 32 * index; }
 };
 
-// What a block computes at once.
+// A tile of M x N, and a split of K.
 struct WorkTile {
-  int part, group, first_in;
+  int split, group, first_in;
   int first[4];  // position along n, d, h, w
 
   __device__ __forceinline__ WorkTile(const Params& params, int index) {
     const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
-    first_in = index % COLUMN_BLOCKS * COLUMNS;
-    index /= COLUMN_BLOCKS;
-    part = index / (tiles * params.groups);
+    first_in = index % GRID_N * COLUMNS;
+    index /= GRID_N;
+    split = index / (tiles * params.groups);
     group = index / tiles % params.groups;
-    tile_origin(params.tiles, params.lanes, index % tiles, first);
+    tile_origin(params.tiles, params.tile_extent, index % tiles, first);
   }
   static __device__ __forceinline__ int count(const Params& params) {
-    return params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3] * params.groups * COLUMN_BLOCKS *
-           params.parts;
+    return params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3] * params.groups * GRID_N *
+           params.splits;
   }
-  __device__ __forceinline__ int first_stage(const Params& params) const { return part * params.part_size; }
+  __device__ __forceinline__ int first_stage(const Params& params) const { return split * params.split_length; }
   __device__ __forceinline__ int stages(const Params& params) const {
-    return min(params.part_size, STAGES - first_stage(params));
+    return min(params.split_length, K_TILES - first_stage(params));
   }
 };
 
-// The thread's row of a tile: its place in the tile along n, d, h, w, a byte each.
+// A row's position in its tile along n, d, h, w, a byte each; NOWHERE past the tile.
 constexpr unsigned NOWHERE = ~0u;
 __device__ __forceinline__ unsigned place_of(const Params& params, int row) {
   int at[4];
-  decode(params.lanes, row, at);
-  return at[0] < params.lanes[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
+  decode(params.tile_extent, row, at);
+  return at[0] < params.tile_extent[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
 }
 
-// The sums of a row: `to` is the first of its columns in memory, of which `columns` exist, none or some.
+// Stores the accumulators of a row: `to` is its first column in memory, `columns` how many are valid, none or some.
 template <class Stored>
 __device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int half, Stored* to, int columns) {
   // Neighbouring channels that a thread stores at once: 32 bytes of four threads.
@@ -102,13 +102,14 @@ __device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int 
   }
 }
 
-// By one thread: the boxes of all stages of the block's work tiles.
+// By one thread: TMA loads of all stages of the CTA's work tiles.
 __device__ __forceinline__ void load_items(const Params& params, const scalar_t* grad, const scalar_t* weight,
-                                           PipelineBarriers<BUFFERS>& ring, const unsigned char* buffers) {
+                                           PipelineBarriers<STAGES>& ring, const unsigned char* stage_memory) {
   griddepcontrol_wait();
-  PipelineState<BUFFERS> state;
+  PipelineState<STAGES> state;
   const int items = WorkTile::count(params), step = gridDim.x;
-  const int bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * params.lanes[3] * ROW_PITCH;
+  const int bytes =
+      params.tile_extent[0] * params.tile_extent[1] * params.tile_extent[2] * params.tile_extent[3] * ROW_PITCH;
 #pragma unroll 1
   for (int index = blockIdx.x; index < items; index += step) {
     const WorkTile work(params, index);
@@ -118,7 +119,7 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
     for (int stage = first; stage < end; ++stage) {
       const int width = tap % AXIS_W.kernel, line = tap / AXIS_W.kernel;
       const int height = line % AXIS_H.kernel, depth = line / AXIS_H.kernel;
-      const unsigned to = shared_address(buffers + state.index * stage_bytes<TapColumns>());
+      const unsigned to = shared_address(stage_memory + state.index * stage_bytes<TapColumns>());
       const unsigned full = shared_address(ring.full + state.index);
       const int from[5] = {work.group * OUT_CHANNELS + chunk * CHANNELS,
                            work.first[3] * AXIS_W.stride + src_offset(AXIS_W, width),
@@ -139,12 +140,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_dgrad_tma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
                      scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
+  __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   if (threadIdx.x == 0) ring.init(1, CONSUMER_THREADS / 32);
   __syncthreads();
 
   const int items = WorkTile::count(params), step = gridDim.x;
-  PipelineState<BUFFERS> state;
+  PipelineState<STAGES> state;
   if (threadIdx.x < CONSUMER_THREADS) {
     reallocate_registers<true>();
     unsigned places[ROW_TILES][2];
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const WorkTile work(params, index);
       const int stages = work.stages(params);
       Sums sums, total;
-      if (FLUSH < STAGES) {
+      if (FLUSH < K_TILES) {
 #pragma unroll 1
         for (int stage = 0; stage < stages; stage += FLUSH) {
           sums.multiply<TapColumns>(min(FLUSH, stages - stage), ring, state, shared_memory);
@@ -164,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       } else {
         sums.multiply<TapColumns>(stages, ring, state, shared_memory);
       }
-      const Sums& all = FLUSH < STAGES ? total : sums;
+      const Sums& all = FLUSH < K_TILES ? total : sums;
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; ++i) {
         const unsigned place = places[i / 2][i % 2];
@@ -175,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                             at[2] < params.x.size[1] && at[3] < params.x.size[2];
         const long long to = work.group * IN_CHANNELS + work.first_in + (exists ? offset_of(params.x, at) : 0);
         const int columns = exists ? IN_CHANNELS - work.first_in : 0;
-        if (ELEMENT == sizeof(float) || params.parts > 1)
-          store_row(all.of[i / 2], i % 2, (float*)dst + work.part * params.plane + to, columns);
+        if (ELEMENT == sizeof(float) || params.splits > 1)
+          store_row(all.of[i / 2], i % 2, (float*)dst + work.split * params.plane + to, columns);
         else
           store_row(all.of[i / 2], i % 2, dst + to, columns);
       }

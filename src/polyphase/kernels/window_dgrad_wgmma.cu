@@ -1,12 +1,13 @@
-// The input gradient by Hopper's instruction (mainloop/window_wgmma.cuh):
+// The input gradient by wgmma (mainloop/window_wgmma.cuh):
 //
 //   gx[n, ci, i] = Σ over output channels and taps of   w[ci, co, tap] · g[n, co, i·stride + tap·dilation - padding]
 //
-// Index mapping. A block owns COLUMNS input channels of one group and a tile of at most ROWS input positions; a stage
-// is OUT_CHUNK output channels with all their taps.
+// GEMM. M = batch x input positions, N = input channels of a group, K = its (output channel, tap) pairs. A CTA owns one
+// M x N tile: a tile of at most ROWS positions by COLUMNS input channels. A pipeline stage holds one K-tile: OUT_CHUNK
+// output channels with all their taps.
 //
-// Tensor-core accumulation truncates at every step. So FLUSH stages are summed there, and where those are not all,
-// their sums beside them.
+// Tensor-core accumulation truncates at every step. So where K is long, accumulators are flushed every FLUSH stages:
+// they are added to a second set in registers, and start from zero.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -25,14 +26,14 @@ struct Params {
   Window window;
   Runs runs;
   int batch;
-  int lanes[4];   // positions of a tile along n, d, h, w; their product is at most ROWS
-  int tiles[4];   // tiles along n, d, h, w
-  int skew;       // elements from the window's first to what the first tap of the first position meets
-  int box_bytes;  // of the window, if TMA brings it
-  int table_bytes, stage_bytes, window_bytes;  // of shared memory
+  int tile_extent[4];  // positions of a tile along n, d, h, w; their product is at most ROWS
+  int tiles[4];        // tiles along n, d, h, w
+  int skew;            // elements by which the window starts early along w, so that TMA boxes and pairs are aligned
+  int box_bytes;       // of the window, 0 if threads copy it
+  int table_bytes, stage_bytes, window_offset;  // of the offset table and a stage; of the window in its stage
 };
 
-constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS), STAGES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr int GRID_N = ceil_div(IN_CHANNELS, COLUMNS), K_TILES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
 constexpr int DEPTH = OUT_CHUNK * TAPS;
 constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
 
@@ -46,56 +47,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ int positions[ROWS];
   __shared__ long long targets[ROWS];  // where each position lies in the input, -1 where it does not exist
   int block = blockIdx.x;
-  const int column_block = block % COLUMN_BLOCKS;
-  block /= COLUMN_BLOCKS;
+  const int block_n = block % GRID_N;
+  block /= GRID_N;
   const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
   const int group = block / tiles;
   int first[4];  // position of the tile
-  tile_origin(params.tiles, params.lanes, block % tiles, first);
-  const int first_in = column_block * COLUMNS;
+  tile_origin(params.tiles, params.tile_extent, block % tiles, first);
+  const int first_in = block_n * COLUMNS;
 
-  char* const buffers = (char*)shared_memory;  // the operand, then the window
-  int* const offsets = (int*)(shared_memory + BUFFERS * params.stage_bytes);
+  char* const stage_memory = (char*)shared_memory;  // each stage: B (the weight, swizzled), then the window of g, from
+                                                    // which A is gathered into registers
+  int* const offsets = (int*)(shared_memory + STAGES * params.stage_bytes);
   Place* const places = (Place*)((char*)offsets + params.table_bytes);
 
-  const bool tells = params.box_bytes != 0;
-  ring.init(tells);
+  // Whether TMA brings both operands. If the window must be copied by threads, all loaders join in.
+  const bool all_by_tma = params.box_bytes != 0;
+  ring.init(all_by_tma);
   __syncthreads();
 
-  if (threadIdx.x >= CONSUMER_THREADS) {  // at once: what the others do first hides their first stages
+  // Producers start now: building the tables below overlaps the first loads.
+  if (threadIdx.x >= CONSUMER_THREADS) {
     RowLoader<OUT_CHUNK> g_loader(params.g, params.window);
     int window[4] = {first[0], first[1], first[2], first[3]};
     to_window(window, params.skew);
-    if (!tells) {
+    if (!all_by_tma) {
       g_loader.init(places);
       named_barrier_sync(LOADERS_MEET, LOADERS);
     }
     const scalar_t* const first_channel = grad + (long long)group * OUT_CHANNELS * params.g.stride[1];
     load_stages(
-        STAGES, tells, ring, buffers, params.stage_bytes,
+        K_TILES, all_by_tma, ring, stage_memory, params.stage_bytes,
         [&](int stage, char* to, unsigned barrier) {
           const int place[5] = {stage * DEPTH, group * IN_CHANNELS + first_in, 0, 0, 0};
           load_runs(params.box, weight, params.runs, place, to, barrier);
-          if (!tells) return;
+          if (!all_by_tma) return;
           const int from[5] = {window[3], window[2], window[1], window[0], group * OUT_CHANNELS + stage * OUT_CHUNK};
-          tma_load_box(shared_address(to + params.window_bytes), params.window_box, grad, from, params.box_bytes,
+          tma_load_box(shared_address(to + params.window_offset), params.window_box, grad, from, params.box_bytes,
                        barrier);
         },
         [&](int stage, char* to) {
           const int channel = stage * OUT_CHUNK;
           return g_loader.load(first_channel + channel * params.g.stride[1], OUT_CHANNELS - channel,
-                               to + params.window_bytes, params.batch, window);
+                               to + params.window_offset, params.batch, window);
         });
     return;
   }
 
-  list_positions<CONSUMER_THREADS>(positions, ROWS, params.window, params.lanes, params.skew);
+  list_positions<CONSUMER_THREADS>(positions, ROWS, params.window, params.tile_extent, params.skew);
   for (int i = threadIdx.x; i < DEPTH; i += CONSUMER_THREADS)
     offsets[i] = offset_of_tap(params.window, i / TAPS, i % TAPS);
   for (int i = threadIdx.x; i < ROWS; i += CONSUMER_THREADS) {
     int at[4];
-    decode(params.lanes, i, at);
-    const bool in_tile = at[0] < params.lanes[0];
+    decode(params.tile_extent, i, at);
+    const bool in_tile = at[0] < params.tile_extent[0];
 #pragma unroll
     for (int j = 0; j < 4; ++j) at[j] += first[j];
     targets[i] = in_tile && exists(params.x, params.batch, at[0], at[1], at[2], at[3]) ? offset_of(params.x, at) : -1;
@@ -107,15 +111,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) offsets_of_rows[i / 2][i % 2] = positions[Sums::row(i)];
   Sums sums, total;
-  add_stages(STAGES, ring, buffers, params.stage_bytes, false, [&](int stage, const char* from, int shift) {
-    sums.add(from + params.window_bytes + shift, from, params.runs, offsets, offsets_of_rows, DEPTH / OPERATION,
-             stage % FLUSH == 0, tells);
-    if (FLUSH >= STAGES || (stage % FLUSH < FLUSH - 1 && stage < STAGES - 1)) return;
+  add_stages(K_TILES, ring, stage_memory, params.stage_bytes, false, [&](int stage, const char* from, int shift) {
+    sums.add(from + params.window_offset + shift, from, params.runs, offsets, offsets_of_rows, DEPTH / OPERATION,
+             stage % FLUSH == 0, all_by_tma);
+    if (FLUSH >= K_TILES || (stage % FLUSH < FLUSH - 1 && stage < K_TILES - 1)) return;
     total.take(sums, stage < FLUSH);
   });
-  const Sums& all = FLUSH < STAGES ? total : sums;
+  const Sums& all = FLUSH < K_TILES ? total : sums;
 
-  const int columns = IN_CHANNELS - first_in - Sums::first_column();  // that exist, from the thread's first on
+  const int columns = IN_CHANNELS - first_in - Sums::first_column();  // valid ones, from the thread's first on
   const long long channel = params.x.stride[1];
   dst += (group * IN_CHANNELS + first_in + Sums::first_column()) * channel;
 #pragma unroll

@@ -1,14 +1,16 @@
-// The weight gradient on tensor cores (mainloop/window_mma.cuh):
+// The weight gradient by mma.sync (mainloop/window_mma.cuh):
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
-// Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels with all their taps, of one group, and
-// one contiguous part of the tiles of input positions; a stage is a tile. Blocks on different parts write to different
+// GEMM. M = input channels of a group, N = its (output channel, tap) pairs, K = batch x input positions. A CTA owns one
+// M x N tile, ROWS input channels by OUT_CHUNK output channels with all their taps, and one split of K: a contiguous
+// run of tiles of positions. A pipeline stage holds one K-tile, which is one tile of positions. Splits write different
 // planes of `partial`, which the caller sums in order: the result does not depend on timing.
 //
-// Shared memory: where the pieces of both operands lie, the positions' offsets, then BUFFERS stages.
+// Shared memory: where the pieces of both operands lie, the positions' offsets, then STAGES stages.
 //
-// Tensor-core accumulation truncates at every step. So FLUSH stages are summed there, and those sums in `partial`.
+// Tensor-core accumulation truncates at every step. So accumulators are flushed: after FLUSH stages they are added in
+// float32 to `partial` in global memory, and start from zero.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -18,18 +20,18 @@
 
 struct Params {
   Tensor5 x, g;
-  Part x_part, window;
+  StageBox x_box, window;
   int batch, groups;
-  int lanes[4];                  // positions of a tile along n, d, h, w; their product is at most POSITIONS
+  int tile_extent[4];            // positions of a tile along n, d, h, w; their product is at most POSITIONS
   int tiles[4];                  // tiles along n, d, h, w
-  int skew;                      // elements from the window's first to what the first tap of the first position meets
+  int skew;                      // elements by which the window starts early along w, so that pieces are aligned
   int table_bytes, stage_bytes;  // of shared memory
-  long long part_length;         // tiles of a part
+  long long split_length;        // tiles of a split
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
 };
 
-constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), COLUMN_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr int GRID_M = ceil_div(IN_CHANNELS, ROWS), GRID_N = ceil_div(OUT_CHANNELS, OUT_CHUNK);
 constexpr int FLUSH = ceil_div(2048, POSITIONS);
 
 static_assert(CHUNK_TAPS <= COLUMNS, "a block computes all taps of its channels");
@@ -39,32 +41,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                      const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
-  const int row_block = block % ROW_BLOCKS;
-  block /= ROW_BLOCKS;
-  const int column_block = block % COLUMN_BLOCKS;
-  block /= COLUMN_BLOCKS;
+  const int block_m = block % GRID_M;
+  block /= GRID_M;
+  const int block_n = block % GRID_N;
+  block /= GRID_N;
   const int group = block % params.groups;
-  const int part = block / params.groups;
-  const long long first_tile = part * params.part_length;
-  const int stages =
-      (int)(first_tile + params.part_length < params.all_tiles ? params.part_length : params.all_tiles - first_tile);
+  const int split = block / params.groups;
+  const long long first_tile = split * params.split_length;
+  const int k_tiles =
+      (int)(first_tile + params.split_length < params.all_tiles ? params.split_length : params.all_tiles - first_tile);
 
-  const int first_in = row_block * ROWS, first_out = column_block * OUT_CHUNK;
-  const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // that exist, from there on
+  const int first_in = block_m * ROWS, first_out = block_n * OUT_CHUNK;
+  const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // valid ones
 
   int* const offsets = (int*)shared_memory;
   Place* const places = (Place*)(offsets + POSITIONS);
-  char* const buffers = (char*)shared_memory + params.table_bytes;
+  char* const stage_memory = (char*)shared_memory + params.table_bytes;
 
-  PartLoader<X_CHANNELS_LAST ? Channels::last : Channels::first, ROWS, Moving> x_loader(params.x, params.x_part);
-  PartLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Moving> g_loader(params.g, params.window);
+  StageBoxLoader<X_CHANNELS_LAST ? Channels::last : Channels::first, ROWS, Moving> x_loader(params.x, params.x_box);
+  StageBoxLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Moving> g_loader(params.g,
+                                                                                                 params.window);
   x_loader.init(places, POSITIONS);
   g_loader.init(places + x_loader.box.pieces, elements(params.window));
-  list_positions(offsets, POSITIONS, params.window, params.lanes, params.skew);
+  list_positions(offsets, POSITIONS, params.window, params.tile_extent, params.skew);
   x += (long long)(group * IN_CHANNELS + first_in) * params.x.stride[1];
   grad += (long long)(group * OUT_CHANNELS + first_out) * params.g.stride[1];
   partial +=
-      part * params.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+      split * params.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
 
   int columns[COLUMN_TILES];
 #pragma unroll
@@ -95,9 +98,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int tile[4];  // the next to be loaded
   decode(params.tiles, first_tile, tile);
   auto load = [&](int, char* to) {
-    int origin[4];
+    int origin[4];  // of the tile, then of its window
 #pragma unroll
-    for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.lanes[i];
+    for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.tile_extent[i];
     x_loader.load(x, rows, to, params.batch, origin);
     to_window(origin, params.skew);
     g_loader.load(grad, channels, to + A_BYTES, params.batch, origin);
@@ -110,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   };
   int until_flush = FLUSH;
   __syncthreads();
-  run_stages(stages, buffers, params.stage_bytes, load, [&](int, const char* from) {
+  run_stages<STAGES>(k_tiles, stage_memory, params.stage_bytes, load, [&](int, const char* from) {
     sums.add(from, from + A_BYTES, offsets, columns);
     if (--until_flush == 0) {
       flush();

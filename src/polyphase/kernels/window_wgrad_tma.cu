@@ -1,17 +1,21 @@
-// The weight gradient of tensors whose channels are innermost, on tensor cores (mainloop/box_product.cuh):
+// The weight gradient in NHWC, by TMA and wgmma, or mma.sync in float32 (mainloop/box_product.cuh):
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
-// Index mapping. Rows of the product are input channels, columns units: some neighbouring output channels at one tap
-// (operand/tap_windows.cuh). A block has some rows of one group and the units of some windows, and every n-th tile of
-// input positions, of n parts, so that those that blocks have at a time are neighbours; a stage is a tile.
-// TMA brings the tile's input and for each window what its taps meet of the output gradient; positions that do not
-// exist are zeros of the input. Blocks on different parts write to different planes of `partial`, which the caller sums
-// in order: the result does not depend on timing. There output channels are innermost. Blocks take work tiles (columns
-// fastest, then rows, group and part) in turns, and load the next while they store one.
+// GEMM. M = input channels of a group, N = (tap, output channel) pairs, K = batch x input positions. N comes in units:
+// neighbouring output channels at one tap (operand/tap_windows.cuh). A work tile is some rows of M, the units of some
+// windows, and one split of K: of n splits each has every n-th tile of positions, so that concurrent CTAs read
+// neighbouring tiles. A pipeline stage holds one K-tile, which is one tile of positions: TMA loads its input and, for
+// each window, the elements of the output gradient that its taps read. Positions past the tensor are zeros of the
+// input. Splits write different planes of `partial`, output channels innermost, which the caller sums in order: the
+// result does not depend on timing.
 //
-// Tensor-core accumulation truncates at every step. So `flush` stages are summed there, and those sums in `partial`.
-// Where there is but one part, of no more stages than that, `partial` is the result, of the tensors' type (`narrowed`).
+// CTAs are persistent: work tiles are dealt out round-robin (N fastest, then M, group, split), and the next is loaded
+// while one is stored.
+//
+// Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
+// float32 to `partial` in global memory, and start from zero. With a single split of no more stages than that,
+// `partial` is the result, in the tensors' type (`narrowed`).
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -25,11 +29,11 @@
 
 struct Params {
   TensorMap x_box, grad_box;
-  int groups, blocks[2];  // of rows, of columns
-  int lanes[4];           // positions of a tile along n, d, h, w: STEPS operations
+  int groups, blocks[2];  // M-tiles and N-tiles of a group
+  int tile_extent[4];     // positions of a tile along n, d, h, w: STEPS k-steps in all
   int tiles[4];           // tiles along n, d, h, w
-  int ahead[4];           // a part's tiles are so far apart, along n, d, h, w: the number of parts
-  int parts, flush, narrowed, items;
+  int ahead[4];  // from a split's tile to its next, in tiles along n, d, h, w: the number of splits in mixed radix
+  int splits, flush, narrowed, items;
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
 };
@@ -38,35 +42,35 @@ constexpr int BLOCK_ROWS = ROW_GROUPS * GROUP_ROWS;
 constexpr bool WHOLE_UNITS = OUT_CHANNELS % UNIT == 0;
 static_assert(OUT_CHANNELS % 2 == 0 && UNIT % 8 == 0, "neighbouring sums, and eight columns, are of one tap");
 
-// What a block computes at once: its first input channel and window, and tiles of positions.
+// A tile of M x N by its first input channel and window, and a split of K.
 struct WorkTile {
-  int first_in, first_window, group, part, stages;
+  int first_in, first_window, group, split, stages;
 
   __device__ __forceinline__ WorkTile(const Params& params, int index) {
     first_window = index % params.blocks[1] * BLOCK_WINDOWS;
     index /= params.blocks[1];
     first_in = index % params.blocks[0] * BLOCK_ROWS;
     index /= params.blocks[0];
-    group = index % params.groups, part = index / params.groups;
-    stages = (int)((params.all_tiles - part + params.parts - 1) / params.parts);
+    group = index % params.groups, split = index / params.groups;
+    stages = (int)((params.all_tiles - split + params.splits - 1) / params.splits);
   }
 };
 
-// By one warp: the boxes of a work tile's tiles, each by a lane of its own.
+// By one warp: TMA loads of a work tile's K-tiles, each box by another lane.
 __device__ __forceinline__ void load_tiles(const Params& params, const WorkTile& work, const scalar_t* x,
-                                           const scalar_t* grad, PipelineBarriers<BUFFERS>& ring,
-                                           PipelineState<BUFFERS>& state, const unsigned char* buffers) {
+                                           const scalar_t* grad, PipelineBarriers<STAGES>& ring,
+                                           PipelineState<STAGES>& state, const unsigned char* stage_memory) {
   const int in_boxes =
-      min(BLOCK_ROWS / ROW_BOX, ceil_div(IN_CHANNELS - work.first_in, ROW_BOX));  // others are not stored
+      min(BLOCK_ROWS / ROW_BOX, ceil_div(IN_CHANNELS - work.first_in, ROW_BOX));  // rows past the group are not stored
   const int boxes = in_boxes + min(BLOCK_WINDOWS, WINDOWS - work.first_window);
   int tile[4];
-  decode(params.tiles, work.part, tile);
+  decode(params.tiles, work.split, tile);
 #pragma unroll 1
   for (int stage = 0; stage < work.stages; ++stage) {
     int at[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) at[i] = tile[i] * params.lanes[i];
-    const unsigned buffer = shared_address(buffers + state.index * stage_bytes<WindowColumns>());
+    for (int i = 0; i < 4; ++i) at[i] = tile[i] * params.tile_extent[i];
+    const unsigned buffer = shared_address(stage_memory + state.index * stage_bytes<WindowColumns>());
     const unsigned full = shared_address(ring.full + state.index);
     mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
 #pragma unroll 1
@@ -85,7 +89,7 @@ __device__ __forceinline__ void load_tiles(const Params& params, const WorkTile&
     }
     mbarrier_arrive(full);
     state.next();
-    int carry = 0;  // to the part's next tile
+    int carry = 0;  // adds `ahead`, in mixed radix
 #pragma unroll
     for (int i = 3; i >= 0; --i) {
       tile[i] += params.ahead[i] + carry;
@@ -95,13 +99,12 @@ __device__ __forceinline__ void load_tiles(const Params& params, const WorkTile&
   }
 }
 
-// The sums of a work tile, all of them or those of the first `flush` stages or of the next ones: `again`.
+// Stores the accumulators of a work tile. `again`: accumulate onto the previous flush.
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums, void* partial,
                                       bool again) {
   const long long weights = (long long)(work.group * IN_CHANNELS + work.first_in) * (TAPS * OUT_CHANNELS);
   const int rows = IN_CHANNELS - work.first_in;  // that exist
-  // Opaque, so that the compiler does not find all columns' places before the products: there are no registers for
-  // that.
+  // Opaque, so that the compiler does not hoist all columns' addresses above the products, which would spill.
   const int first_window = (int)opaque(work.first_window);
 #pragma unroll
   for (int line = 0; line < LINES; ++line) {
@@ -125,10 +128,10 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
           const Vector<unsigned, 2> four = exchanged(found, found + 4);
           if (at >= 0 && row < rows) *(Vector<unsigned, 2>*)(to + row * (TAPS * OUT_CHANNELS) + at) = four;
         }
-        __syncwarp();  // so that it does not mingle columns, either
+        __syncwarp();  // keeps the compiler from interleaving columns, which would spill
       }
     } else {
-      float* const to = (float*)partial + work.part * params.plane + weights;
+      float* const to = (float*)partial + work.split * params.plane + weights;
 #pragma unroll
       for (int j = 0; j < SUMS / 4; ++j) {
         const int at = place(Sums::column(4 * j));
@@ -151,10 +154,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
                      const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
+  __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   if (threadIdx.x == 0) ring.init(32, CONSUMER_THREADS / 32);
   __syncthreads();
-  PipelineState<BUFFERS> state;
+  PipelineState<STAGES> state;
   if (threadIdx.x < CONSUMER_THREADS) {
     reallocate_registers<true>();
 #pragma unroll 1
@@ -165,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       do {
         Sums sums;
         const int count = min(params.flush, work.stages - stage);
-        if (count == 0) sums.clear();  // of an empty batch
+        if (count == 0) sums.clear();  // an empty batch, which emitted files launch (the operators do not)
         sums.multiply<WindowColumns>(count, ring, state, shared_memory);
         store(params, work, sums, partial, stage > 0);
         stage += count;

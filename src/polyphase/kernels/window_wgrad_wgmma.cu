@@ -1,15 +1,17 @@
-// The weight gradient by Hopper's instruction (mainloop/window_wgmma.cuh):
+// The weight gradient by wgmma (mainloop/window_wgmma.cuh):
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
-// Index mapping. A block owns COLUMNS input channels and OUT_CHUNK output channels with all their taps, of one group,
-// and one contiguous part of the tiles of input positions; a stage is a tile. Blocks on different parts write to
-// different planes of `partial`, which the caller sums in order: the result does not depend on timing.
+// GEMM. M = (output channel, tap) pairs of a group, N = its input channels, K = batch x input positions. A CTA owns one
+// M x N tile, OUT_CHUNK output channels with all their taps by COLUMNS input channels, and one split of K: a contiguous
+// run of tiles of positions. A pipeline stage holds one K-tile, which is one tile of positions. Splits write different
+// planes of `partial`, which the caller sums in order: the result does not depend on timing.
 //
-// With channels last, in half types, the input is TRANSPOSED, and output channels that lie side by side are taken for
-// one channel of wider rows (`as_one_channel` in schedules/window_gemm/window.py).
+// With channels last, in half types, x is an MN-major B operand (MN_MAJOR: the descriptor's transpose bit), and W and C
+// of g are merged: one channel, whose rows have W*C elements (`as_one_channel` in schedules/window_gemm/window.py).
 //
-// Tensor-core accumulation truncates at every step. So some stages are summed there, and those sums in `partial`.
+// Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
+// float32 to `partial` in global memory, and start from zero.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -29,34 +31,34 @@ struct Params {
   Window window;
   Runs runs;
   int batch, groups;
-  int lanes[4];      // positions of a tile along n, d, h, w: whole operations
-  int tiles[4];      // tiles along n, d, h, w
-  int joined;        // elements of a row, where a slab's rows follow each other as one; 0 where they do not
-  int steps, flush;  // operations of a stage; stages that the tensor cores sum
-  int skew;          // elements from the window's first to what the first tap of the first position meets
-  int box_bytes;     // of the window, if TMA brings it
-  int piece_bytes;   // of the input, if TMA does not bring it: what is copied at once, 8 or 4
-  int table_bytes, stage_bytes, window_bytes;  // of shared memory
-  long long part_length;                       // tiles of a part
+  int tile_extent[4];  // positions of a tile along n, d, h, w: whole operations
+  int tiles[4];        // tiles along n, d, h, w
+  int joined;          // W if H and W are contiguous and loaded as one run of H*W, else 0
+  int steps, flush;    // wgmma k-steps per stage; stages between flushes
+  int skew;            // elements by which the window starts early along w, so that TMA boxes and pairs are aligned
+  int box_bytes;       // of the window, 0 if threads copy it
+  int piece_bytes;     // bytes of a cp.async of the input, 8 or 4, 0 if TMA brings it
+  int table_bytes, stage_bytes, window_offset;  // of the offset table and a stage; of the window in its stage
+  long long split_length;                       // tiles of a split
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
 };
 
-constexpr int COLUMN_BLOCKS = ceil_div(IN_CHANNELS, COLUMNS), ROW_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
+constexpr int GRID_N = ceil_div(IN_CHANNELS, COLUMNS), GRID_M = ceil_div(OUT_CHANNELS, OUT_CHUNK);
 
 static_assert(OUT_CHUNK * TAPS <= ROWS, "a block computes all taps of its channels");
 
-// Stores what a group of threads has summed, or adds it to what it stored before (`again`): `columns` exist, and
-// `filled` rows of the block.
+// Stores the accumulators of a warpgroup. `columns`, `filled`: valid columns and rows of the tile; `again`: accumulate
+// onto the previous flush.
 __device__ __forceinline__ void flush(const Sums& sums, float* partial, int columns, int filled, bool again) {
   float* to = partial + (long long)Sums::first_column() * (OUT_CHANNELS * TAPS) + Sums::row(0);
-  columns -= Sums::first_column();  // that exist, from there on
+  columns -= Sums::first_column();  // valid ones, from the thread's first on
 #pragma unroll
   for (int tile = 0; tile < COLUMN_TILES; ++tile) {
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
       float* const rows = to + column * (OUT_CHANNELS * TAPS);
-      float before[2 * ROW_TILES] = {};  // on their way together
+      float before[2 * ROW_TILES] = {};  // loaded together, before the first is needed
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; ++i)
         if (again && column < columns && Sums::row(i) < filled) before[i] = rows[Sums::row(i) - Sums::row(0)];
@@ -66,7 +68,7 @@ __device__ __forceinline__ void flush(const Sums& sums, float* partial, int colu
           rows[Sums::row(i) - Sums::row(0)] = before[i] + sums.of[i / 2][tile * 4 + i % 2 * 2 + column];
     }
     to += 8 * (OUT_CHANNELS * TAPS), columns -= 8;
-    __syncwarp();  // so that the compiler does not mingle column tiles, for which there are no registers
+    __syncwarp();  // keeps the compiler from interleaving column tiles, which would spill
   }
 }
 
@@ -76,35 +78,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) WindowBarriers ring;
   int block = blockIdx.x;
-  const int column_block = block % COLUMN_BLOCKS;
-  block /= COLUMN_BLOCKS;
-  const int row_block = block % ROW_BLOCKS;
-  block /= ROW_BLOCKS;
+  const int block_n = block % GRID_N;
+  block /= GRID_N;
+  const int block_m = block % GRID_M;
+  block /= GRID_M;
   const int group = block % params.groups;
-  const int part = block / params.groups;
-  const long long first_tile = part * params.part_length;
-  const int stages =
-      (int)(first_tile + params.part_length < params.all_tiles ? params.part_length : params.all_tiles - first_tile);
+  const int split = block / params.groups;
+  const long long first_tile = split * params.split_length;
+  const int k_tiles =
+      (int)(first_tile + params.split_length < params.all_tiles ? params.split_length : params.all_tiles - first_tile);
 
-  const int first_in = column_block * COLUMNS, first_out = row_block * OUT_CHUNK;
-  const int channels = OUT_CHANNELS - first_out;  // that exist, from there on
+  const int first_in = block_n * COLUMNS, first_out = block_m * OUT_CHUNK;
+  const int channels = OUT_CHANNELS - first_out;  // valid ones, from the tile's first on
 
-  char* const buffers = (char*)shared_memory;  // the operand, then the window
-  int* const offsets = (int*)(shared_memory + BUFFERS * params.stage_bytes);
+  char* const stage_memory = (char*)shared_memory;  // each stage: B (x, swizzled), then the window of g, from which A
+                                                    // is gathered into registers
+  int* const offsets = (int*)(shared_memory + STAGES * params.stage_bytes);
   Place* const places = (Place*)((char*)offsets + params.table_bytes);
 
-  const bool tells = params.box_bytes != 0;  // all: where threads copy the input, they also copy the window
-  ring.init(tells);
+  // Whether TMA brings both operands. If the window must be copied by threads, all loaders join in.
+  const bool all_by_tma = params.box_bytes != 0;
+  ring.init(all_by_tma);
   __syncthreads();
 
-  if (threadIdx.x >= CONSUMER_THREADS) {  // at once: what the others do first hides their first stages
+  // Producers start now: building the offset table below overlaps the first loads.
+  if (threadIdx.x >= CONSUMER_THREADS) {
     RowLoader<OUT_CHUNK> g_loader(params.g, params.window);
-    if (!tells) {
+    if (!all_by_tma) {
       g_loader.init(places);
       named_barrier_sync(LOADERS_MEET, LOADERS);
     }
     const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * params.g.stride[1];
-    int tile[4], origin[4];  // the next to be loaded, and its first position
+    int tile[4], origin[4];  // the next tile, and its first position, then the first element of its window
     decode(params.tiles, first_tile, tile);
     auto next = [&]() {
 #pragma unroll
@@ -116,66 +121,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     };
     auto locate = [&]() {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.lanes[i];
+      for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.tile_extent[i];
     };
     load_stages(
-        stages, tells, ring, buffers, params.stage_bytes,
+        k_tiles, all_by_tma, ring, stage_memory, params.stage_bytes,
         [&](int, char* to, unsigned barrier) {
           if (ELEMENT == 2 && params.piece_bytes) return;
           locate();
           const int channel = group * IN_CHANNELS + first_in, w = origin[3] + origin[2] * params.joined;
-          const int place[5] = {TRANSPOSED ? channel : w, TRANSPOSED ? w : channel, params.joined ? 0 : origin[2],
+          const int place[5] = {MN_MAJOR ? channel : w, MN_MAJOR ? w : channel, params.joined ? 0 : origin[2],
                                 origin[1], origin[0]};
           load_runs(params.box, x, params.runs, place, to, barrier);
-          if (!tells) return;
+          if (!all_by_tma) return;
           to_window(origin, params.skew);
           const int from[5] = {origin[3], origin[2], origin[1], origin[0], group * OUT_CHANNELS + first_out};
-          tma_load_box(shared_address(to + params.window_bytes), params.window_box, grad, from, params.box_bytes,
+          tma_load_box(shared_address(to + params.window_offset), params.window_box, grad, from, params.box_bytes,
                        barrier);
           next();
         },
         [&](int, char* to) {
           locate();
-          if (ELEMENT == 2 && params.piece_bytes) {  // found anew for each stage: there are no registers to keep it
-            const RunLoader x_loader(params.x, params.runs, params.piece_bytes, params.lanes, params.joined);
+          if (ELEMENT == 2 && params.piece_bytes) {  // built anew for each stage: kept, it would spill
+            const RunLoader x_loader(params.x, params.runs, params.piece_bytes, params.tile_extent, params.joined);
             const scalar_t* const column = x + (long long)(group * IN_CHANNELS + first_in) * params.x.stride[1];
             if (params.piece_bytes == 8) x_loader.load<8>(column, IN_CHANNELS - first_in, to, params.batch, origin);
             if (params.piece_bytes == 4) x_loader.load<4>(column, IN_CHANNELS - first_in, to, params.batch, origin);
           }
           to_window(origin, params.skew);
-          const int shift = g_loader.load(first_channel, channels, to + params.window_bytes, params.batch, origin);
+          const int shift = g_loader.load(first_channel, channels, to + params.window_offset, params.batch, origin);
           next();
           return shift;
         });
     return;
   }
 
-  list_positions<CONSUMER_THREADS>(offsets, params.steps * OPERATION, params.window, params.lanes, params.skew);
+  list_positions<CONSUMER_THREADS>(offsets, params.steps * OPERATION, params.window, params.tile_extent, params.skew);
   named_barrier_sync(CONSUMERS_MEET, CONSUMER_THREADS);
 
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   int offsets_of_rows[ROW_TILES][2];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
-    const int row = min(Sums::row(i), OUT_CHUNK * TAPS - (PAIRS ? 2 : 1));  // the last, or its pair, for those beyond
+    // Rows past the tile read the last valid row (pair); they are never stored.
+    const int row = min(Sums::row(i), OUT_CHUNK * TAPS - (PAIRS ? 2 : 1));
     offsets_of_rows[i / 2][i % 2] = offset_of_tap(params.window, row / TAPS, row % TAPS);
   }
   partial +=
-      part * params.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+      split * params.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
   const int filled = min(OUT_CHUNK, channels) * TAPS;
 
   Sums sums;
   int until_flush = params.flush;
-  add_stages(stages, ring, buffers, params.stage_bytes, ELEMENT == 2 && params.piece_bytes != 0,
+  add_stages(k_tiles, ring, stage_memory, params.stage_bytes, ELEMENT == 2 && params.piece_bytes != 0,
              [&](int stage, const char* from, int shift) {
-               sums.add(from + params.window_bytes + shift, from, params.runs, offsets, offsets_of_rows, params.steps,
-                        until_flush == params.flush, tells);
-               if (--until_flush > 0 && stage + 1 < stages) return;
+               sums.add(from + params.window_offset + shift, from, params.runs, offsets, offsets_of_rows, params.steps,
+                        until_flush == params.flush, all_by_tma);
+               if (--until_flush > 0 && stage + 1 < k_tiles) return;
                flush(sums, partial, IN_CHANNELS - first_in, filled, stage >= params.flush);
                until_flush = params.flush;
              });
-  if (stages > 0) return;
-  for (int column = 0; column < min(COLUMNS, IN_CHANNELS - first_in); ++column)  // of an empty batch
+  if (k_tiles > 0) return;
+  // An empty batch, which emitted files launch (the operators do not).
+  for (int column = 0; column < min(COLUMNS, IN_CHANNELS - first_in); ++column)
     for (int row = threadIdx.x; row < filled; row += CONSUMER_THREADS)
       partial[column * (OUT_CHANNELS * TAPS) + row] = 0;
 }

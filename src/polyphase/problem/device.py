@@ -38,7 +38,7 @@ class DeviceInfo:
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether it has Hopper's matrix instruction, which newer architectures do not have."""
+        """Whether it has wgmma, Hopper's instruction for a warpgroup, which newer architectures lack."""
         return self.arch == "sm_90a"
 
     @property

@@ -32,5 +32,5 @@ def counter_bytes(count: int) -> int:
 
 
 def steps_of(problem: ConvTransposeProblem) -> int:
-    """Operations of ``mma.sync``, or of Hopper's instruction, that a group's input channels take."""
+    """Operations of ``mma.sync``, or of wgmma, that a group's input channels take."""
     return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / OPERATION_BYTES)

@@ -76,11 +76,11 @@ __device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, i
   at[0] = (int)index;
 }
 
-// The first cell or position of tile `index`, of `tiles` whose extents along n, d, h and w are `lanes`.
-__device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&lanes)[4], int index, int (&first)[4]) {
+// The first cell or position of tile `index`, of `tiles` whose extents along n, d, h and w are `extent`.
+__device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&extent)[4], int index, int (&first)[4]) {
   decode(tiles, index, first);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) first[i] *= lanes[i];
+  for (int i = 0; i < 4; ++i) first[i] *= extent[i];
 }
 
 // Those of the next element, without a division; the first again behind the last.

@@ -18,7 +18,7 @@
 #include "mainloop/gemm_tile.cuh"
 
 constexpr int PARTIAL_ROWS = most_rows();
-constexpr int CELLS = CELL_PARTS * GROUP_CELLS;  // of a work tile, those in its halo included
+constexpr int CELLS = CELL_SHARES * GROUP_CELLS;  // of a work tile, those in its halo included
 static_assert(SETS == 1 ? ROUND_PIXELS == CELLS : WHOLE_IMAGES && DST_CHANNELS_LAST && CHANNEL_BLOCKS % SETS == 0,
               "rounds are whole images, and whole sets");
 constexpr int ROUND_COLUMNS = ROUND_PIXELS + (SETS > 1 ? 2 : 0);    // pairs may begin before and end behind the pixels

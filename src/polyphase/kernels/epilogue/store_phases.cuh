@@ -18,7 +18,7 @@ constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest stor
 constexpr int COLUMNS = DST_W / WIDTH_PARTS;      // elements of a cell's line, or of its part of the width
 static_assert(WIDTH_PARTS == 1 || !DST_CHANNELS_LAST, "parts of lines of pixels");
 // Whether a work tile's two warpgroups have the two parts of the same lines: two warps then transpose these together.
-constexpr bool JOINT = WIDTH_PARTS > 1 && WIDTH_PARTS == ROW_PARTS;
+constexpr bool JOINT = WIDTH_PARTS > 1 && WIDTH_PARTS == ROW_SHARES;
 constexpr int ROW_COLUMNS = JOINT ? DST_W : COLUMNS;  // of a cell, that are stored together
 // Elements that a thread puts down at once, of the 2 · COLUMNS neighbours of a row that are its own.
 constexpr int STAGED = gcd(JOINT ? COLUMNS : 2 * COLUMNS, WIDE);
@@ -180,7 +180,7 @@ struct Epilogue {
   // The warps that turn the same lines around.
   static __device__ __forceinline__ void lines_sync() {
     if (JOINT)
-      named_barrier_sync(FIRST_BARRIER + CONSUMERS + warp(), 32 * ROW_PARTS);
+      named_barrier_sync(FIRST_BARRIER + CONSUMERS + warp(), 32 * ROW_SHARES);
     else
       __syncwarp();
   }
@@ -227,7 +227,7 @@ struct Epilogue {
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_piece(int piece, int depth, int height, int first) const {
     constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE, VECTORS = Share<COUNT>::VECTORS;
-    constexpr int STORED = JOINT ? 8 / ROW_PARTS : 8;                           // rows
+    constexpr int STORED = JOINT ? 8 / ROW_SHARES : 8;                          // rows
     const int ahead = lane() / LANES + (JOINT ? first / COLUMNS * STORED : 0);  // of those
     scalar_t* to[VECTORS];                                                      // in the warp's first row
     bool exists[VECTORS];

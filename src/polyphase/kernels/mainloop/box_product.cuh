@@ -1,17 +1,17 @@
-// Products of matrices whose operands TMA brings in boxes, and the tensor cores read as they come:
+// Mainloop over operands that TMA loads in boxes and wgmma reads as they are, in NHWC:
 //
-//     sum[row, column]  +=  Σ_k  A[row, k] · B[k, column]
+//     sum[m, n]  +=  Σ_k  A[m, k] · B[k, n]
 //
-// Channels are innermost. Where k are channels, a row of A, or a column of B, is a row of a box. Where k are positions
-// (TRANSPOSED), it is an element of all rows of a box, and as many as lie in a box's row share it: ROW_PITCH bytes of
-// A, COLUMN_PITCH of B. TMA changes the order of 16-byte chunks within a row (swizzling), which tensor cores or threads
-// undo: it follows from the address alone, so that an operand may begin at any row of a box.
+// Where K are channels both operands are K-major: a row of A, or a column of B, is a row of a box. Where K are
+// positions they are MN_MAJOR: a row of a box is one k, and holds ROW_PITCH bytes of A's rows or COLUMN_PITCH bytes of
+// B's columns. TMA swizzles 16-byte chunks within a row. The swizzle follows from address bits alone, so an operand may
+// begin at any row of a box.
 //
-// The instruction is Hopper's, but for transposed operands of 32 bits, which it does not take: those pass registers.
+// wgmma takes no MN-major operands of 32 bits: with BY_THREADS warps read those into registers for mma.sync.
 //
-// Index mapping. Groups of 128 threads multiply, each ROW_TILES tiles of 64 rows by LINES times COLUMNS columns, which
-// are an instruction's: ROW_GROUPS times COLUMN_GROUPS, that have other rows or other columns. Of LOADERS threads more
-// some have TMA bring what comes next. A stage is STEPS operations deep.
+// Consumer warpgroups, ROW_GROUPS along M or COLUMN_GROUPS along N, each have ROW_TILES m64 tiles by LINES times
+// COLUMNS columns, which are N of one wgmma. Of the LOADERS producer threads some issue TMA. A stage is STEPS k-steps
+// deep.
 
 #pragma once
 
@@ -47,13 +47,13 @@ __device__ __forceinline__ void reallocate_registers() {
   if constexpr (LOADERS == 128 && !MULTIPLIES) setmaxnreg_dec<PRODUCER_REGISTERS>();
 }
 
-// A transposed operand: bytes of a box, and rows or columns in it.
+// An MN-major operand: bytes of a box, and rows or columns in it.
 __host__ __device__ constexpr int box_bytes(int pitch) { return STEPS * OPERATION * pitch; }
 constexpr int ROW_BOX = ROW_PITCH / ELEMENT, COLUMN_BOX = COLUMN_PITCH / ELEMENT;
 // Bytes of a tile of rows, and of those of a stage, behind which its columns lie.
-constexpr int A_TILE = TRANSPOSED ? 64 / ROW_BOX * box_bytes(ROW_PITCH) : 64 * ROW_PITCH;
+constexpr int A_TILE = MN_MAJOR ? 64 / ROW_BOX * box_bytes(ROW_PITCH) : 64 * ROW_PITCH;
 constexpr int A_BYTES = ROW_GROUPS * ROW_TILES * A_TILE;
-static_assert(TRANSPOSED ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
+static_assert(MN_MAJOR ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
               "operands are whole boxes, or whole operations deep");
 
 // Where operands pass registers, warps of a group that have other columns of the same rows: each is read less often.
@@ -73,8 +73,8 @@ __host__ __device__ constexpr int stage_bytes() {
   return round_up(A_BYTES + Columns::BYTES, 1024);
 }
 
-// The sums of a thread: ROW_TILES tiles by LINES lines. Number i of those lies in row `row(tile, i)` of the block's,
-// and in column `column(i)` of the line's.
+// The accumulators of a thread: ROW_TILES tiles by LINES lines. Number i of those lies in row `row(tile, i)` of the
+// block's, and in column `column(i)` of the line's.
 struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
   static __device__ __forceinline__ int row(int tile, int i) {
     const int warp = threadIdx.x / 32 % 4, strip = warp / ABREAST * STRIPS + i / 4 % STRIPS;
@@ -85,30 +85,30 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
     return eight * 8 + fragment_column() + i % 2;
   }
 
-  // The products of `stages` stages from `turn` on, to sums that begin with them. Columns says where those lie in the
-  // BYTES that a stage has of them: the group's line i at `line(i)`, its operation i `step(i)` further on, eight k
-  // EIGHT behind the eight before, and COLUMN_BOX columns BESIDE behind those before.
+  // Multiplies `k_tiles` K-tiles into accumulators that start from zero. Columns says how B lies in the BYTES that a
+  // stage has of it: the warpgroup's line i at `line(i)`, its k-step i `step(i)` further on, eight k EIGHT behind the
+  // eight before, and COLUMN_BOX columns BESIDE behind those before.
   template <class Columns>
-  __device__ __forceinline__ void multiply(int stages, PipelineBarriers<BUFFERS>& ring, PipelineState<BUFFERS>& state,
-                                           const unsigned char* buffers) {
+  __device__ __forceinline__ void multiply(int k_tiles, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
+                                           const unsigned char* stage_memory) {
     int before = 0;
 #pragma unroll 1
-    for (int stage = 0; stage < stages; ++stage) {
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
       mbarrier_wait(shared_address(ring.full + state.index), state.parity);
-      const unsigned char* const a = buffers + state.index * stage_bytes<Columns>();
-      add_stage<Columns>(a + row_group() * ROW_TILES * A_TILE, a + A_BYTES, stage > 0);
-      if (stage > 0) release(ring, before);
+      const unsigned char* const a = stage_memory + state.index * stage_bytes<Columns>();
+      add_stage<Columns>(a + row_group() * ROW_TILES * A_TILE, a + A_BYTES, k_tile > 0);
+      if (k_tile > 0) release(ring, before);
       before = state.index;
       state.next();
     }
     wgmma_wait<0>();
     pin(of);
-    if (stages > 0) release(ring, before);
+    if (k_tiles > 0) release(ring, before);
   }
 
  private:
-  // The buffer may be filled again.
-  static __device__ __forceinline__ void release(PipelineBarriers<BUFFERS>& ring, int index) {
+  // The stage may be filled again.
+  static __device__ __forceinline__ void release(PipelineBarriers<STAGES>& ring, int index) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(ring.empty + index));
   }
@@ -188,7 +188,7 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
   // Adds a stage, or begins with it, when those before have come to an end.
   template <class Columns>
   __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
-    constexpr int ROW_STEP = TRANSPOSED ? OPERATION * ROW_PITCH : 32;
+    constexpr int ROW_STEP = MN_MAJOR ? OPERATION * ROW_PITCH : 32;
     const unsigned rows = shared_address(a), columns = shared_address(b);
     wgmma_fence();
 #pragma unroll
@@ -204,7 +204,7 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
   }
   template <class Columns>
   static __device__ __forceinline__ void add_product(float (&sums)[COLUMNS / 2], unsigned a, unsigned b, bool add) {
-    wgmma(sums, matrix_descriptor<ROW_PITCH>(a, TRANSPOSED ? box_bytes(ROW_PITCH) : 0),
+    wgmma(sums, matrix_descriptor<ROW_PITCH>(a, MN_MAJOR ? box_bytes(ROW_PITCH) : 0),
           matrix_descriptor<COLUMN_PITCH>(b, Columns::BESIDE, Columns::EIGHT), add);
   }
 #endif

@@ -5,20 +5,20 @@
 #include "specialisation.cuh"
 #include "ptx/cp_async.cuh"
 
-// Stages through BUFFERS buffers of `bytes` each: load(stage, buffer) begins copies that compute(stage, buffer) needs.
-// Copies run BUFFERS - 1 stages ahead, each into the buffer that the barrier of the stage before has freed.
-template <class Load, class Compute>
-__device__ __forceinline__ void run_stages(int stages, char* buffers, int bytes, const Load& load,
+// `k_tiles` K-tiles through STAGES stages of `bytes` each: load(k_tile, memory) starts the copies that compute(k_tile,
+// memory) needs. Copies run STAGES - 1 K-tiles ahead, each into the stage that the barrier before has freed.
+template <int STAGES, class Load, class Compute>
+__device__ __forceinline__ void run_stages(int k_tiles, char* stage_memory, int bytes, const Load& load,
                                            const Compute& compute) {
 #pragma unroll 1
-  for (int stage = 1 - BUFFERS; stage < stages; ++stage) {
-    if (stage >= 0) {
-      cp_async_wait<BUFFERS - 2>();
+  for (int k_tile = 1 - STAGES; k_tile < k_tiles; ++k_tile) {
+    if (k_tile >= 0) {
+      cp_async_wait<STAGES - 2>();
       __syncthreads();
     }
-    const int ahead = stage + BUFFERS - 1;
-    if (ahead < stages) load(ahead, buffers + ahead % BUFFERS * bytes);
+    const int ahead = k_tile + STAGES - 1;
+    if (ahead < k_tiles) load(ahead, stage_memory + ahead % STAGES * bytes);
     cp_async_commit();
-    if (stage >= 0) compute(stage, buffers + stage % BUFFERS * bytes);
+    if (k_tile >= 0) compute(k_tile, stage_memory + k_tile % STAGES * bytes);
   }
 }

@@ -11,17 +11,17 @@
 
 constexpr int LOADERS = LOADER_THREADS / LOADER_GROUPS;  // threads that load one stage
 constexpr int THREADS = LOADER_THREADS + CONSUMERS * 128;
-constexpr int SHARERS = PING_PONG ? 1 : CONSUMERS;      // warpgroups that work on one work tile
-constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;      // cells of a warpgroup
-constexpr int ROW_PARTS = COOPERATIVE ? CONSUMERS : 1;  // row groups of a work tile
-constexpr int CELL_PARTS = SHARERS / ROW_PARTS;
+constexpr int SHARERS = PING_PONG ? 1 : CONSUMERS;       // warpgroups that work on one work tile
+constexpr int GROUP_CELLS = PIXEL_BLOCKS * PIXELS;       // cells of a warpgroup
+constexpr int ROW_SHARES = COOPERATIVE ? CONSUMERS : 1;  // row groups of a work tile
+constexpr int CELL_SHARES = SHARERS / ROW_SHARES;
 constexpr int STAGE_CHANNELS = K_STEPS * STEP_CHANNELS;
 constexpr int STAGE_CHUNKS = 2 * K_STEPS;
 constexpr int TILE_STAGES = STEPS / K_STEPS;
 constexpr int WEIGHT_STAGE = K_STEPS * OPERATIONS * OPERATION_BYTES;  // bytes of a row group's weights in a stage
 constexpr long long TILE_WEIGHT_BYTES = (long long)TILE_STAGES * WEIGHT_STAGE;  // and in all stages
-constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_PARTS * WEIGHT_STAGE;
-constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_PARTS * (int)TILE_WEIGHT_BYTES : 0;
+constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_SHARES * WEIGHT_STAGE;
+constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_SHARES * (int)TILE_WEIGHT_BYTES : 0;
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST || TMA_OPERANDS;  // pixels are copied to where they are used
 static_assert(!TMA_OPERANDS || (WGMMA && PARTS == 1), "not by TMA");
 static_assert(CLUSTER == 1 || (WGMMA && !RESIDENT), "no weights to share");
@@ -31,9 +31,10 @@ constexpr int TRANSPOSE_WARPS =
     (LOADER_THREADS / 32 - 1) / TRANSPOSE_GROUPS;  // warps that transpose a stage of boxes together
 // Stages of its own that a producer group copies ahead of the one it transposes.
 constexpr int LOOKAHEAD = TMA_OPERANDS ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
-// A stage is given back when the next one is there, so a group that waits for a free one must not owe that next one.
+// A stage is freed when the next one is full, so a producer group that waits for a free stage must not owe that next
+// one.
 static_assert(LOOKAHEAD >= 1 && STAGES >= 2, "too few stages");
-// The parity of a barrier tells its last use from the one before only, so nobody may wait further ahead.
+// A parity bit distinguishes only two successive phases, so nobody may wait further ahead.
 static_assert(STAGES >= LOADER_GROUPS && STAGES >= TRANSPOSE_GROUPS, "too few stages");
 static_assert(RAW_SLOTS % TRANSPOSE_GROUPS == 0, "boxes come in any order: those of a slot are for the same group");
 static_assert(OPERATIONS <= (TAPS_IN_ROWS ? ROW_BLOCKS : CHANNEL_BLOCKS * TAPS), "an operation is a tap");
@@ -48,10 +49,10 @@ struct Params {
   int images;          // batch entries of a tile
   Divisor cells[3];    // of a tile, along depth, height and width
   Divisor tiles[4];    // along batch, depth, height and width
-  Divisor tile_items;  // of one tile, or of a cluster's: row groups, ROW_PARTS at a time
+  Divisor tile_items;  // of one tile, or of a cluster's: row groups, ROW_SHARES at a time
   Divisor pitch[3];    // pixels of the run from one image, slab and row to the next
   int items;           // tiles, CLUSTER at a time, by the work tiles of each
-  int halo;            // pixels of the run that are loaded
+  int run_pixels;      // of the run, halo included: those that are loaded
   int raw_pitch;       // pixels of the run in a copied stage, or of a box there
   int chunk_bytes;     // of the run in a stage
   int skew;            // columns before the first that is needed, so that copies are aligned
@@ -105,9 +106,9 @@ struct WorkTile {
   int first;       // in a run: of the cells of batch entry n
   int group, channel_group, line_group, row_group;
 
-  // `part` is the row group among the work tile's.
-  __device__ __forceinline__ void locate(const Params& params, int index, int part) {
-    row_group = index % params.tile_items * ROW_PARTS + part, index = index / params.tile_items;
+  // `share` is the row group among the work tile's.
+  __device__ __forceinline__ void locate(const Params& params, int index, int share) {
+    row_group = index % params.tile_items * ROW_SHARES + share, index = index / params.tile_items;
     line_group = row_group % LINE_GROUPS;
     channel_group = row_group / LINE_GROUPS % CHANNEL_GROUPS;
     group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
@@ -132,9 +133,9 @@ typedef BlockSums Sums[ROW_BLOCKS];
 template <class Function>
 __device__ __forceinline__ void for_each(Function function, BlockSums& sums, BlockSums& totals) {
 #pragma unroll
-  for (int part = 0; part < PIXEL_BLOCKS; ++part)
+  for (int pixel_block = 0; pixel_block < PIXEL_BLOCKS; ++pixel_block)
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) function(sums[part][i], totals[part][i]);
+    for (int i = 0; i < SUMS; ++i) function(sums[pixel_block][i], totals[pixel_block][i]);
 }
 template <class Function>
 __device__ __forceinline__ void for_each(Function function, Sums& sums, Sums& totals) {

@@ -16,7 +16,7 @@ constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
 
 // What a stage holds of a tensor: of each channel (of the weight: row) a box, moved in pieces.
-struct Part {
+struct StageBox {
   int extent[4];  // along n, d, h and w
   int piece;      // elements moved at once: along w, or of neighbouring channels
   int pitch;      // bytes in shared memory from one channel to the next
@@ -25,8 +25,8 @@ struct Part {
 // The thread's number among those that load.
 __device__ __forceinline__ int loader() { return threadIdx.x - 32 * FIRST_LOAD_WARP; }
 
-__device__ __forceinline__ int elements(const Part& part) {
-  return part.extent[0] * part.extent[1] * part.extent[2] * part.extent[3];
+__device__ __forceinline__ int elements(const StageBox& stage_box) {
+  return stage_box.extent[0] * stage_box.extent[1] * stage_box.extent[2] * stage_box.extent[3];
 }
 
 __device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d, int h, int w) {
@@ -40,14 +40,14 @@ struct Still {
   int pieces;          // of a channel
 
   // Lists those of `count` elements; beyond the box there are none. The box begins at `origin` (n, d, h, w).
-  __device__ __forceinline__ void init(const Tensor5& t, const Part& part, long long* list, int count, int along_w,
-                                       int batch, const int (&origin)[4]) {
+  __device__ __forceinline__ void init(const Tensor5& t, const StageBox& stage_box, long long* list, int count,
+                                       int along_w, int batch, const int (&origin)[4]) {
     offsets = list;
     pieces = count / along_w;
     for (int i = loader(); i < pieces; i += LOADERS) {
       int at[4];
-      decode(part.extent, i * along_w, at);
-      const bool in_box = at[0] < part.extent[0];
+      decode(stage_box.extent, i * along_w, at);
+      const bool in_box = at[0] < stage_box.extent[0];
 #pragma unroll
       for (int j = 0; j < 4; ++j) at[j] += origin[j];
       offsets[i] = in_box && exists(t, batch, at[0], at[1], at[2], at[3]) ? offset_of(t, at) : -16;  // aligned
@@ -71,13 +71,14 @@ struct Moving {
   Place* places;
   int pieces;  // of a channel
 
-  __device__ __forceinline__ void init(const Tensor5& t, const Part& part, Place* list, int count, int along_w) {
+  __device__ __forceinline__ void init(const Tensor5& t, const StageBox& stage_box, Place* list, int count,
+                                       int along_w) {
     places = list;
     pieces = count / along_w;
     for (int i = loader(); i < pieces; i += LOADERS) {
       int at[4];
-      decode(part.extent, i * along_w, at);
-      const short n = at[0] < part.extent[0] ? (short)at[0] : -1;
+      decode(stage_box.extent, i * along_w, at);
+      const short n = at[0] < stage_box.extent[0] ? (short)at[0] : -1;
       places[i] = Place{n, (short)at[1], (short)at[2], (short)at[3], offset_of(t, at)};
     }
   }
@@ -98,21 +99,22 @@ struct Moving {
 // Where a tensor has its channels; those that come last are transposed on their way.
 enum class Channels { first, last };
 
-// One part of a stage on its way to shared memory; up to 1 << SPAN threads go along the pieces of a channel.
+// One stage_box of a stage on its way to shared memory; up to 1 << SPAN threads go along the pieces of a channel.
 template <Channels ORDER, int CHANNELS, class Box, int SPAN = 5>
-struct PartLoader {
+struct StageBoxLoader {
   static constexpr int VECTOR = CHANNELS % (16 / ELEMENT) == 0 ? 16 / ELEMENT : 1;  // channels at once
 
   const Tensor5& tensor;
-  const Part& part;
+  const StageBox& stage_box;
   Box box;
 
-  __device__ __forceinline__ PartLoader(const Tensor5& tensor, const Part& part) : tensor(tensor), part(part) {}
+  __device__ __forceinline__ StageBoxLoader(const Tensor5& tensor, const StageBox& stage_box)
+      : tensor(tensor), stage_box(stage_box) {}
 
   // `list` has room for the pieces of `count` elements, `more` is what the box needs besides.
   template <class Entry, class... More>
   __device__ __forceinline__ void init(Entry* list, int count, const More&... more) {
-    box.init(tensor, part, list, count, ORDER == Channels::first ? part.piece : 1, more...);
+    box.init(tensor, stage_box, list, count, ORDER == Channels::first ? stage_box.piece : 1, more...);
   }
 
   // The box in `channels` channels from `from` on; those beyond are zero. `at` is where a moving box is.
@@ -120,12 +122,12 @@ struct PartLoader {
   __device__ __forceinline__ void load(const scalar_t* from, int channels, char* to, const At&... at) const {
     from += box.begin(tensor, at...);
     if constexpr (ORDER != Channels::first) {
-      if (VECTOR > 1 && part.piece > 1)
+      if (VECTOR > 1 && stage_box.piece > 1)
         load_channels<VECTOR>(from, channels, to, at...);
       else
         load_channels<1>(from, channels, to, at...);
     } else {
-      switch (part.piece * ELEMENT) {
+      switch (stage_box.piece * ELEMENT) {
         case 16:
           return load_pieces<16>(from, channels, to, at...);
         case 8:
@@ -155,7 +157,7 @@ struct PartLoader {
     const int lanes = 1 << span, first = loader() >> span, at_once = LOADERS >> span;  // channels
     const bool whole = (CHANNELS & (at_once - 1)) == 0;
     from += first * tensor.stride[1];
-    to += first * part.pitch;
+    to += first * stage_box.pitch;
     for (int i = loader() & (lanes - 1); i < box.pieces; i += lanes) {
       long long offset;
       const bool inside = box.find(tensor, i, offset, at...);
@@ -167,7 +169,7 @@ struct PartLoader {
           if (whole || first + channel < CHANNELS)
             cp_async<BYTES>(shared_address(slot), source, inside && first + channel < channels);
           source += at_once * tensor.stride[1];
-          slot += at_once * part.pitch;
+          slot += at_once * stage_box.pitch;
         }
       } else {  // too small for asynchronous copies: several are on their way before the first is stored
         constexpr int MOVED = CHANNELS < 8 ? CHANNELS : 8;
@@ -178,7 +180,7 @@ struct PartLoader {
           for (int j = 0; j < MOVED; ++j, source += at_once * tensor.stride[1])
             elements[j] = inside && channel + j * at_once < min(CHANNELS, channels) ? read(source) : zero<scalar_t>();
 #pragma unroll
-          for (int j = 0; j < MOVED; ++j, slot += at_once * part.pitch)
+          for (int j = 0; j < MOVED; ++j, slot += at_once * stage_box.pitch)
             if (channel + j * at_once < CHANNELS) *(scalar_t*)slot = elements[j];
         }
       }
@@ -204,9 +206,9 @@ struct PartLoader {
       for (int k = 0; k < MOVED; ++k) {
         const int i = begin + k * LOADERS;
         if (i >= count) break;
-        char* const slot = to + i % VECTORS * WIDTH * part.pitch + i / VECTORS * ELEMENT;
+        char* const slot = to + i % VECTORS * WIDTH * stage_box.pitch + i / VECTORS * ELEMENT;
 #pragma unroll
-        for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * part.pitch) = vectors[k].value[j];
+        for (int j = 0; j < WIDTH; ++j) *(scalar_t*)(slot + j * stage_box.pitch) = vectors[k].value[j];
       }
     }
   }

@@ -1,12 +1,10 @@
-// Products on tensor cores: a warpgroup adds A · B to its accumulators, where A is 64 rows and B is PIXELS
-// columns of two chunks each, 16 bytes a row and chunk, in shared memory. Rows are 16 bytes apart, the second chunk
-// `A_CHUNK` or `b_chunk` bytes behind the first. So a column (pixel) that starts later starts 16 bytes later: a tap is
-// an address.
+// One k-step: a warpgroup adds A · B to its accumulators, A of m64 and B of PIXELS columns, each two chunks of 16 bytes
+// along K, in shared memory. Rows are 16 bytes apart, the second chunk `A_CHUNK` or `b_chunk` bytes behind the first
+// (no swizzle). So the next pixel is 16 bytes further on: a tap is an address.
 //
-// With TMA_OPERANDS a column is all chunks of its pixel, PIXEL_PITCH bytes, whose order TMA changes (swizzling) so
-// that those of neighbours lie in different banks. The tensor cores undo that by the bits of the address, wherever B
-// begins. Of a source whose pixels are innermost (TRANSPOSED) a box is 64 pixels of every channel of a stage, 128 bytes
-// a channel, swizzled; the tensor cores read columns so in half precision, 64 by 64.
+// With TMA_OPERANDS a column is all chunks of its pixel, PIXEL_PITCH bytes, swizzled by TMA. The swizzle follows from
+// address bits alone, so B may begin at any pixel. In NCHW B is MN_MAJOR: a box is 64 pixels of every channel of a
+// stage, 128 bytes a channel, swizzled; wgmma reads such operands in half types.
 //
 // Accumulators are those of accumulators.cuh: warp `w` has the rows from 16·w on.
 
@@ -22,11 +20,11 @@
 constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
 constexpr int PIXEL_PITCH = TMA_OPERANDS ? 32 * K_STEPS : 16;
-constexpr bool TRANSPOSED = TMA_OPERANDS && !SRC_CHANNELS_LAST;
+constexpr bool MN_MAJOR = TMA_OPERANDS && !SRC_CHANNELS_LAST;
 constexpr int BOX_PIXELS = 64, BOX_BYTES = BOX_PIXELS * PIXEL_PITCH;  // of those
-constexpr int BOX_STEP = TRANSPOSED ? STEP_CHANNELS * 128 : 32;       // from a step's channels to the next one's
-static_assert(!TRANSPOSED || (sizeof(operand_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");
-static_assert(!TRANSPOSED || BOX_BYTES % 1024 == 0, "swizzled rows begin with eight of them");
+constexpr int BOX_STEP = MN_MAJOR ? STEP_CHANNELS * 128 : 32;         // from a step's channels to the next one's
+static_assert(!MN_MAJOR || (sizeof(operand_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");
+static_assert(!MN_MAJOR || BOX_BYTES % 1024 == 0, "swizzled rows begin with eight of them");
 
 // Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
 __device__ __forceinline__ void clear(float& sum) {
@@ -37,7 +35,7 @@ __device__ __forceinline__ void clear(float& sum) {
 #if WGMMA
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   const unsigned long long columns =
-      TRANSPOSED ? matrix_descriptor<128>(b, BOX_BYTES) : matrix_descriptor<PIXEL_PITCH>(b, b_chunk);
+      MN_MAJOR ? matrix_descriptor<128>(b, BOX_BYTES) : matrix_descriptor<PIXEL_PITCH>(b, b_chunk);
   wgmma(sums, matrix_descriptor<16>(a, A_CHUNK), columns, add);
 }
 #else

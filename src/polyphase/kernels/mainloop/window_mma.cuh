@@ -1,19 +1,18 @@
-// Both gradients as products of matrices on tensor cores, one stage after the other:
+// Mainloop of both gradients by mma.sync, both operands from shared memory:
 //
-//     sum[row, column]  +=  Σ_k  A[row, k] · window[offset of k  +  offset of column]
+//     sum[m, n]  +=  Σ_k  A[m, k] · window[offset of k  +  offset of n]
 //
-// Rows are input channels. In the weight gradient columns are pairs of output channel and tap, k are positions, and A
-// is the input; in the input gradient columns are positions, k are pairs of output channel and tap, and A is the
-// weight.
+// M are input channels. In the weight gradient N are (output channel, tap) pairs, K are positions, and A is the input;
+// in the input gradient N are positions, K are (output channel, tap) pairs, and A is the weight. (Rows are those of M,
+// columns those of N.)
 //
-// A window is what a tile of input positions meets of the output gradient, its halo included. It lies in shared memory
-// as it does in the tensor, and serves every tap: the element that a position meets at a tap is the sum of two offsets,
-// one of the position, one of the output channel and the tap. So neither operand is ever unfolded.
+// B is gathered from the window of the output gradient (operand/window.cuh): where a position reads it at a tap is the
+// sum of two offsets, one of the position, one of the output channel and the tap. So there is no im2col.
 //
 // Index mapping. The warps are ROW_WARPS × the rest; a warp computes 16·ROW_TILES rows and 8·COLUMN_TILES columns, with
 // the fragments of ptx/mma.cuh: A's by ldmatrix, the window's element by element; float32 is rounded to TF32 there.
 //
-// Shared memory of a stage: A as [row][k], A_PITCH bytes a row, which no eight rows of ldmatrix find in one bank; the
+// Shared memory of a stage: A as [row][k], A_PITCH bytes a row, so that ldmatrix has no bank conflicts; the
 // window as [output channel][n][d][h][w].
 
 #pragma once

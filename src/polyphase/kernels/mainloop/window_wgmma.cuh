@@ -1,20 +1,22 @@
-// Both gradients as products of matrices by Hopper's instruction, one stage after the other:
+// Mainloop of both gradients by wgmma, A from registers and B from shared memory:
 //
-//     sum[row, column]  +=  Σ_k  window[offset of row  +  offset of k] · operand[column, k]
+//     sum[m, n]  +=  Σ_k  window[offset of m  +  offset of k] · B[n, k]
 //
-// Columns are input channels. In the weight gradient rows are pairs of output channel and tap, k are positions, and the
-// operand is the input; in the input gradient rows are positions, k are pairs of output channel and tap, and the
-// operand is the weight. The operand lies in memory as the tensor cores want it, k innermost, or columns where it is
-// TRANSPOSED, as the tensor cores read half types, too: TMA brings boxes of it, rounded to TF32, swizzled, or all
-// loaders copy it so (operand/run_loader.cuh). The window (operand/window.cuh) comes as it lies, in boxes, too, or
-// where those cannot be had by copies of all loaders (operand/window_rows.cuh). Its elements pass the registers of
-// consumers, wherever a stride or a tap has them: nothing is unfolded, and nothing transposed.
+// N are input channels. In the weight gradient M are (output channel, tap) pairs, K are positions, and B is the input;
+// in the input gradient M are positions, K are (output channel, tap) pairs, and B is the weight. (Rows are those of M,
+// columns those of N, `operand` is B.)
 //
-// Index mapping. GROUPS warpgroups multiply, each ROW_TILES tiles of 64 rows by all COLUMNS; one more loads.
-// BUFFERS stages lie in shared memory, a barrier tells that one is full, another that it is free again.
+// B is K-major in memory, or MN_MAJOR, which wgmma reads of half types only. TMA brings boxes of it, rounded to TF32
+// and swizzled, or all loaders copy it to where TMA would put it (operand/run_loader.cuh). The window of the output
+// gradient (operand/window.cuh) keeps its order in memory: TMA boxes, or cp.async of all loaders where strides are no
+// multiples of 16 bytes (operand/window_rows.cuh). Consumers gather A fragments from the window into registers: a tap
+// or a stride is an offset there, so there is no im2col and no transpose.
 //
-// With PAIRS taps along the width come in pairs that are neighbours in the window, and begin at multiples of two there:
-// rows of the weight gradient, k of the input gradient. The host sees to it that windows begin accordingly.
+// GROUPS consumer warpgroups, each with ROW_TILES m64 tiles by all COLUMNS, and one producer warpgroup. STAGES pipeline
+// stages, each with a full and an empty mbarrier.
+//
+// With PAIRS, taps along w come in pairs: neighbours in the window, at even offsets, read at once. They are rows of the
+// weight gradient, K of the input gradient. The host aligns the window's start and pitches (`in_pairs`).
 
 #pragma once
 
@@ -35,42 +37,43 @@
 
 constexpr int GROUPS = WARPS / 4 - 1, CONSUMER_THREADS = 128 * GROUPS;  // the first threads
 constexpr int COLUMNS = 8 * COLUMN_TILES, GROUP_ROWS = 64 * ROW_TILES, ROWS = GROUPS * GROUP_ROWS;
-constexpr int BATCH = ROW_TILES >= 4 ? 1 : 4 / ROW_TILES;  // operations whose rows are read together
-constexpr int WORD = 4 / ELEMENT;                          // k of four bytes
+constexpr int BATCH = ROW_TILES >= 4 ? 1 : 4 / ROW_TILES;  // k-steps whose A fragments are gathered together
+constexpr int WORD = 4 / ELEMENT;                          // K elements of a 32-bit word
 
-// Barriers of producers, and of consumers.
+// Named barriers of producers, and of consumers.
 constexpr int LOADERS_MEET = 1, CONSUMERS_MEET = 2;
 
-// Registers of each thread: consumers need theirs before they find their rows.
+// Registers a thread (setmaxnreg). GROUPS = 2 consumer warpgroups (schedules/window_gemm/wgmma_tile.py) and one
+// producer share the multiprocessor's 64K. Consumers hold 128 accumulators and two sets of A fragments.
 constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
 static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 32 * LOAD_WARPS, PRODUCER_REGISTERS),
               "too few registers");
 
 static_assert(LOAD_WARPS == 4 && FIRST_LOAD_WARP == 4 * GROUPS, "the last group loads");
 
-// What TMA brings of the operand for a stage: boxes of `bytes` along k, by COLUMNS columns, one behind the
-// other. TRANSPOSED boxes are of `bytes` along the columns, by all k of the stage: there is a row of them.
+// B of a stage: boxes of `bytes` along K by COLUMNS columns, one behind the other. MN_MAJOR boxes have `bytes` along N
+// by all K of the stage, one behind the other along N.
 struct Runs {
-  int count[4];  // along n, d, h and w
-  int length;    // k of a run, or its columns
-  int bytes;     // of a run: 32, 64 or 128, within which chunks change places
+  int count[4];  // boxes along n, d, h and w
+  int length;    // elements of a run: along K, or along N if MN_MAJOR
+  int bytes;     // of a run, the swizzle's width: 32, 64 or 128
   int box;       // bytes of a box
 };
 
-// Beside the barriers how far into its buffer a window is shifted, in bytes.
-struct WindowBarriers : PipelineBarriers<BUFFERS> {
-  int shift[BUFFERS];
+// The barriers, and by how many bytes each stage's window is shifted (operand/window_rows.cuh).
+struct WindowBarriers : PipelineBarriers<STAGES> {
+  int shift[STAGES];
 
-  // Whether one thread alone `tells` TMA what to bring, or all copy, too.
-  __device__ __forceinline__ void init(bool tells) {
+  // One producer thread arrives where TMA brings all; else every loader does, once for its stores and once for its
+  // cp.async.
+  __device__ __forceinline__ void init(bool all_by_tma) {
     if (threadIdx.x > 0) return;
-    PipelineBarriers<BUFFERS>::init(tells ? 1 : 2 * LOADERS, 4 * GROUPS);  // with what they store, and what they copy
-    for (int i = 0; i < BUFFERS; ++i) shift[i] = 0;
+    PipelineBarriers<STAGES>::init(all_by_tma ? 1 : 2 * LOADERS, 4 * GROUPS);
+    for (int i = 0; i < STAGES; ++i) shift[i] = 0;
   }
 };
 
-// By one thread: the runs of a stage. `place` is the first run's first element: w, channel, h, d and n, or channel, w
-// and so on.
+// By one thread: TMA loads of B's boxes. `place` is the first box's origin in the tensor map's order, innermost first.
 __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* tensor, const Runs& runs,
                                           const int (&place)[5], char* to, unsigned barrier) {
   const int count = runs.count[0] * runs.count[1] * runs.count[2] * runs.count[3];
@@ -81,27 +84,27 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
                          place[4] + at[0]};
     tma_load_box(shared_address(to), map, tensor, from, runs.box, barrier);
     to += runs.box;
-    advance(runs.count, at);  // divisions took longer than a copy
+    advance(runs.count, at);  // without divisions, which took longer than the TMA load
   }
 }
 
-// The loaders' part: tell(stage, buffer, barrier), by the first of them, has TMA bring what it can of a stage;
-// where that is not all, copy(stage, buffer) begins the copies of all and returns the window's shift.
-template <class Tell, class Copy>
-__device__ __forceinline__ void load_stages(int stages, bool tells, WindowBarriers& ring, char* buffers, int bytes,
-                                            const Tell& tell, const Copy& copy) {
+// Producers: issue(stage, memory, barrier), by the first thread, issues TMA loads; unless these are all, copy(stage,
+// memory), by all threads, starts cp.async of the rest and returns the window's shift.
+template <class Issue, class Copy>
+__device__ __forceinline__ void load_stages(int stages, bool all_by_tma, WindowBarriers& ring, char* stage_memory,
+                                            int bytes, const Issue& issue, const Copy& copy) {
   setmaxnreg_dec<PRODUCER_REGISTERS>();
   const bool first = threadIdx.x == CONSUMER_THREADS;
-  if (tells && !first) return;
-  PipelineState<BUFFERS> state;
+  if (all_by_tma && !first) return;
+  PipelineState<STAGES> state;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     const unsigned full = shared_address(ring.full + state.index);
-    char* const buffer = buffers + state.index * bytes;
+    char* const memory = stage_memory + state.index * bytes;
     mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
-    if (first) tell(stage, buffer, full);
-    if (!tells) {
-      const int shift = copy(stage, buffer);
+    if (first) issue(stage, memory, full);
+    if (!all_by_tma) {
+      const int shift = copy(stage, memory);
       if (first) ring.shift[state.index] = shift;
       mbarrier_arrive_cp_async(full);
     }
@@ -112,7 +115,7 @@ __device__ __forceinline__ void load_stages(int stages, bool tells, WindowBarrie
   cp_async_wait<0>();
 }
 
-// The sums of a group of threads.
+// The accumulators of a warpgroup.
 struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   // Row `i` of the thread's 2 · ROW_TILES, and its first column; sum k of tile j lies in row 2·j + k / 2 % 2 and in
   // column k / 4 · 8 + k % 2 from there on. (Which of an instruction's rows is which is all the same to the product.)
@@ -122,8 +125,8 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   }
   static __device__ __forceinline__ int first_column() { return fragment_column(); }
 
-  // The `steps` operations of a stage, to sums that begin with them or not. `row_offsets` are the window's, of the
-  // thread's rows; with `rounded` it holds TF32.
+  // The `steps` k-steps of a stage. `begin`: they overwrite the accumulators (scale-d = 0). `row_offsets`: the
+  // window's, of the thread's rows; `rounded`: it holds TF32 already.
   __device__ __forceinline__ void add(const char* window, const char* operand, const Runs& runs, const int* offsets,
                                       const int (&row_offsets)[ROW_TILES][2], int steps, bool begin, bool rounded) {
     if (ELEMENT == 4 && !rounded)
@@ -138,7 +141,9 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
                                             const int* offsets, const int (&row_offsets)[ROW_TILES][2], int steps,
                                             bool begin) {
     int step = 0;
-    if (steps >= BATCH) {  // whole batches, without a question for each operation: those would wait for one another
+    // Two sets of A fragments: one is gathered while wgmma reads the other. Whole batches first, without a branch for
+    // each k-step, which would serialise the wgmma's.
+    if (steps >= BATCH) {
       Rows<BATCH> first, second;
       first.template read<ROUND>(window, offsets, row_offsets, 0);
 #pragma unroll 1
@@ -146,13 +151,13 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
         multiply(first, operand, runs, step, begin && step == 0);
         more = step + 2 * BATCH <= steps;
         if (more) second.template read<ROUND>(window, offsets, row_offsets, step + BATCH);
-        finish(first);
+        wait_for(first);
         step += BATCH;
         if (!more) break;
         multiply(second, operand, runs, step, false);
         more = step + 2 * BATCH <= steps;
         if (more) first.template read<ROUND>(window, offsets, row_offsets, step + BATCH);
-        finish(second);
+        wait_for(second);
         step += BATCH;
       }
     }
@@ -160,7 +165,7 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
     pin(of);
   }
 
-  // What is left of a stage, less than 2 · COUNT operations.
+  // The rest of a stage, less than 2 · COUNT k-steps.
   template <int COUNT, bool ROUND>
   __device__ __forceinline__ void add_rest(const char* window, const char* operand, const Runs& runs,
                                            const int* offsets, const int (&row_offsets)[ROW_TILES][2], int step,
@@ -170,14 +175,14 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
         Rows<COUNT> rows;
         rows.template read<ROUND>(window, offsets, row_offsets, step);
         multiply(rows, operand, runs, step, begin && step == 0);
-        finish(rows);
+        wait_for(rows);
         step += COUNT;
       }
       add_rest<COUNT / 2, ROUND>(window, operand, runs, offsets, row_offsets, step, steps, begin);
     }
   }
 
-  // The rows of some operations, as the tensor cores read them (ptx/mma.cuh).
+  // A fragments of COUNT k-steps, in wgmma's layout (ptx/mma.cuh).
   template <int COUNT>
   struct Rows {
     unsigned of[COUNT][ROW_TILES][4];
@@ -233,34 +238,34 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   template <int COUNT>
   __device__ __forceinline__ void multiply(Rows<COUNT>& rows, const char* operand, const Runs& runs, int step,
                                            bool begin) {
-    const int pitch = INPUT_GRAD ? 128 : runs.bytes;  // of the weight always
+    const int pitch = INPUT_GRAD ? 128 : runs.bytes;  // the weight's is always 128
     const Operand columns(operand, pitch, runs.box);
     pin(rows.of);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       const int at = (step + i) * 32, within = at & (pitch - 1);
-      const int bytes = TRANSPOSED ? (step + i) * OPERATION * pitch : (at - within) * COLUMNS + within;
+      const int bytes = MN_MAJOR ? (step + i) * OPERATION * pitch : (at - within) * COLUMNS + within;
 #pragma unroll
       for (int tile = 0; tile < ROW_TILES; ++tile) columns.multiply(bytes, rows.of[i][tile], of[tile], i > 0 || !begin);
     }
     wgmma_commit();
   }
 
-  // Waits for products: their rows may be read anew.
+  // Waits for the wgmma's that read these fragments: they may be overwritten.
   template <int COUNT>
-  static __device__ __forceinline__ void finish(Rows<COUNT>& rows) {
+  static __device__ __forceinline__ void wait_for(Rows<COUNT>& rows) {
     wgmma_wait<0>();
     pin(rows.of);
   }
 
-  // The columns of a stage, in runs of `pitch` bytes each, boxes of `box`.
+  // B's descriptor, in runs of `pitch` bytes and boxes of `box`.
   struct Operand {
     unsigned long long described;
 
     __device__ __forceinline__ Operand(const char* from, int pitch, int box)
-        : described(swizzled_descriptor(shared_address(from), pitch, TRANSPOSED ? box : 0)) {}
-    // Of the operation that begins so many bytes behind the first.
+        : described(swizzled_descriptor(shared_address(from), pitch, MN_MAJOR ? box : 0)) {}
+    // One wgmma, whose B starts `bytes` behind the stage's.
     __device__ __forceinline__ void multiply(int bytes, const unsigned (&rows)[4], float (&sums)[4 * COLUMN_TILES],
                                              bool add) const {
       wgmma(sums, rows, described + (bytes >> 4), add);
@@ -268,17 +273,16 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   };
 };
 
-// The consumer warpgroups' part: add(stage, buffer, shift) is one stage, whose operand may have been `copied` by
-// threads.
+// Consumers: add(stage, memory, shift) multiplies one stage. `copied`: threads wrote B, so wgmma needs a proxy fence.
 template <class Add>
-__device__ __forceinline__ void add_stages(int stages, WindowBarriers& ring, const char* buffers, int bytes,
+__device__ __forceinline__ void add_stages(int stages, WindowBarriers& ring, const char* stage_memory, int bytes,
                                            bool copied, const Add& add) {
-  PipelineState<BUFFERS> state;
+  PipelineState<STAGES> state;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     mbarrier_wait(shared_address(ring.full + state.index), state.parity);
     if (copied) fence_proxy_async();
-    add(stage, buffers + state.index * bytes, ring.shift[state.index]);
+    add(stage, stage_memory + state.index * bytes, ring.shift[state.index]);
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(ring.empty + state.index));
     state.next();

@@ -44,7 +44,7 @@ struct BoxLoader {
 #pragma unroll 1
     for (int i = 0; i < params.boxes; ++i) {
       // There is one box, or one row; or as operands whole images are boxes.
-      const bool images = TRANSPOSED && WHOLE_IMAGES;
+      const bool images = MN_MAJOR && WHOLE_IMAGES;
       const int column = images ? w : w + i * params.box_pixels, image = images ? n + i : n;
       if (SRC_CHANNELS_LAST)
         tma_load_box(shared_address(to + i * bytes), params.box, src, {from, column, h, d, n}, bytes, barrier);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void round_pixels(const Params& params, unsigned char
   store_rounded(params, mine, *(const Vector<float, 4>*)mine);
 }
 
-// A stage of boxes, a part of it for each of WARPS; what boxes do not fill is zero.
+// A stage of boxes, shared out among WARPS; what boxes do not fill is zero.
 template <int WARPS>
 __device__ __forceinline__ void transpose_boxes(const Params& params, const unsigned char* copied, unsigned char* to,
                                                 int warp, const PixelBand& band) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void transpose_boxes(const Params& params, const unsi
     }
     if (j + 1 < params.boxes) box += STAGE_CHANNELS * params.box_pixels, before += params.box_pixels;
   }
-  const int wanted = params.halo - before;
+  const int wanted = params.run_pixels - before;
   for (; i < ceil_div(wanted, TRANSPOSED_PIXELS) * STAGE_CHUNKS; i += WARPS) {
     const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TRANSPOSED_PIXELS;
     transpose_pixels<false>(params, to + chunk * params.chunk_bytes + (before + pixel) * 16,
@@ -160,14 +160,14 @@ __device__ __forceinline__ void transpose_boxes(const Params& params, const unsi
 
 struct Loader {
   const Params& params;
-  const unsigned* halo;  // position of each copied run of pixels, or NOWHERE
-  offset_t* offsets;     // and where it lies in the source, from the tile's batch entry and channel, in elements
+  const unsigned* pixel_table;  // position of each copied run of pixels, or NOWHERE
+  offset_t* offsets;            // and where it lies in the source, from the tile's batch entry and channel, in elements
   int thread;
 
   __device__ __forceinline__ void find_pixels(const WorkTile& work) const {
     const int copied = SRC_CHANNELS_LAST ? 1 : copy_bytes(params) / (int)sizeof(scalar_t);
-    for (int i = thread; i * copied < params.halo; i += LOADERS) {
-      const unsigned position = params.run ? 0 : halo[i];
+    for (int i = thread; i * copied < params.run_pixels; i += LOADERS) {
+      const unsigned position = params.run ? 0 : pixel_table[i];
       Pixel p;
       if (params.run)
         p.locate(params, work.first + i * copied);
@@ -190,7 +190,7 @@ struct Loader {
     const int warp = thread / 32;
     const scalar_t* const first = base + warp * params.src.stride[1];
     raw += warp * params.raw_pitch;
-    for (int v = thread % 32; v * COUNT < params.halo; v += 32) {
+    for (int v = thread % 32; v * COUNT < params.run_pixels; v += 32) {
       const offset_t offset = offsets[v];
       const scalar_t* from = first + (offset == PADDING ? 0 : offset);
       unsigned char* to = (unsigned char*)(raw + v * COUNT);
@@ -213,7 +213,7 @@ struct Loader {
     const scalar_t* const from = base + chunk * CHUNK;
     to += chunk * params.chunk_bytes;
 #pragma unroll 4
-    for (int pixel = thread / STAGE_CHUNKS; pixel < params.halo; pixel += LOADERS / STAGE_CHUNKS) {
+    for (int pixel = thread / STAGE_CHUNKS; pixel < params.run_pixels; pixel += LOADERS / STAGE_CHUNKS) {
       const offset_t offset = offsets[pixel];
 #pragma unroll
       for (int i = 0; i < CHUNK; i += COUNT) {
@@ -232,11 +232,11 @@ struct Loader {
     constexpr int WARPS = LOADERS / 32, ROWS = STAGE_CHANNELS / WARPS, RUNS = ceil_div(MOVED, ROWS);
     const int warp = thread / 32;
     base += warp * params.src.stride[1], raw += warp * params.raw_pitch, channel += warp;
-    for (int first = thread % 32; first < params.halo; first += 32 * RUNS) {
+    for (int first = thread % 32; first < params.run_pixels; first += 32 * RUNS) {
       scalar_t elements[RUNS][ROWS];
 #pragma unroll
       for (int run = 0; run < RUNS; ++run) {
-        const offset_t offset = first + run * 32 < params.halo ? offsets[first + run * 32] : PADDING;
+        const offset_t offset = first + run * 32 < params.run_pixels ? offsets[first + run * 32] : PADDING;
         const scalar_t* from = base + (offset == PADDING ? 0 : offset);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -250,7 +250,8 @@ struct Loader {
       for (int run = 0; run < RUNS; ++run)
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
-          if (first + run * 32 < params.halo) raw[i * WARPS * params.raw_pitch + first + run * 32] = elements[run][i];
+          if (first + run * 32 < params.run_pixels)
+            raw[i * WARPS * params.raw_pitch + first + run * 32] = elements[run][i];
     }
   }
 
@@ -259,7 +260,7 @@ struct Loader {
     const int chunk = thread % STAGE_CHUNKS;
     base += chunk * CHUNK, channel += chunk * CHUNK;
     to += chunk * params.chunk_bytes;
-    for (int pixel = thread / STAGE_CHUNKS; pixel < params.halo; pixel += LOADERS / STAGE_CHUNKS) {
+    for (int pixel = thread / STAGE_CHUNKS; pixel < params.run_pixels; pixel += LOADERS / STAGE_CHUNKS) {
       const offset_t offset = offsets[pixel];
       const scalar_t* const from = base + (offset == PADDING ? 0 : offset);
       Vector<scalar_t, CHUNK> elements;
@@ -302,14 +303,14 @@ struct Loader {
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to, const PixelBand& band) const {
     if constexpr (!IN_PLACE || sizeof(scalar_t) == 4) {
 #pragma unroll(sizeof(scalar_t) == 4 ? CHUNKS_AT_ONCE : 1)
-      for (int i = thread / 32; i < ceil_div(params.halo, TRANSPOSED_PIXELS) * STAGE_CHUNKS; i += LOADERS / 32) {
+      for (int i = thread / 32; i < ceil_div(params.run_pixels, TRANSPOSED_PIXELS) * STAGE_CHUNKS; i += LOADERS / 32) {
         const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TRANSPOSED_PIXELS;
         unsigned char* const target = to + chunk * params.chunk_bytes + pixel * 16;
         const scalar_t* const row = (const scalar_t*)copied + chunk * CHUNK * params.raw_pitch + pixel;
         if constexpr (IN_PLACE)
           round_pixels(params, target);
         else
-          transpose_pixels<false>(params, target, row, params.halo - pixel, params.halo - pixel, band);
+          transpose_pixels<false>(params, target, row, params.run_pixels - pixel, params.run_pixels - pixel, band);
       }
     }
   }

@@ -9,19 +9,19 @@
 #include "mainloop/multistage.cuh"
 #include "mainloop/window_wgmma.cuh"
 
-// The operand of mainloop/window_wgmma.cuh where TMA cannot bring it: elements of half precision whose rows
-// are multiples of 4 or 8 bytes, not of 16. All loaders copy pieces of as many bytes, asynchronously, to where TMA
-// would put them.
+// B of mainloop/window_wgmma.cuh where TMA cannot bring it: half types whose strides are multiples of 4 or 8 bytes, not
+// of
+// 16. All loaders copy it by cp.async of as many bytes, to where TMA would put it, swizzle included.
 //
-// Index mapping. A thread has the same piece of every `at_once`-th column: which it is is found once for a stage.
+// A thread copies the same piece of every `at_once`-th column, so that its address is computed once a stage.
 class RunLoader {
  public:
   const Tensor5& tensor;
   const Runs& runs;
 
-  __device__ __forceinline__ RunLoader(const Tensor5& tensor, const Runs& runs, int piece_bytes, const int (&lanes)[4],
-                                       int joined)
-      : tensor(tensor), runs(runs), joined(joined), length(joined ? lanes[2] * joined : lanes[3]) {
+  __device__ __forceinline__ RunLoader(const Tensor5& tensor, const Runs& runs, int piece_bytes,
+                                       const int (&tile_extent)[4], int joined)
+      : tensor(tensor), runs(runs), joined(joined), length(joined ? tile_extent[2] * joined : tile_extent[3]) {
     const int of_run = runs.bytes / piece_bytes;
     const int pieces = runs.count[0] * runs.count[1] * runs.count[2] * runs.count[3] * of_run;
     const int piece = loader() % pieces;
@@ -36,7 +36,7 @@ class RunLoader {
   __device__ __forceinline__ void load(const scalar_t* from, int channels, char* to, int batch,
                                        const int (&origin)[4]) const {
     if (first >= at_once) return;
-    // Where rows are joined a slab is one long row.
+    // Joined rows: H and W of a slab are one long row.
     const int begin = joined ? origin[2] * joined : origin[3], w = begin + at[3];
     const int end = min(joined ? joined * tensor.size[1] : tensor.size[2], begin + length);
     const bool inside = origin[0] + at[0] < batch && origin[1] + at[1] < tensor.size[0] &&

@@ -1,13 +1,13 @@
-// Where the columns of a weight gradient lie: in windows of the output gradient, as TMA brings them.
+// B of window_wgrad_tma.cu: windows of the output gradient, as TMA loads them.
 //
-// Along each dimension every `tap_step`-th tap meets elements of the same residue of the stride, and does so
-// `element_step` positions after the one before. So WINDOW_D · WINDOW_H · WINDOW_W of such taps share a window: what a
-// tile of LANES_D · LANES_H · LANES_W positions and a halo meet of some output channels, every stride-th element. To
-// each tap the tile is the same window from another row on, a row being a position. Along a dimension a window is of
-// one tap, or of all that share a residue; one of one tap is just the tile, and then its extents are all the same.
+// Along each dimension every `tap_step`-th tap reads the same residue of the stride, `element_step` positions further
+// on than the one before. Such taps share a window, WINDOW_D · WINDOW_H · WINDOW_W of them: the tile of TILE_D · TILE_H
+// · TILE_W positions with its halo, every stride-th element of some output channels. A row of a window is a position,
+// and to each tap the tile starts at another row. Along a dimension a window has all taps of a residue, or a single
+// one, and then no halo.
 //
-// Index mapping. Windows of a group are counted by channel block, then by their first tap along w, h and d. A unit is a
-// window's channels at one tap, a line LINE_UNITS neighbouring units, equally far apart.
+// N of the GEMM. Windows of a group are counted by channel block, then by their first tap along w, h and d. A unit is a
+// window's channels at one tap; a line is LINE_UNITS neighbouring units, equally far apart, and is N of one wgmma.
 
 #pragma once
 
@@ -20,15 +20,15 @@
 __host__ __device__ constexpr int windows(Axis axis, int taps) {
   return taps > 1 && tap_step(axis) < axis.kernel ? tap_step(axis) : axis.kernel;
 }
-// Positions that a window of `taps` taps has of `lanes` of a tile.
-__host__ __device__ constexpr int extent(Axis axis, int lanes, int taps) {
-  return lanes + (taps - 1) * element_step(axis);
+// Positions that a window of `taps` taps has of `tile` of a tile.
+__host__ __device__ constexpr int extent(Axis axis, int tile, int taps) {
+  return tile + (taps - 1) * element_step(axis);
 }
 
 constexpr int UNIT = COLUMN_PITCH / (int)sizeof(scalar_t);  // output channels
 constexpr int WINDOW_TAPS = WINDOW_D * WINDOW_H * WINDOW_W;
-constexpr int ROW_EXTENT = extent(AXIS_W, LANES_W, WINDOW_W), SLAB_EXTENT = extent(AXIS_H, LANES_H, WINDOW_H);
-constexpr int WINDOW_BOX = extent(AXIS_D, LANES_D, WINDOW_D) * SLAB_EXTENT * ROW_EXTENT * COLUMN_PITCH;
+constexpr int ROW_EXTENT = extent(AXIS_W, TILE_W, WINDOW_W), SLAB_EXTENT = extent(AXIS_H, TILE_H, WINDOW_H);
+constexpr int WINDOW_BOX = extent(AXIS_D, TILE_D, WINDOW_D) * SLAB_EXTENT * ROW_EXTENT * COLUMN_PITCH;
 constexpr int WINDOW_BYTES = round_up(WINDOW_BOX, 1024);
 
 constexpr int CHANNEL_BLOCKS = ceil_div(OUT_CHANNELS, UNIT);
@@ -45,7 +45,7 @@ static_assert(WINDOW_TAPS == 1 || LINE_UNITS == (WINDOW_W > 1   ? WINDOW_W
 
 // The first row that position `index` of a tile meets, and that tap `index` of a window does.
 __host__ __device__ constexpr int row_of_position(int index) {
-  return (index / LANES_W / LANES_H * SLAB_EXTENT + index / LANES_W % LANES_H) * ROW_EXTENT + index % LANES_W;
+  return (index / TILE_W / TILE_H * SLAB_EXTENT + index / TILE_W % TILE_H) * ROW_EXTENT + index % TILE_W;
 }
 __host__ __device__ constexpr int row_of_tap(int index) {
   return (index / WINDOW_W / WINDOW_H * element_step(AXIS_D) * SLAB_EXTENT +
@@ -57,14 +57,14 @@ __host__ __device__ constexpr int unit_offset(int unit) {
   return unit / WINDOW_TAPS * WINDOW_BYTES + row_of_tap(unit % WINDOW_TAPS) * COLUMN_PITCH;
 }
 
-// What `Sums::multiply` asks.
+// How B lies in a stage, for `Sums::multiply`.
 struct WindowColumns {
   static constexpr int DEPTH = 32 / (int)sizeof(scalar_t);  // of an operation
   static constexpr int BYTES = BLOCK_WINDOWS * WINDOW_BYTES;
   static constexpr int BESIDE = unit_offset(1),
                        EIGHT = DEPTH > 8 ? row_of_position(8) * COLUMN_PITCH : 8 * COLUMN_PITCH;
   static constexpr bool ALIGNED = WINDOW_TAPS == 1;  // all operations begin where swizzling does
-  static_assert(LANES_W % 8 == 0 && (LANES_W % DEPTH == 0 || LANES_H % 2 == 0), "eight rows lie together");
+  static_assert(TILE_W % 8 == 0 && (TILE_W % DEPTH == 0 || TILE_H % 2 == 0), "eight rows lie together");
 
   static __device__ __forceinline__ int line(int index) {
     return unit_offset((column_group() * LINES + index) * LINE_UNITS);

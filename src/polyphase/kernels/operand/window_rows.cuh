@@ -1,7 +1,7 @@
-// The window of a stage as the kernels of mainloop/window_wgmma.cuh have it, and its copies where TMA
-// cannot bring it: rows in pieces of 16 bytes, wherever they begin in memory. An element comes to lie as many bytes
-// behind a multiple of 16 as it does in the tensor; for that the steps of the window are those of the tensor, modulo 16
-// bytes, and all of a stage is `shift` bytes further on. Rows have room for the pieces that they only begin or end in.
+// The window of a stage in the kernels of mainloop/window_wgmma.cuh, and its copy where TMA cannot bring it: cp.async
+// of 16 bytes, whatever the alignment of its rows. The address of an element modulo 16 is the same in shared memory as
+// in the tensor. For that the window's pitches equal the tensor's modulo 16 bytes, and the window starts `shift` bytes
+// late in its stage. Rows have room for the 16-byte pieces that they fill in part.
 
 #pragma once
 
@@ -18,10 +18,10 @@ struct Window {
   int pieces;     // of a row, at most; where it is copied
 };
 
-__device__ __forceinline__ int window_bytes(const Window& window, int n, int d, int h, int w) {
+__device__ __forceinline__ int window_offset(const Window& window, int n, int d, int h, int w) {
   return (n * window.step[0] + d * window.step[1] + h * window.step[2] + w) * ELEMENT;
 }
-__device__ __forceinline__ int channel_bytes(const Window& window) { return window.step[3] * ELEMENT; }
+__device__ __forceinline__ int channel_pitch(const Window& window) { return window.step[3] * ELEMENT; }
 
 template <int CHANNELS>
 struct RowLoader {
@@ -67,7 +67,7 @@ struct RowLoader {
     const int end = min(tensor.size[2] - origin[3], beyond) * ELEMENT;
     const int begin = origin[3] < 0 ? min(-origin[3], beyond) * ELEMENT : -PIECE;
     const long long stride = tensor.stride[1] * ELEMENT;
-    const int pitch = channel_bytes(window);
+    const int pitch = channel_pitch(window);
     const unsigned slots = shared_address(to) + shift;
     for (int channel = first_channel, piece = first_piece; channel < min(apart, CHANNELS);) {
       const Place place = places[piece];
@@ -78,7 +78,7 @@ struct RowLoader {
       if (at < window.extent[3] * ELEMENT) {
         const int before = begin - at, bytes = before < PIECE ? max(0, min(PIECE, end - at)) : 0;
         const int existing = inside && bytes > 0 ? min(CHANNELS, channels) : 0;
-        const unsigned slot = slots + window_bytes(window, place.n, place.d, place.h, 0) + channel * pitch + at;
+        const unsigned slot = slots + window_offset(window, place.n, place.d, place.h, 0) + channel * pitch + at;
         Copies copies{channel, apart, row + at, apart * stride, slot, apart * pitch};
         if (before > 0)  // the row begins amid the piece
           copies.run(existing, [&](unsigned to, const char* from) { copy_words(to, from, before, bytes); });

@@ -14,7 +14,7 @@ from polyphase.problem.layouts import SECTOR_BYTES, Layouts
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.tensor_cores import parts_of, steps_of
 from polyphase.schedules.tiles import tiles_of
-from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, Part, row_piece
+from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, StageBox, row_piece
 
 _MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
 
@@ -31,7 +31,7 @@ class Tiling:
     tiles: tuple[int, int, int, int]
     first: tuple[int, int, int, int]
     skew: int
-    window: Part
+    window: StageBox
     pitch: tuple[int, int, int, int]
     shift: tuple[int, int, int, int]
     joined: int
@@ -125,7 +125,7 @@ def tiling_of(
     # So that four channels, or pairs of channels, lie in different banks.
     pitch = math.prod(window) * size
     pitch += (32 - pitch) % 128 if size == 4 else (16 - pitch) % 64
-    part = Part(window, piece, pitch, places)
+    part = StageBox(window, piece, pitch, places)
 
     sector = SECTOR_BYTES // size
     columns = gather.dst.shape[4]

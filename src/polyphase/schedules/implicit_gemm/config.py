@@ -34,7 +34,7 @@ class GemmConfig(NamedTuple):
     are a warp group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a
     tile, its ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32
     numbers, ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
-    ``wgmma`` whether Hopper's instruction is used, or ``mma.sync``. ``tma_operands``: TMA brings pixels as the
+    ``wgmma`` whether wgmma is used, or ``mma.sync``. ``tma_operands``: TMA brings pixels as the
     tensor cores read them, where channels come last; or in half precision, where no tap reads beside its pixel. With
     ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of
     these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo.

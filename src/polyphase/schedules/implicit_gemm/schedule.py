@@ -197,7 +197,7 @@ class ImplicitGemm(Schedule):
             tile_items=tile_items,
             pitch=tile.pitch,
             items=items,
-            halo=tile.halo,
+            run_pixels=tile.halo,
             raw_pitch=tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
             chunk_bytes=tile.allocated * CHUNK_BYTES,
             skew=tile.skew,

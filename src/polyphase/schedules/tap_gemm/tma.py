@@ -75,7 +75,7 @@ class TapGemmTma(Schedule):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
-            return f"{device.arch} lacks Hopper's matrix instruction"
+            return f"{device.arch} has no wgmma"
         if (step := step_of(problem, pass_, Layouts.dense(problem))) > MOST_STEP:
             return f"TMA brings every {MOST_STEP}-th element at most, not every {step}-th"
         return common_limits(problem)

@@ -102,7 +102,7 @@ class TapGemmWgradTma(Schedule):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
-            return f"{device.arch} lacks Hopper's matrix instruction"
+            return f"{device.arch} has no wgmma"
         weights = math.prod(problem.weight_shape) // problem.groups
         if weights >= _MOST_WEIGHTS:
             return f"{weights} weights of a group are too many (at most {_MOST_WEIGHTS - 1})"

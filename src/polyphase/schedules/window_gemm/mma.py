@@ -27,12 +27,12 @@ from polyphase.schedules.window_gemm.stages import (
     MAX_SIDE,
     MOVING_BYTES,
     STILL_BYTES,
-    Part,
+    StageBox,
     channel_piece,
     copy_cycles,
     row_bytes,
     row_piece,
-    weight_part,
+    weight_box,
     weight_rows,
 )
 from polyphase.schedules.window_gemm.window import Gradient, blocks_of, extent_of_window, lanes_of, window_of
@@ -40,7 +40,7 @@ from polyphase.schedules.window_gemm.window import Gradient, blocks_of, extent_o
 _WARPS = 8
 _THREADS = 32 * _WARPS
 _MOST_STRIDED_TAPS = 24  # of a config of many sums a thread, in float32
-_BUFFERS = (4, 3, 2)  # of stages; tried from the left
+_STAGES = (4, 3, 2)  # pipeline depths, deepest first
 _MAX_TAPS = 512
 _MOST_TERMS = 12288  # of a half type's input gradient; with 16384 some in a million elements were too far off
 _LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
@@ -77,8 +77,8 @@ class _Tiling:
     lanes: tuple[int, int, int, int]
     tiles: tuple[int, int, int, int]
     skew: int
-    window: Part
-    operand: Part
+    window: StageBox
+    operand: StageBox
     table_bytes: int
     stage_bytes: int
 
@@ -102,7 +102,7 @@ class _WindowMma(Gradient):
         return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[MmaConfig]:
-        return [each._replace(buffers=count) for each in _configs(at, pass_, device) for count in _BUFFERS]
+        return [each._replace(buffers=count) for each in _configs(at, pass_, device) for count in _STAGES]
 
     def search(
         self,
@@ -132,18 +132,18 @@ class _WindowMma(Gradient):
         blocks = blocks_of(problem, pass_, config.rows, config.out_chunk)
         of_pass: dict[str, Any]
         if pass_ is Pass.WEIGHT_GRAD:
-            length, planes = parted(tiling.total, _parts(problem, config, tiling, device))
+            length, planes = parted(tiling.total, _splits(problem, config, tiling, device))
             of_pass = {
-                "x_part": tiling.operand,
+                "x_box": tiling.operand,
                 "groups": problem.groups,
-                "part_length": length,
+                "split_length": length,
                 "all_tiles": tiling.total,
                 "plane": math.prod(problem.weight_shape),
             }
             grid = blocks * planes
         else:
             pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
-            of_pass = {"weight": weight_rows(problem, layouts), "weight_part": tiling.operand, "pairs": pairs}
+            of_pass = {"weight": weight_rows(problem, layouts), "weight_box": tiling.operand, "pairs": pairs}
             planes, grid = 1, blocks * tiling.total
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
@@ -152,7 +152,8 @@ class _WindowMma(Gradient):
             ("WARPS", _WARPS),
             ("LOAD_WARPS", _WARPS),
             ("FIRST_LOAD_WARP", 0),
-            *constants_of(config, "row_tiles column_tiles row_warps out_chunk positions buffers min_blocks"),
+            *constants_of(config, "row_tiles column_tiles row_warps out_chunk positions min_blocks"),
+            ("STAGES", config.buffers),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
         params = params_of(source).pack(
@@ -160,7 +161,7 @@ class _WindowMma(Gradient):
             g=grad,
             window=tiling.window,
             batch=problem.batch,
-            lanes=tiling.lanes,
+            tile_extent=tiling.lanes,
             tiles=tiling.tiles,
             skew=tiling.skew,
             table_bytes=tiling.table_bytes,
@@ -185,14 +186,14 @@ class WindowDgradMma(_WindowMma):
 
 
 class WindowWgradMma(_WindowMma):
-    """The weight gradient: all taps of some channels, in parts of batch × positions that are added in a fixed order."""
+    """The weight gradient: all taps of some channels, in splits of batch × positions, added in a fixed order."""
 
     passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_mma"
 
 
-def _parts(problem: ConvTransposeProblem, config: MmaConfig, tiling: _Tiling, device: DeviceInfo) -> int:
-    """Parts of the positions: the machine is filled once, and no part is mostly its beginning."""
+def _splits(problem: ConvTransposeProblem, config: MmaConfig, tiling: _Tiling, device: DeviceInfo) -> int:
+    """Split-K count of the positions: one wave of CTAs, and no split is mostly its prologue."""
     blocks = blocks_of(problem, Pass.WEIGHT_GRAD, config.rows, config.out_chunk)
     full = max(1, device.multiprocessors * config.min_blocks // blocks)
     return max(1, min(full, affordable_planes(problem), tiling.total // 8))
@@ -293,13 +294,13 @@ def _tiles(
     if pass_ is Pass.WEIGHT_GRAD:
         if x.channels_last:
             piece = channel_piece(x, problem.in_channels_per_group, config.rows, size, layouts.aligned)
-            operand = Part(lanes, piece, a_pitch, depth)
+            operand = StageBox(lanes, piece, a_pitch, depth)
         else:
             piece = row_piece(x, size, layouts.aligned, lanes[3])
-            operand = Part(lanes, piece, a_pitch, depth // piece)
+            operand = StageBox(lanes, piece, a_pitch, depth // piece)
         tables = 4 * depth
     else:
-        operand = weight_part(problem, layouts, config.out_chunk, a_pitch, depth)
+        operand = weight_box(problem, layouts, config.out_chunk, a_pitch, depth)
         tables = 4 * (depth + config.columns)
     moving = pass_ is Pass.WEIGHT_GRAD
     tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
@@ -340,10 +341,10 @@ def _estimate(
     stage = _stage_cycles(problem, pass_, config, tiling, terms)
     blocks, block = blocks_of(problem, pass_, config.rows, config.out_chunk), terms.block
     if pass_ is Pass.WEIGHT_GRAD:
-        parts = _parts(problem, config, tiling, device)
-        stages = math.ceil(tiling.total / parts)
-        blocks *= parts
-        end = terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
+        splits = _splits(problem, config, tiling, device)
+        stages = math.ceil(tiling.total / splits)
+        blocks *= splits
+        end = terms.reduce + 8 * splits * math.prod(problem.weight_shape) / device.copy_bytes_per_second
     else:
         stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
         blocks *= tiling.total
@@ -371,7 +372,7 @@ def _deepest(
     single = _cut(problem, pass_, replace(layouts, aligned=False), config._replace(buffers=0), terms).tiling(
         (1, 1, 1, 1)
     )
-    for buffers in _BUFFERS:
+    for buffers in _STAGES:
         deeper = config._replace(buffers=buffers)
         tiling = _tiling(problem, pass_, layouts, deeper, device)
         if tiling is None:
@@ -379,7 +380,7 @@ def _deepest(
         if not _fits(deeper, single, device):
             continue  # where every element is copied by itself
         shared = config.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
-        if shared <= device.shared_bytes_per_multiprocessor or buffers == _BUFFERS[-1]:
+        if shared <= device.shared_bytes_per_multiprocessor or buffers == _STAGES[-1]:
             return _estimate(problem, pass_, deeper, tiling, device)[0], deeper
     return None
 

@@ -20,8 +20,8 @@ STILL_BYTES, MOVING_BYTES = 8, 16
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a stage holds of a tensor, as the kernels' ``Part``, and how many pieces a channel has of it."""
+class StageBox:
+    """What a stage holds of a tensor, as the kernels' ``StageBox``, and how many pieces a channel has of it."""
 
     extent: tuple[int, int, int, int]
     piece: int
@@ -29,16 +29,16 @@ class Part:
     places: int
 
     def params(self) -> dict[str, Any]:
-        """The kernels' ``Part``."""
+        """The kernels' ``StageBox``."""
         return {"extent": self.extent, "piece": self.piece, "pitch": self.pitch}
 
 
-def weight_part(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, pitch: int, length: int) -> Part:
+def weight_box(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, pitch: int, length: int) -> StageBox:
     """All taps of ``out_chunk`` output channels, in the order in which the weight has them, ``length`` in all."""
     size, out, taps = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group, problem.taps
     extent, run = ((1, 1, taps, out_chunk), 1) if layouts.weight_channels_last else ((1, 1, 1, out_chunk * taps), taps)
     piece = widest_piece(size, out * run, out_chunk * run, 0 if layouts.aligned else 1)
-    return Part(extent, piece, pitch, length // piece)
+    return StageBox(extent, piece, pitch, length // piece)
 
 
 def weight_rows(problem: ConvTransposeProblem, layouts: Layouts) -> dict[str, Any]:
@@ -74,16 +74,16 @@ def channel_piece(side: Side, channels: int, stage_channels: int, size: int, ali
     return vector if aligned and whole else 1
 
 
-def copy_cycles(part: Part, channels: int, warps: int, size: int, terms: Costs) -> float:
-    """Predicted cycles of a multiprocessor for what its warps do to copy so many channels of a part."""
-    lanes = min(32, next_power_of_two(part.places))
-    rounds = math.ceil(part.places / lanes)
+def copy_cycles(box: StageBox, channels: int, warps: int, size: int, terms: Costs) -> float:
+    """Predicted cycles of a multiprocessor for what its warps do to copy so many channels of a box."""
+    lanes = min(32, next_power_of_two(box.places))
+    rounds = math.ceil(box.places / lanes)
     copies = rounds * math.ceil(channels / (warps * 32 // lanes))
-    each = terms.copy + (terms.through_registers if part.piece * size < 4 else 0.0)
+    each = terms.copy + (terms.through_registers if box.piece * size < 4 else 0.0)
     return warps / 4 * (rounds * terms.find + copies * each)
 
 
-def row_bytes(part: Part, size: int) -> float:
-    """Bytes that memory moves for a channel of a part: whole sectors of its rows."""
-    *rows, width = part.extent
+def row_bytes(box: StageBox, size: int) -> float:
+    """Bytes that memory moves for a channel of a box: whole sectors of its rows."""
+    *rows, width = box.extent
     return math.prod(rows) * 32 * (math.ceil(width * size / 32) + 0.5)

@@ -30,9 +30,9 @@ from polyphase.schedules.window_gemm.tma_cost import (
     depth_stages,
     estimate,
     input_items,
-    input_parts,
+    input_splits,
     weight_blocks,
-    weight_parts,
+    weight_splits,
 )
 from polyphase.schedules.window_gemm.window import Gradient, channel_pitch
 
@@ -48,9 +48,9 @@ class _WindowTma(Gradient):
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
-            return f"{device.arch} lacks Hopper's matrix instruction"
+            return f"{device.arch} has no wgmma"
         if not problem.channels_last:
-            return "reads tensors whose channels are innermost"
+            return "needs NHWC"
         for what, channels in self._channels(problem).items():
             if channels * DTYPE_BYTES[problem.dtype] % 16:
                 pixel = channels * DTYPE_BYTES[problem.dtype]
@@ -90,17 +90,18 @@ class _WindowTma(Gradient):
     def _constants(
         self, problem: ConvTransposeProblem, config: TmaConfig, row_pitch: int, column_pitch: int
     ) -> tuple[tuple[str, Constant], ...]:
-        transposed = self.pass_ is Pass.WEIGHT_GRAD
+        mn_major = self.pass_ is Pass.WEIGHT_GRAD
         return (
             *layer_constants(problem, self.pass_),
             ("LOADERS", config.loaders),
-            *constants_of(config, "row_groups column_groups row_tiles lines columns steps buffers"),
+            *constants_of(config, "row_groups column_groups row_tiles lines columns steps"),
+            ("STAGES", config.buffers),
             ("ROW_PITCH", row_pitch),
             ("COLUMN_PITCH", column_pitch),
-            ("TRANSPOSED", transposed),
+            ("MN_MAJOR", mn_major),
             ("MIN_BLOCKS", config.resident),
             ("WGMMA", True),
-            ("BY_THREADS", transposed and DTYPE_BYTES[problem.dtype] == 4),
+            ("BY_THREADS", mn_major and DTYPE_BYTES[problem.dtype] == 4),
         )
 
 
@@ -128,7 +129,7 @@ class WindowDgradTma(_WindowTma):
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         items, stages = input_items(problem, config, math.prod(tiles)), depth_stages(problem, config)
         dense = layouts.input == dense_strides(problem.input_shape, True)
-        length, parts = parted(stages, input_parts(problem, config, items, device)[0] if dense else 1)
+        length, splits = parted(stages, input_splits(problem, config, items, device)[0] if dense else 1)
         x = Side(five(problem.input_shape), layouts.input)
         pitch = config.depth_bytes
         flush = FLUSH * DTYPE_BYTES[problem.dtype] // pitch if is_long_sum(problem) else stages
@@ -143,25 +144,25 @@ class WindowDgradTma(_WindowTma):
             x=x,
             batch=problem.batch,
             groups=problem.groups,
-            lanes=lanes,
+            tile_extent=lanes,
             tiles=tiles,
-            parts=parts,
-            part_size=length,
-            plane=problem.elements[0] if parts > 1 else 0,
+            splits=splits,
+            split_length=length,
+            plane=problem.elements[0] if splits > 1 else 0,
         )
         main = Step(
             source=source,
-            grid=(min(items * parts, device.multiprocessors * config.resident), 1, 1),
+            grid=(min(items * splits, device.multiprocessors * config.resident), 1, 1),
             block=config.threads,
             shared_bytes=config.buffers * stage_bytes(problem, pass_, config),
             params=params,
             tensor_maps=(_pixel_map(problem, layouts, lanes, pitch), _weight_map(problem, config)),
         )
-        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=parts, may_split=True)
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=splits, may_split=True)
 
 
 class WindowWgradTma(_WindowTma):
-    """The weight gradient: windows of the output gradient, of a tap or of several, by boxes of the input, in parts."""
+    """The weight gradient: windows of the output gradient, of one tap or several, by boxes of the input; split-K."""
 
     passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_tma"
@@ -175,7 +176,7 @@ class WindowWgradTma(_WindowTma):
         lanes = tile_lanes(problem, pass_, config)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         total, blocks = math.prod(tiles), weight_blocks(problem, config)
-        planes = weight_parts(problem, config, total, device)[0]
+        planes = weight_splits(problem, config, total, device)[0]
         flush = max(1, FLUSH // math.prod(lanes))
         narrowed = planes == 1 and total <= flush
         items = math.prod(blocks) * problem.groups * planes
@@ -184,7 +185,7 @@ class WindowWgradTma(_WindowTma):
         constants = (
             *self._constants(problem, config, of_x, windows.pitch),
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
-            *zip(("LANES_D", "LANES_H", "LANES_W"), windows.lanes),
+            *zip(("TILE_D", "TILE_H", "TILE_W"), windows.lanes),
         )
         both = WgmmaForm(config.columns, problem.dtype, transpose_a=True, transpose_b=True)
         forms = () if dict(constants)["BY_THREADS"] else (both,)
@@ -192,10 +193,10 @@ class WindowWgradTma(_WindowTma):
         params = params_of(source).pack(
             groups=problem.groups,
             blocks=blocks,
-            lanes=lanes,
+            tile_extent=lanes,
             tiles=tiles,
             ahead=_digits(planes, tiles),
-            parts=planes,
+            splits=planes,
             flush=flush,
             narrowed=narrowed,
             items=items,

@@ -16,13 +16,13 @@ from polyphase.schedules.tiles import Four, tiles_of
 from polyphase.schedules.window_gemm.tap_windows import ALONE, Three, Windows, box_fits, exact_lanes, shared_windows
 from polyphase.schedules.window_gemm.window import channel_pitch, lanes_of
 
-_MOST_IMAGES = 255  # of a tile, and positions along a side: a row's place has a byte for each
-_MOST_COLUMNS = 256  # of an instruction
-_MOST_SUMS = 128  # of a thread
+_MOST_IMAGES = 255  # of a tile, and positions along a side: a row's position has a byte for each
+_MOST_COLUMNS = 256  # N of a wgmma
+_MOST_SUMS = 128  # fp32 accumulators of a thread
 _MOST_SUMS_OF_THREE = 96  # where three groups multiply
-_LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
+_LEAST_STAGES, _MOST_STAGES = 3, 8
 _DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
-FLUSH = 8192  # k that the cores sum; where an input gradient's are more, sums are half as many
+FLUSH = 8192  # K accumulated in tensor cores before a flush; with longer K an input gradient has half the tile
 
 
 class TmaConfig(NamedTuple):
@@ -117,16 +117,16 @@ def is_long_sum(problem: ConvTransposeProblem) -> bool:
 
 
 def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[TmaConfig]:
-    """Every config of a layer, with as many buffers as there is room for."""
+    """Every config of a layer, with as many stages as there is room for."""
     for config in _input_configs(problem) if pass_ is Pass.INPUT_GRAD else _weight_configs(problem):
         room = device.shared_bytes_of(config.resident) - _DECLARED
-        buffers = min(_MOST_BUFFERS, room // stage_bytes(problem, pass_, config))
-        if buffers >= _LEAST_BUFFERS:
+        buffers = min(_MOST_STAGES, room // stage_bytes(problem, pass_, config))
+        if buffers >= _LEAST_STAGES:
             yield config._replace(buffers=buffers)
 
 
 def _input_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
-    """Their buffers left open."""
+    """Their pipeline depth left open."""
     pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
     most = _MOST_SUMS // 2 if is_long_sum(problem) else _MOST_SUMS
     steps = next(steps for steps in (4, 2, 1) if steps == 1 or _fill(pixel, steps) <= _fill(pixel, steps // 2))
@@ -144,7 +144,7 @@ def _fill(pixel: int, steps: int) -> int:
 
 
 def _weight_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
-    """Their buffers left open."""
+    """Their pipeline depth left open."""
     yield from _alone_configs(problem)
     # Of float32 with more rows a block has them in tiles of a warp's own, which is worth more.
     if DTYPE_BYTES[problem.dtype] == 4 and problem.in_channels_per_group > 64:

@@ -1,4 +1,4 @@
-"""What the TMA kernels of both gradients cost, and how many parts their sums have."""
+"""What the TMA kernels of both gradients cost, and how many splits their sums have."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, devi
     terms = _terms(pass_, device)
     tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile_lanes(problem, pass_, config)))
     if pass_ is Pass.WEIGHT_GRAD:
-        _, seconds, end = weight_parts(problem, config, tiles, device)
+        _, seconds, end = weight_splits(problem, config, tiles, device)
     else:
-        _, seconds, end = input_parts(problem, config, input_items(problem, config, tiles), device)
+        _, seconds, end = input_splits(problem, config, input_items(problem, config, tiles), device)
     moving = problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(seconds, moving)
     return (seconds**terms.beside + moving**terms.beside) ** (1 / terms.beside) + end, bound
@@ -88,34 +88,34 @@ def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float,
 
 
 @lru_cache(maxsize=4096)
-def input_parts(
+def input_splits(
     problem: ConvTransposeProblem, config: TmaConfig, items: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
-    """Parts of each of an input gradient's sums, their predicted seconds, and those of what comes after."""
+    """Split-K count of an input gradient, its predicted seconds, and those of what comes after."""
     terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * config.resident
     stages, stage = depth_stages(problem, config), _stage_cycles(problem, Pass.INPUT_GRAD, config, terms)
     once = config.rows * config.block_columns * terms.result + terms.item / config.resident
     moved = problem.elements[0]
 
-    def seconds(parts: int) -> tuple[float, float]:
-        rounds = items * parts / places
+    def seconds(splits: int) -> tuple[float, float]:
+        rounds = items * splits / places
         rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
-        cycles = rounds * (math.ceil(stages / parts) * stage + once) * config.resident
-        end = terms.reduce + moved * (8 * parts + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
-        return (cycles + terms.launch) / device.clock_hz, end if parts > 1 else 0.0
+        cycles = rounds * (math.ceil(stages / splits) * stage + once) * config.resident
+        end = terms.reduce + moved * (8 * splits + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
+        return (cycles + terms.launch) / device.clock_hz, end if splits > 1 else 0.0
 
     most = max(
         1, min(affordable_planes(problem, Pass.INPUT_GRAD), stages // _LEAST_STAGES, 2 * places // max(1, items))
     )
-    found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
+    found = min(range(1, most + 1), key=lambda splits: (sum(seconds(splits)), splits))
     return (found, *seconds(found))
 
 
 @lru_cache(maxsize=4096)
-def weight_parts(
+def weight_splits(
     problem: ConvTransposeProblem, config: TmaConfig, tiles: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
-    """Parts of a weight gradient's positions, their predicted seconds, and those of what comes after."""
+    """Split-K count of a weight gradient, its predicted seconds, and those of what comes after."""
     blocks, places = (
         math.prod(weight_blocks(problem, config)) * problem.groups,
         device.multiprocessors * config.resident,
@@ -126,15 +126,15 @@ def weight_parts(
     flush = max(1, FLUSH // math.prod(config.lanes))
     results, once = config.rows * config.block_columns, terms.item / config.resident
 
-    def seconds(parts: int) -> tuple[float, float]:
-        stages = -(-tiles // parts)
+    def seconds(splits: int) -> tuple[float, float]:
+        stages = -(-tiles // splits)
         block = stages * stage + (-(-stages // flush) * results * terms.result + once)
-        cycles = -(-blocks * parts // places) * block * config.resident
-        alone = parts == 1 and (size == 4 or stages <= flush)
-        moved = weights * (4 if alone else 8 * parts + size)
+        cycles = -(-blocks * splits // places) * block * config.resident
+        alone = splits == 1 and (size == 4 or stages <= flush)
+        moved = weights * (4 if alone else 8 * splits + size)
         end = 0.0 if alone else terms.launch / 2 / device.clock_hz
         return (cycles + terms.launch) / device.clock_hz, end + terms.planes * moved / device.copy_bytes_per_second
 
     most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
-    found = min(range(1, most + 1), key=lambda parts: (sum(seconds(parts)), parts))
+    found = min(range(1, most + 1), key=lambda splits: (sum(seconds(splits)), splits))
     return (found, *seconds(found))

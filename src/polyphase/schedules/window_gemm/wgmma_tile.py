@@ -1,4 +1,4 @@
-"""How the gradients by Hopper's instruction cut input positions into tiles, what a stage holds, and what it costs."""
+"""How the gradients by wgmma cut input positions into tiles, what a stage holds, and what it costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from polyphase.costs import Costs, costs
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -18,6 +18,7 @@ from polyphase.schedules.cells import Side
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, best_first, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, widest_piece
+from polyphase.schedules.window_gemm.wgmma_config import GROUPS, LOADERS, WgmmaConfig
 from polyphase.schedules.window_gemm.wgmma_window import (
     FOUND,
     MAX_BOX_SIDE,
@@ -31,25 +32,8 @@ from polyphase.schedules.window_gemm.wgmma_window import (
 )
 from polyphase.schedules.window_gemm.window import channel_pitch, extent_of_window, lanes_of
 
-GROUPS = 2  # of 128 threads that multiply; one more loads
-LOADERS = 128
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
 _ROUNDING = 1 - 1e-9  # a bound is summed up in another order than what it bounds
-
-
-class WgmmaConfig(NamedTuple):
-    """The compile-time shape of a kernel, as ``mainloop/window_wgmma.cuh`` has it. ``positions`` of a tile."""
-
-    row_tiles: int
-    columns: int
-    out_chunk: int
-    positions: int
-    buffers: int
-
-    @property
-    def rows(self) -> int:
-        """Positions, or pairs of output channel and tap, of a block."""
-        return 64 * GROUPS * self.row_tiles
 
 
 @dataclass(frozen=True)
@@ -128,7 +112,7 @@ def tiling_of(
 
 
 class _Tilings:
-    """All tiles of a config, whatever its buffers."""
+    """All tiles of a config, at any pipeline depth."""
 
     def __init__(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, terms: Costs

@@ -1,4 +1,4 @@
-"""The window of the output gradient that a stage of the gradients by Hopper's instruction holds, and how it is read."""
+"""The window of the output gradient that a stage of the gradients by wgmma holds, and how it is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polyphase.schedules.window_gemm.window import extent_of_window
 
 MAX_BOX_SIDE = 256  # elements that TMA brings at once along one dimension
 PIECE_BYTES = 16  # of rows that are copied
-_LEAST_BUFFERS, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more than any GPU has
+_LEAST_STAGES, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more than any GPU has
 FOUND = 32  # positions, and taps, that stand for all
 _Places = tuple[tuple[int, int], ...]  # a box's extent along each dimension, and its step
 
@@ -123,7 +123,7 @@ def as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk:
         return image, slab, row, above(extent[0] * image, of_channel)
 
     narrow = above(columns + vector - 1, of_row)  # a row ends, and the next begins, in pieces of their own
-    if _LEAST_BUFFERS * chunk * steps(narrow)[3] * size > _MOST_SHARED:
+    if _LEAST_STAGES * chunk * steps(narrow)[3] * size > _MOST_SHARED:
         return None
     widths = range(narrow, narrow + 128 // size + 1, vector)
     row = _quietest(widths, lambda row: conflicts_of(problem, pass_, lanes, steps(row)))

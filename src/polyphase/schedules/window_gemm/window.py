@@ -13,7 +13,7 @@ from polyphase.problem.layouts import Layouts, five
 from polyphase.schedules.cells import Side
 from polyphase.schedules.schedule import Schedule
 from polyphase.schedules.tiles import Four
-from polyphase.schedules.window_gemm.stages import Part, channel_piece, row_piece
+from polyphase.schedules.window_gemm.stages import StageBox, channel_piece, row_piece
 
 
 class Gradient(Schedule):
@@ -38,7 +38,7 @@ class Gradient(Schedule):
 
 
 def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chunk: int) -> int:
-    """Blocks of a tile of positions, or of a part of them, of so many channels each."""
+    """Blocks of a tile of positions, or of a split of them, of so many channels each."""
     blocks = math.ceil(problem.in_channels_per_group / in_chunk) * problem.groups
     if pass_ is Pass.WEIGHT_GRAD:
         blocks *= math.ceil(problem.out_channels_per_group / out_chunk)
@@ -66,7 +66,7 @@ def _lanes_of(batch: int, sizes: tuple[int, int, int], positions: int) -> tuple[
 
 @lru_cache(maxsize=4096)
 def _extents(size: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: powers of two, and equal parts of at most so many."""
+    """Extents worth trying along one dimension: powers of two, and equal shares of at most so many."""
     found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
     return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
 
@@ -83,7 +83,7 @@ def extent_of_window(problem: ConvTransposeProblem, lanes: Four) -> Four:
     )
 
 
-def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: Four) -> tuple[Part, int]:
+def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: Four) -> tuple[StageBox, int]:
     """The window of ``lanes`` positions in ``out_chunk`` channels of the output gradient, in pieces.
 
     Beside it the elements that its rows begin before the first that is met, so that pieces are aligned.
@@ -93,14 +93,14 @@ def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, l
     extent = extent_of_window(problem, lanes)
     if grad.channels_last:
         piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
-        return Part(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
+        return StageBox(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
     axis = problem.axes3[2]
     whole_rows = lanes[3] >= problem.input_size[-1]
     piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axis.stride)
     skew = -axis.padding % piece
     extent = (*extent[:3], round_up(skew + extent[3], piece))
     pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
-    return Part(extent, piece, pitch, math.prod(extent) // piece), skew
+    return StageBox(extent, piece, pitch, math.prod(extent) // piece), skew
 
 
 def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
