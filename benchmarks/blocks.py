@@ -92,11 +92,12 @@ class Problem(nn.Module):
         super().__init__()
         self.conv_transpose = layer
         self.behind = behind
-        self.tensors = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        self.tensor = nn.Parameter(torch.randn(shapes[0])) if shapes else None
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         """The output, with further inputs of the problem."""
-        return self.behind(self.conv_transpose(x), *more, *self.tensors)
+        y = self.conv_transpose(x)
+        return self.behind(y, *more) if self.tensor is None else self.behind(y, *more, self.tensor)
 
 
 def by_hand(steps: Callable[..., list[fused.Step | str]]) -> Callable[..., Tensor]:
@@ -106,7 +107,8 @@ def by_hand(steps: Callable[..., list[fused.Step | str]]) -> Callable[..., Tenso
         layer = module.conv_transpose
         function = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}[len(layer.stride)]
         constants = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
-        return function(x, layer.weight, layer.bias, *constants, epilogue=steps(*more, *module.tensors))
+        tensors = () if module.tensor is None else (module.tensor,)
+        return function(x, layer.weight, layer.bias, *constants, epilogue=steps(*more, *tensors))
 
     return run
 
@@ -362,7 +364,7 @@ def measured(name: str, block: Block, dtype: torch.dtype, timer: Timer, rate: fl
                 run = graphed(ready, inputs) if "graph" in mode else lambda ready=ready: ready(*inputs)
                 times[who] = timer.measure(run).ms
             except Exception as failure:
-                row.status, row.reason = "failed", f"{who}: {environment.first_line(failure)}"
+                row.status, row.reason = "failed", f"{row.reason} {who}: {environment.first_line(failure)}".strip()
         row.torch_ms, row.swapped_ms, row.fused_ms = times.get("torch"), times.get("swapped"), times.get("fused")
         if row.fused_ms and row.torch_ms and row.swapped_ms:
             row.fused_over_torch, row.fused_over_swapped = row.torch_ms / row.fused_ms, row.swapped_ms / row.fused_ms

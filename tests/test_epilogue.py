@@ -191,7 +191,7 @@ def check(
 
 
 @emulated
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ALONE)
 def test_every_operation_alone(name: str, dtype: str) -> None:
@@ -239,7 +239,7 @@ def cases(*devices: DeviceInfo) -> Iterator[ParameterSet]:
 
 
 @emulated
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(14)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", list(cases()))
 def test_combined_in_every_schedule(case: Case) -> None:

@@ -120,6 +120,7 @@ def test_values_and_gradients_are_pytorchs(name: str) -> None:
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_derivatives_of_second_order(name: str) -> None:
     layer, tensors = _case(name, 1)
@@ -153,6 +154,25 @@ def test_unbatched_and_channels_last() -> None:
     x = x.float().to(memory_format=torch.channels_last)
     found = _layer(fused.conv_transpose2d, x, w.float(), b.float(), epilogue=[fused.add(residual.float())])
     assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    original = fused.check
+    monkeypatch.setattr(fused, "check", lambda *arguments: checked.append(arguments[0]) or original(*arguments))
+    layer, tensors = _case("batch norm, relu", 2)
+    polyphase.functional.forget_calls()
+    ours, theirs = _ours("batch norm, relu", 2), _theirs("batch norm, relu", 2)
+    for factor in (1, 2):  # other values
+        given = [factor * each for each in (*layer, *tensors)]
+        torch.testing.assert_close(ours(*given), theirs(*given))
+    assert len(checked) == 1
+    ours(*layer, *(each.clone().requires_grad_() for each in tensors))
+    _layer(fused.conv_transpose2d, *layer, epilogue=["relu"])
+    _layer(fused.conv_transpose2d, *layer, epilogue=["gelu"])
+    assert len(checked) == 4
+    with pytest.raises(RuntimeError, match="must have shape"):
+        _layer(fused.conv_transpose2d, *layer, epilogue=[fused.prelu(torch.ones(4, dtype=torch.float64))])
 
 
 def test_nothing_to_fuse_is_the_layer() -> None:

@@ -156,12 +156,12 @@ def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple
     except (TypeError, AttributeError, RuntimeError):  # lists, symbolic sizes; no tensor; a nested one
         key, known = None, None
     # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
-    if known is not None and (all(map(is_, constants, known.constants)) or _are_integers(constants)):
+    if known is not None and (all(map(is_, constants, known.constants)) or are_integers(constants)):
         return known.layer, known.call
     layer = check(*arguments)
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     call = None if heard else operators.find_call(operators.conv_transpose, batch, weight, bias, *layer[1:])
-    if key is not None and _are_integers(constants):
+    if key is not None and are_integers(constants):
         _checked_calls.add(key, _CheckedCall(constants, layer, call), *tensors, lie_so=call is not None)
     return layer, call
 
@@ -184,7 +184,7 @@ def _wants_derivatives(input: Tensor, weight: Tensor, bias: Tensor | None) -> bo
     )
 
 
-def _are_integers(constants: tuple[Any, ...]) -> bool:
+def are_integers(constants: tuple[Any, ...]) -> bool:
     """Whether these can be part of a key: a tensor stands for an integer, too, and may change."""
     return all(
         type(constant) is int or (type(constant) is tuple and all(type(value) is int for value in constant))

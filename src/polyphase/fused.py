@@ -18,7 +18,6 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from polyphase import functional
-from polyphase.export import is_for_onnx
 from polyphase.problem.epilogue import (
     ACTIVATIONS,
     CHANNEL,
@@ -32,6 +31,8 @@ from polyphase.problem.epilogue import (
 )
 from polyphase.torch_op import epilogue as operator
 from polyphase.torch_op import operators
+from polyphase.torch_op.call_cache import CallCache
+from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING, Layer, check, output_size
 
 _DEFAULTS: dict[str, tuple[float, ...]] = {"leaky_relu": (0.01,), "elu": (1.0,), "softplus": (1.0, 20.0)}
@@ -200,12 +201,69 @@ def _fused(
         input, weight = functional.autocast(input), functional.autocast(weight)
         bias = None if bias is None else functional.autocast(bias)
         steps = [_autocast(step) for step in steps]
-    layer = check(function.__name__, dims, input, weight, bias, *constants)
+    arguments = (function.__name__, dims, input, weight, bias, *constants)
+    known = _known_call(arguments, steps) if tracing else _known_once(arguments, steps, constants)
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
-    shape = (batch.shape[0], weight.shape[1] * layer.groups, *output_size(batch.shape[2:], layer))
-    epilogue, operands = _checked(function.__name__, steps, batch, shape, input.dim() == dims + 2)
-    output = _run(epilogue, operands, batch, weight, bias, layer, tracing)
+    operands = [each for step in steps for each in _batched(step, batch is input)]
+    output = _run(known, operands, batch, weight, bias, tracing)
     return output if batch is input else output.squeeze(0)
+
+
+class _Known(NamedTuple):
+    """A call that was checked: its layer, its epilogue, also as text, and what computes it past the dispatcher."""
+
+    layer: Layer
+    epilogue: Epilogue
+    text: str
+    call: Callable[..., Tensor] | None
+
+
+# Calls that were made before; a warm call is one look-up here.
+_known: CallCache[_Known] = CallCache()
+operators.FURTHER_CALLS.append(_known)
+
+
+def _known_once(arguments: tuple[Any, ...], steps: Sequence[Step], constants: tuple[Any, ...]) -> _Known:
+    """What is known of a call, from memory where one like it was made before."""
+    _, dims, input, weight, bias, *_ = arguments
+    tensors = [each for each in (input, weight, bias, *(each for step in steps for _, each in step.tensors))
+               if each is not None]  # fmt: skip
+    heard = operators.is_heard()
+    key: tuple[Any, ...] | None = None
+    if functional.are_integers(constants):
+        signature = tuple((step.kind, step.constants, step.of, *(role for role, _ in step.tensors)) for step in steps)
+        try:
+            key = (dims, input.shape, weight.shape, bias is None, constants, signature, heard, tf32_allowed())
+            known = _known.find(key, *tensors)
+        except (TypeError, AttributeError, RuntimeError):  # symbolic sizes; no tensor; a nested one
+            key, known = None, None
+        if known is not None:
+            return known
+    known = _known_call(arguments, steps)
+    past = input.is_cuda and torch.version.cuda is not None and not heard and input.numel() > 0
+    if past and all(map(operators.is_plain, tensors)):
+        from polyphase import runtime
+
+        batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
+        known = known._replace(call=runtime.epilogue_call(batch, weight, bias, known.text, *known.layer[1:]))
+    if key is not None:
+        _known.add(key, known, *tensors, lie_so=known.call is not None)
+    return known
+
+
+def _known_call(arguments: tuple[Any, ...], steps: Sequence[Step]) -> _Known:
+    """A call, checked."""
+    name, dims, input, weight, *_ = arguments
+    layer = check(*arguments)
+    batched = input.dim() == dims + 2
+    shape = (input.shape[0] if batched else 1, weight.shape[1] * layer.groups, *output_size(input.shape[-dims:], layer))
+    epilogue = _checked(name, steps, input, shape, batched)
+    return _Known(layer, epilogue, encoded(epilogue), None)
+
+
+def _batched(step: Step, batched: bool) -> list[Tensor]:
+    """A step's tensors, a residual with a batch."""
+    return [each.unsqueeze(0) if role == "residual" and not batched else each for role, each in step.tensors]
 
 
 def _made(name: str, place: int, step: Any) -> Step:
@@ -218,30 +276,20 @@ def _made(name: str, place: int, step: Any) -> Step:
 
 
 def _run(
-    epilogue: Epilogue,
-    operands: tuple[Tensor, ...],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    layer: Layer,
-    tracing: bool,
+    known: _Known, operands: list[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, tracing: bool
 ) -> Tensor:
     """By the operator, past the dispatcher where nothing listens to it, or as operations of their own."""
+    layer, epilogue, text, call = known
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    for_onnx = tracing and not torch.compiler.is_dynamo_compiling() and is_for_onnx()  # which has nodes for each
-    if for_onnx or (transformed and not tracing):  # their rules are those of the operations
+    if not tracing and transformed:  # their rules are those of the operations
         of_dims = getattr(functional, f"conv_transpose{len(layer.stride)}d")
         sums = of_dims(input, weight, bias, *layer[1:4], layer.groups, layer.dilation)
         return operator.by_tensor_operations(epilogue, operands, sums).to(input.dtype)
-    tensors = [each for each in (input, weight, bias, *operands) if each is not None]
-    wants = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-    text = encoded(epilogue)
-    past = not tracing and not wants and input.is_cuda and torch.version.cuda is not None and not operators.is_heard()
-    if past and input.numel() and all(map(operators.is_plain, tensors)):
-        from polyphase import runtime
-
-        return runtime.forward_with_epilogue(input, weight, bias, operands, text, *layer[1:])
-    return operator.conv_transpose_epilogue(input, weight, bias, list(operands), text, *layer[1:])
+    if call is not None:
+        tensors = (input, weight, *operands) if bias is None else (input, weight, bias, *operands)
+        if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
+            return call(input, weight, bias, operands)
+    return operator.conv_transpose_epilogue(input, weight, bias, operands, text, *layer[1:])
 
 
 def _autocast(step: Step) -> Step:
@@ -250,17 +298,15 @@ def _autocast(step: Step) -> Step:
     return step._replace(tensors=tuple(cast))
 
 
-def _checked(
-    name: str, steps: Sequence[Step], input: Tensor, shape: tuple[int, ...], batched: bool
-) -> tuple[Epilogue, tuple[Tensor, ...]]:
-    """The epilogue as data, and its operands in order.
+def _checked(name: str, steps: Sequence[Step], input: Tensor, shape: tuple[int, ...], batched: bool) -> Epilogue:
+    """The epilogue as data.
 
     Raises:
         TypeError, RuntimeError, ValueError: as `conv_transpose1d` says.
     """
     if input.dtype not in FLOATING:
         raise RuntimeError(f"{name}: an epilogue takes a real floating-point input, got {input.dtype}")
-    operations, operands = [], []
+    operations = []
     for place, step in enumerate(steps):
         described = []
         for role, tensor in step.tensors:
@@ -270,9 +316,8 @@ def _checked(
                 tensor = tensor.unsqueeze(0)
             per = _per(f"{name}: {role} of epilogue[{place}]", role, tensor, shape)
             described.append(Operand(role, per, _is_wide(f"{name}: {role} of epilogue[{place}]", per, tensor, input)))
-            operands.append(tensor)
         operations.append(Operation(step.kind, step.constants, tuple(described), step.of))
-    return Epilogue(tuple(operations)), tuple(operands)
+    return Epilogue(tuple(operations))
 
 
 def _per(what: str, role: str, tensor: Tensor, shape: tuple[int, ...]) -> str:

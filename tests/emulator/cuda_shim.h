@@ -48,6 +48,8 @@ extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
 
+inline float __fdividef(float dividend, float divisor) { return dividend / divisor; }
+
 void __syncthreads();
 void __syncwarp(unsigned mask = ~0u);
 [[noreturn]] void __trap();

@@ -209,9 +209,14 @@ def find_call(
     return call
 
 
+#: Further caches of calls that are emptied with this one.
+FURTHER_CALLS: list[CallCache[Any]] = []
+
+
 def forget_operator_calls() -> None:
     """Has every later call of an operator looked up in `polyphase.runtime`, and prepared anew there."""
-    _operator_calls.clear()
+    for calls in (_operator_calls, *FURTHER_CALLS):
+        calls.clear()
     _runtime().forget_prepared_calls()
 
 
