@@ -133,7 +133,7 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pass_", SCHEDULES)
 def test_planner_takes_it(pass_: Pass) -> None:
     """Images of odd rows that TMA does not bring as they lie, and many channels."""
-    chosen = plan.plan(make((32, 512, 9, 9), 256, 3, 2, 1, dtype="bfloat16"), pass_, H200)
+    chosen = plan.plan(make((32, 512, 9, 9), 256, 5, 2, 1, dtype="bfloat16"), pass_, H200)
     assert chosen.schedule == SCHEDULES[pass_].name
     assert chosen.other is not None
     assert {source.kernel for source in plan.kernel_sources(chosen.problem, pass_, H200)} >= {"transpose"}

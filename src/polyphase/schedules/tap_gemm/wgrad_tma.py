@@ -194,19 +194,19 @@ def _flats(problem: ConvTransposeProblem) -> list[FlatProduct]:
 @lru_cache(maxsize=1024)
 def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
     """The first image and the product of each share of the images, whose planes are written one after the other."""
-    problem = flat.product.problem
-    count = -(-flat.bytes // _MOST_BYTES)
-    count = max(count, -(-flat.positions // _MOST_POSITIONS))
-    if count == 1 or problem.batch <= 1:
+    problem, unit = flat.product.problem, flat.product.piece if flat.batched else 1
+    if problem.batch <= unit or max(flat.bytes / _MOST_BYTES, flat.positions / _MOST_POSITIONS) <= 1:
         return [(0, flat)]
-    each = round_up(-(-problem.batch // count), flat.product.piece if flat.batched else 1)
+    least = flat.of_images(unit)
+    most = unit * max(1, min(_MOST_BYTES // least.bytes, (_MOST_POSITIONS - 1) // least.positions))
+    each = round_up(-(-problem.batch // -(-problem.batch // most)), unit)
     return [(first, flat.of_images(min(each, problem.batch - first))) for first in range(0, problem.batch, each)]
 
 
 def _affordable(flat: FlatProduct) -> bool:
     """Whether memory may be spent on the planes, and their positions are numbers that the kernels take."""
     _, first = _slices(flat)[0]
-    return first.bytes <= _MOST_OF_IMAGE and first.positions < _MOST_POSITIONS
+    return first.bytes <= (_MOST_BYTES if flat.batched else _MOST_OF_IMAGE) and first.positions < _MOST_POSITIONS
 
 
 def _goes_back(problem: ConvTransposeProblem) -> bool:
