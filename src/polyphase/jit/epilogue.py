@@ -44,7 +44,7 @@ def operations_text(epilogue: Epilogue) -> str:
         *(f"  {pointers[name]} {name};" for name in later),
         "};",
     ]
-    return "\n".join([*lines, *_terms(epilogue, kept, later), *_operations(epilogue)]) + "\n"
+    return "\n".join([*lines, *_terms(epilogue, kept, later), *_prefetch(epilogue), *_operations(epilogue)]) + "\n"
 
 
 def _channel(epilogue: Epilogue) -> str:
@@ -90,6 +90,15 @@ def _normalized(i: int, operation: Operation) -> list[str]:
         f"    terms.factor_{i} = {weight} / square_root(variance + {epsilon});",
         f"    terms.added_{i} = {offset} - widen(read(of.mean_{i} + channel)) * terms.factor_{i};",
         "  }",
+    ]
+
+
+def _prefetch(epilogue: Epilogue) -> list[str]:
+    """What brings the residuals of an output to L2."""
+    return [
+        "__device__ __forceinline__ void prefetch_residuals(const OperationTerms& of, long long place) {",
+        *(f"  prefetch_l2(of.{name} + place);" for name in epilogue.residuals),
+        "}",
     ]
 
 

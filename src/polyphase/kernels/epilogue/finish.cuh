@@ -14,6 +14,7 @@
 
 #if EPILOGUE
 #include "epilogue/activations.cuh"
+#include "ptx/memory.cuh"
 #endif
 
 #include "epilogue/operations.cuh"
@@ -69,6 +70,11 @@ __device__ __forceinline__ accum_t finish(accum_t sum, const ChannelTerms& terms
   return operate(add_bias(sum, terms), terms, to);
 }
 
+// Has what is read for the output at `to` come to L2, if there is one.
+__device__ __forceinline__ void prefetch(const ChannelTerms& terms, const scalar_t* to) {
+  if (to) prefetch_residuals(terms.operations, to - terms.dst);
+}
+
 // The same where operands were scaled, which only float32's are: `scale` undoes it.
 __device__ __forceinline__ accum_t finish(accum_t sum, float scale, const ChannelTerms& terms, const scalar_t* to) {
   return operate(add_bias(sum, scale, terms), terms, to);
@@ -94,6 +100,7 @@ __device__ __forceinline__ accum_t operate(accum_t value, ChannelTerms, const sc
 __device__ __forceinline__ accum_t finish(accum_t sum, ChannelTerms terms, const scalar_t*) {
   return add_bias(sum, terms);
 }
+__device__ __forceinline__ void prefetch(ChannelTerms, const scalar_t*) {}
 __device__ __forceinline__ accum_t finish(accum_t sum, float scale, ChannelTerms terms, const scalar_t*) {
   return HAS_BIAS ? fmaf((float)sum, scale, (float)terms.bias) : sum * scale;
 }

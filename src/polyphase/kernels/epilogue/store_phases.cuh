@@ -88,6 +88,26 @@ struct Epilogue {
         terms[block][half] = channel_terms(operands, of, of < DST_CHANNELS);
         load_now(terms[block][half].bias);
       }
+    if constexpr (EPILOGUE_READS_PLACES && !DST_CHANNELS_LAST) prefetch_lines();
+  }
+
+  // What operations read of the work tile's lines, while the last products are on their way: the sums wait for L2 at
+  // most. Four lanes have neighbours of a row, which one of them asks for.
+  template <int LINE = 0>
+  __device__ __forceinline__ void prefetch_lines() const {
+    const int owned = work.line_group * LINES + LINE;
+    if (owned < OWNED_LINES && lane() % 4 == 0) {
+#pragma unroll
+      for (int block = 0; block < CHANNEL_BLOCKS; ++block)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll 4
+          for (int j = 0; j < GROUP_CELLS / 8; ++j)
+            prefetch(terms[block][half], places(0, j, block, half, depth_of_line(owned), height_of_line(owned),
+                                                owned % WIDTH_PARTS * COLUMNS)
+                                             .of(0, 0));
+    }
+    if constexpr (LINE + 1 < LINES) prefetch_lines<LINE + 1>();
   }
 
   // The compiler leaves the load where it stands, long before its result is used.
