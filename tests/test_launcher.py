@@ -165,10 +165,11 @@ def test_nothing_of_an_empty_grid_is_launched(monkeypatch: pytest.MonkeyPatch) -
 
 def test_threads_that_meet_a_new_layer_share_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ConvTransposeProblem.make((8, 64, 64, 64), 64, 3)
-    program = plan(problem, Pass.WEIGHT_GRAD, DeviceInfo.for_arch("sm_90a")).program
+    program = plan(problem, Pass.WEIGHT_GRAD, DeviceInfo.for_arch("sm_80")).program
     assert program is not None
     step = program.main
     assert step.shared_bytes > 48 << 10
+    assert not step.tensor_maps
     driver, together = FakeDriver(), threading.Barrier(THREADS)
 
     def compiled(source: object, arch: str) -> bytes:

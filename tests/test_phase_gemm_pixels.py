@@ -197,4 +197,4 @@ def test_where_it_refuses() -> None:
     for problem, reason in wanted.items():
         assert reason in (refusal(PhaseGemmPixels(), problem, Pass.FORWARD, H200) or "")
     assert "only" in (refusal(PhaseGemmPixels(), layer, Pass.INPUT_GRAD, H200) or "")
-    assert "lacks" in (refusal(PhaseGemmPixels(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_80")) or "")
+    assert "has no wgmma" in (refusal(PhaseGemmPixels(), layer, Pass.FORWARD, DeviceInfo.for_arch("sm_80")) or "")

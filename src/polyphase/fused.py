@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from polyphase import functional
+from polyphase.export import is_for_onnx
 from polyphase.problem.epilogue import (
     ACTIVATIONS,
     CHANNEL,
@@ -281,7 +282,8 @@ def _run(
     """By the operator, past the dispatcher where nothing listens to it, or as operations of their own."""
     layer, epilogue, text, call = known
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if not tracing and transformed:  # their rules are those of the operations
+    for_onnx = tracing and not torch.compiler.is_dynamo_compiling() and is_for_onnx()  # which has nodes for each
+    if for_onnx or (transformed and not tracing):  # their rules are those of the operations
         of_dims = getattr(functional, f"conv_transpose{len(layer.stride)}d")
         sums = of_dims(input, weight, bias, *layer[1:4], layer.groups, layer.dilation)
         return operator.by_tensor_operations(epilogue, operands, sums).to(input.dtype)

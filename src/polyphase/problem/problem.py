@@ -314,7 +314,8 @@ class ConvTransposeProblem:
     @property
     def residual_bytes(self) -> int:
         """Those of what the epilogue reads for every output."""
-        return len(self.epilogue.residuals) * self.elements[2] * DTYPE_BYTES[self.dtype]
+        count = len(self.epilogue.residuals) if self.epilogue else 0
+        return count * self.elements[2] * DTYPE_BYTES[self.dtype]
 
     def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> float:
         """No pass runs faster than the larger of its bytes over the bandwidth and its flops over the rate."""

@@ -106,7 +106,7 @@ class TapGemmWgradTma(Schedule):
         weights = math.prod(problem.weight_shape) // problem.groups
         if weights >= _MOST_WEIGHTS:
             return f"{weights} weights of a group are too many (at most {_MOST_WEIGHTS - 1})"
-        if not any(map(_affordable, _flats(problem))):
+        if not any(map(_is_possible, _flats(problem))):
             return f"planes of one image would take more than {_MOST_OF_IMAGE} bytes"
         return common_limits(problem)
 
@@ -181,14 +181,12 @@ class TapGemmWgradTma(Schedule):
         return writing_channels_last(program, problem.dtype, problem.weight_shape) if back else program
 
 
-def _flats(problem: ConvTransposeProblem) -> list[FlatProduct]:
+def _flats(problem: ConvTransposeProblem) -> Iterator[FlatProduct]:
     """All ways to lay out a layer's dense operands."""
     layouts = Layouts.dense(problem)
-    return [
-        flat_product(problem, layouts, swapped, batched)
-        for batched in ((False, True) if may_count_images_last(problem, layouts) else (False,))
-        for swapped in ((False, True) if may_swap(problem) else (False,))
-    ]
+    for batched in (False, True) if may_count_images_last(problem, layouts) else (False,):
+        for swapped in (False, True) if may_swap(problem) else (False,):
+            yield flat_product(problem, layouts, swapped, batched)
 
 
 @lru_cache(maxsize=1024)
@@ -201,6 +199,13 @@ def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
     most = unit * max(1, min(_MOST_BYTES // least.bytes, (_MOST_POSITIONS - 1) // least.positions))
     each = round_up(-(-problem.batch // -(-problem.batch // most)), unit)
     return [(first, flat.of_images(min(each, problem.batch - first))) for first in range(0, problem.batch, each)]
+
+
+def _is_possible(flat: FlatProduct) -> bool:
+    """Whether memory may be spent on the planes of the fewest images that a share can have."""
+    unit = flat.product.piece if flat.batched else 1
+    least = flat if flat.product.problem.batch <= unit else flat.of_images(unit)
+    return least.bytes <= (_MOST_BYTES if flat.batched else _MOST_OF_IMAGE) and least.positions < _MOST_POSITIONS
 
 
 def _affordable(flat: FlatProduct) -> bool:
