@@ -11,6 +11,7 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import H200, Emulator, assert_exact, assert_rounds_to_nearest, offers, params, strange_layouts
+from polyphase.plan.planner import programs
 from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -248,3 +249,14 @@ def test_where_it_refuses() -> None:
     wide = make((2, 512, 2048, 2048), 512, 9, padding=4, dtype="bfloat16")
     assert "planes of one image" in (refusal(WGRAD_TMA, wide, Pass.WEIGHT_GRAD, H200) or "")
     assert refusal(WGRAD_TMA, replace(wide, in_channels=64, out_channels=64), Pass.WEIGHT_GRAD, H200) is None
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_single_pixels(dtype: str, channels_last: bool) -> None:
+    """They are one GEMM of one tap, whose result lies as the weight of the layer with all taps does."""
+    problem = make((5, 20, 1, 1), 9, 4, dtype=dtype, channels_last=channels_last)
+    found = [each for each in programs(problem, Pass.WEIGHT_GRAD, H200) if each[0].schedule == WGRAD_TMA.name]
+    assert found
+    for candidate, program in found[:3]:
+        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))

@@ -167,7 +167,7 @@ class TapGemmWgradTma(Schedule):
             main = _main(flat, config, device, source, splits, first > 0)
             steps.append((flatten_positions(problem.dtype, flat.product.word, x, grad), main))
         back = _goes_back(problem)
-        last = back or (problem.channels_last and problem.out_channels > 1)
+        last = back or (problem.channels_last and problem.taps > 1)  # one tap lies in the layer's order, either way
         program = assemble(problem, pass_, steps[0][1], splits=splits, dst_channels_last=last)
         x, grad = slices[0][1].planes[::-1] if config.swapped else slices[0][1].planes
         buffers = {
