@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from polyphase import api
 
 ROOT = Path(__file__).parent.parent
@@ -14,6 +16,7 @@ DOCS = ROOT / "docs"
 CODE = [ROOT / "README.md", DOCS / "index.md", DOCS / "reference.md", *sorted((DOCS / "guides").glob("*.md"))]
 
 
+@pytest.mark.slow
 def test_all_code_of_readme_and_guides_runs() -> None:
     """In one process that imports PyTorch once. On a machine without a GPU on the CPU."""
     done = subprocess.run(
