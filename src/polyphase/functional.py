@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from polyphase.torch_op.derivatives import run_operator
 from polyphase.torch_op.sharding import know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import Layer, check
+
+T = TypeVar("T")
 
 
 class _CheckedCall(NamedTuple):
@@ -129,7 +131,7 @@ def _conv_transpose(
         input, weight, bias = autocast(input), autocast(weight), None if bias is None else autocast(bias)
 
     arguments = (function.__name__, dims, input, weight, bias, *constants)
-    layer, call = (_check_traced(arguments), None) if tracing else _check_once(arguments, constants)
+    layer, call = (while_traced(check, *arguments), None) if tracing else _check_once(arguments, constants)
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     if tracing:  # Dynamo takes no Function with a jvp; the operators have derivatives and vmap rules of their own
         know_dtensors()
@@ -192,12 +194,13 @@ def are_integers(constants: tuple[Any, ...]) -> bool:
     )
 
 
-def _check_traced(arguments: tuple[Any, ...]) -> Layer:
+def while_traced(checks: Callable[..., T], *arguments: Any) -> T:
+    """What ``checks`` gives for the arguments of a call that is being traced, without warnings of the tracer."""
     if torch.compiler.is_compiling():
-        return check(*arguments)
+        return checks(*arguments)
     with warnings.catch_warnings():  # torch.jit.trace makes tensors of sizes, and warns that checks are not traced
         warnings.filterwarnings("ignore", "Converting a tensor|Iterating over a tensor")
-        return check(*arguments)
+        return checks(*arguments)
 
 
 def autocast(tensor: Tensor) -> Tensor:

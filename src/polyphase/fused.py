@@ -203,7 +203,9 @@ def _fused(
         bias = None if bias is None else functional.autocast(bias)
         steps = [_autocast(step) for step in steps]
     arguments = (function.__name__, dims, input, weight, bias, *constants)
-    known = _known_call(arguments, steps) if tracing else _known_once(arguments, steps, constants)
+    known = (
+        functional.while_traced(_known_call, arguments, steps) if tracing else _known_once(arguments, steps, constants)
+    )
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     operands = [each for step in steps for each in _batched(step, batch is input)]
     output = _run(known, operands, batch, weight, bias, tracing)

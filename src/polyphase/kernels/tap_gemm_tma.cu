@@ -1,12 +1,12 @@
-// The forward pass and the input gradient of any layer by Hopper's instruction:
+// The forward pass and the input gradient of any layer by TMA and wgmma:
 //
 //   destination[cd, cell·DST + phase] = bias[cd] + Σ over taps of the phase and cs of
 //                                                  w[cs, cd, tap] · source[cs, cell·SRC + offset of the tap]
 //
 // with cells and phases of core/geometry.cuh. Rows are a tile of cells, columns are destination channels, and k runs
 // over the phase's tap groups: CHUNK source channels at one tap. The source has its channels innermost; for each tap
-// group TMA brings a box of it, every SRC-th element, and zeros beside the tensor. No tap needs a thread, and but for
-// the first time elements come from the L2 cache. The destination lies as it will.
+// group TMA brings a box of it, every SRC-th element, and zeros beside the tensor. No thread computes an address of a
+// tap, and after the first read elements come from L2. The destination may have any strides.
 //
 // Index mapping. Two warpgroups multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns; one thread more has TMA
 // bring what comes next. Persistent blocks take work tiles (column block fastest, then phase, tile, group, split) in
@@ -15,8 +15,8 @@
 // float32 comes in one part or two: the source's parts are channels of their own (steps/transpose.cu), those of the
 // weights lie one behind the other (steps/pack_tap_groups.cu). Three products of two parts each are added.
 //
-// Tensor-core accumulation truncates at every step. So FLUSH stages are summed there, and where those are not all,
-// their sums beside them.
+// Tensor-core accumulation truncates at every step. So accumulators are flushed: after FLUSH stages they are added in
+// float32 to a second set of registers, where there are more stages.
 //
 // Shared memory: BUFFERS stages (mainloop/k_major_product.cuh), whose rows are CHUNK elements.
 

@@ -1,4 +1,4 @@
-// The weight gradient of any layer by Hopper's instruction. Along each dimension a tap is r + j·STEP, where STEP taps
+// The weight gradient of any layer by TMA and wgmma. Along each dimension a tap is r + j·STEP, where STEP taps
 // further a tap meets elements of the same residue of the stride, SHIFT positions further:
 //
 //   gw[cb, cp, tap] = Σ over positions k of   base[cb, k - shift(j_w)] · phased[plane(r), cp, k + shift(j_d, j_h)]
@@ -16,8 +16,8 @@
 // multiply, and a warp has TMA bring what comes next: a lane has a box. Persistent blocks take work tiles (tile of the
 // phased side fastest, then of the base, group, split) in turns.
 //
-// Tensor-core accumulation truncates at every step. So `flush` stages are summed there, and those sums in the plane;
-// PROMOTE stages, and those sums in registers, where float32 comes in two parts.
+// Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
+// float32 to the plane in memory, or, where float32 comes in two parts, after PROMOTE stages to registers.
 //
 // Shared memory: BUFFERS stages (mainloop/k_major_product.cuh).
 

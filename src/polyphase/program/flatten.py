@@ -13,7 +13,7 @@ from polyphase.program.step import GRAD, Step, X, plain_step
 
 _THREADS = 256
 _CHANNELS, _TILE = 8, 64  # of a block: channels, and what a tile has either way
-_ROWS, _CHANNELS_LAST, _BATCH = range(3)  # the kernel's ways
+_ROWS, _CHANNELS_LAST, _BATCH = range(3)  # the kernel's three index mappings
 
 #: The planes.
 X_PLANES, GRAD_PLANES = "x_planes", "grad_planes"
@@ -73,7 +73,7 @@ def flatten_positions(dtype: str, word: int, x: Flattened, grad: Flattened) -> S
 
 
 def _way(how: Flattened) -> int:
-    """How the kernel goes about it."""
+    """Which of the kernel's index mappings reads the tensor coalesced."""
     if how.images:
         return _BATCH
     return _CHANNELS_LAST if channels_innermost(how.shape[1], how.strides) else _ROWS

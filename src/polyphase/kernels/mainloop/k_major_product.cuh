@@ -1,4 +1,4 @@
-// Products of two matrices that TMA brings with k innermost (K-major), by Hopper's instruction:
+// Products of two matrices that TMA brings with k innermost (K-major), by wgmma:
 //
 //     sum[row, column]  +=  Σ_k  A[row, k] · B[k, column]
 //

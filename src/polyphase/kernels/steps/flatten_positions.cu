@@ -7,8 +7,8 @@
 // TF32, and what that loses.
 //
 // Index mapping. The first blocks have the layer's input, the others the gradient of its output; planes are fastest, so
-// that what they share of the source is read once. Words are of four bytes. How a block goes about it depends on what
-// is innermost:
+// that what they share of the source is read once. Words are of four bytes. There is one mapping for each innermost
+// dimension:
 //
 //     ROWS           columns are, in the source as in the planes: THREADS words of positions of CHANNELS channels
 //     CHANNELS_LAST  channels are, in the source: TILE positions by TILE channels, through shared memory

@@ -1,4 +1,4 @@
-"""The forward pass and the input gradient of any layer by Hopper's instruction, ``kernels/tap_gemm_tma.cu``."""
+"""The forward pass and the input gradient of any layer by TMA and wgmma, ``kernels/tap_gemm_tma.cu``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weight gradient of any layer by Hopper's instruction, ``kernels/tap_gemm_wgrad_tma.cu``."""
+"""The weight gradient of any layer by TMA and wgmma, ``kernels/tap_gemm_wgrad_tma.cu``."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _LEAST_CHUNK = 32  # channels of an item, where there are so many: small boxes c
 _MOST_BOX = 256  # channels that a box spans
 _LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
 _DECLARED = 1024  # bytes of shared memory beside the stages
-_FLUSH = 8192  # positions that the cores sum
+_FLUSH = 8192  # positions that tensor cores accumulate before a flush
 _LEAST_STAGES = 4  # of a split
 _SHAPES = 3  # of columns, that are offered beside each shape of rows
 _MOST_BYTES, _MOST_OF_IMAGE = 1 << 30, 8 << 30  # of the planes; the latter where one image has more than the former
 _MOST_WEIGHTS = 1 << 31  # of a group
-_MOST_POSITIONS = 1 << 30
+_MOST_POSITIONS = (1 << 30) - 1
 _OVERLAPPED = 128 << 20  # bytes of planes up to which it pays that the product may start before they are complete
 _CACHED = 24 << 20  # bytes of planes that surely stay in the L2 cache
 
@@ -106,7 +106,7 @@ class TapGemmWgradTma(Schedule):
         weights = math.prod(problem.weight_shape) // problem.groups
         if weights >= _MOST_WEIGHTS:
             return f"{weights} weights of a group are too many (at most {_MOST_WEIGHTS - 1})"
-        if not any(map(_is_possible, _flats(problem))):
+        if not any(map(_affordable, _flats(problem))):
             return f"planes of one image would take more than {_MOST_OF_IMAGE} bytes"
         return common_limits(problem)
 
@@ -196,22 +196,16 @@ def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
     if problem.batch <= unit or max(flat.bytes / _MOST_BYTES, flat.positions / _MOST_POSITIONS) <= 1:
         return [(0, flat)]
     least = flat.of_images(unit)
-    most = unit * max(1, min(_MOST_BYTES // least.bytes, (_MOST_POSITIONS - 1) // least.positions))
+    most = unit * max(1, min(_MOST_BYTES // least.bytes, _MOST_POSITIONS // least.positions))
     each = round_up(-(-problem.batch // -(-problem.batch // most)), unit)
     return [(first, flat.of_images(min(each, problem.batch - first))) for first in range(0, problem.batch, each)]
 
 
-def _is_possible(flat: FlatProduct) -> bool:
-    """Whether memory may be spent on the planes of the fewest images that a share can have."""
+def _affordable(flat: FlatProduct) -> bool:
+    """Whether memory may be spent on the planes of a share of few images, and the kernels take so many positions."""
     unit = flat.product.piece if flat.batched else 1
     least = flat if flat.product.problem.batch <= unit else flat.of_images(unit)
-    return least.bytes <= (_MOST_BYTES if flat.batched else _MOST_OF_IMAGE) and least.positions < _MOST_POSITIONS
-
-
-def _affordable(flat: FlatProduct) -> bool:
-    """Whether memory may be spent on the planes, and their positions are numbers that the kernels take."""
-    _, first = _slices(flat)[0]
-    return first.bytes <= (_MOST_BYTES if flat.batched else _MOST_OF_IMAGE) and first.positions < _MOST_POSITIONS
+    return least.bytes <= (_MOST_BYTES if flat.batched else _MOST_OF_IMAGE) and least.positions <= _MOST_POSITIONS
 
 
 def _goes_back(problem: ConvTransposeProblem) -> bool:

@@ -69,19 +69,20 @@ class _Transposed(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Program:
         last = _last(problem, pass_)
-        inner = self._inner(problem, last, device, self._layouts(problem, pass_, layouts), config)
+        inner = self._inner(problem, last, pass_, device, self._layouts(problem, pass_, layouts), config)
         return between_transposes(inner, problem, pass_, layouts, last)
 
     def _inner(
         self,
         problem: ConvTransposeProblem,
         last: ConvTransposeProblem,
+        pass_: Pass,
         device: DeviceInfo,
         layouts: Layouts,
         config: TmaConfig,
     ) -> Program:
         """What stands between the transposes, which computes the layer ``last``."""
-        raise NotImplementedError
+        return self._tma.program(last, pass_, device, layouts, config)
 
     def _layouts(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layouts:
         """As the boxes' kernel gets them: what is transposed has no gaps, and is aligned; the weight is as it is."""
@@ -102,11 +103,12 @@ class WindowDgradTransposed(_Transposed):
         self,
         problem: ConvTransposeProblem,
         last: ConvTransposeProblem,
+        pass_: Pass,
         device: DeviceInfo,
         layouts: Layouts,
         config: TmaConfig,
     ) -> Program:
-        return self._tma.program(last, Pass.INPUT_GRAD, device, layouts, config, problem)
+        return self._tma.program(last, pass_, device, layouts, config, problem)
 
 
 class WindowWgradTransposed(_Transposed):
@@ -116,16 +118,6 @@ class WindowWgradTransposed(_Transposed):
     passes = (Pass.WEIGHT_GRAD,)
     _tma = WindowWgradTma()
     _reads = 2
-
-    def _inner(
-        self,
-        problem: ConvTransposeProblem,
-        last: ConvTransposeProblem,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: TmaConfig,
-    ) -> Program:
-        return self._tma.program(last, Pass.WEIGHT_GRAD, device, layouts, config)
 
 
 def _transposed_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
