@@ -36,7 +36,7 @@ sanitizer() { scripts/test.sh --all tests/test_sanitizer.py -q; }
 examples() { scripts/check.sh examples/*.py; }
 docs() { # their code, on the GPU, and a page of `report`; what `tune` measures there is not for the other stages
   export POLYPHASE_CACHE_DIR=$root/build/gpu/docs
-  "$python" scripts/snippets.py README.md docs/index.md docs/reference.md docs/guides/*.md
+  "$python" scripts/snippets.py README.md docs/index.md docs/reference.md docs/guides/*.md docs/tutorials/*.md
   "$python" -m polyphase report examples/tuple_parameters.py --output build/gpu/report.html
 }
 host() { bench --host --csv "$RESULTS-host.csv"; }

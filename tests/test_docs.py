@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,19 +14,37 @@ from polyphase import api
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-CODE = [ROOT / "README.md", DOCS / "index.md", DOCS / "reference.md", *sorted((DOCS / "guides").glob("*.md"))]
+CODE = [ROOT / "README.md", DOCS / "index.md", DOCS / "reference.md", *sorted(DOCS.glob("guides/*.md"))]
+CODE += sorted(DOCS.glob("tutorials/*.md"))
 
 
 @pytest.mark.slow
 def test_all_code_of_readme_and_guides_runs() -> None:
     """In one process that imports PyTorch once. On a machine without a GPU on the CPU."""
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "snippets.py", *CODE], capture_output=True, text=True, check=False
+        [sys.executable, ROOT / "scripts" / "snippets.py", *CODE],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     ran = [int(count) for count in re.findall(r": (\d+) blocks run", done.stdout)]
     assert len(ran) == len(CODE)
     assert sum(ran) >= 25
+
+
+def test_notebooks_are_those_of_the_tutorials() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "notebooks.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for path in DOCS.glob("tutorials/*.ipynb"):
+        code = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+        assert len(code) >= 6
+        for cell in code:
+            text = "".join(cell["source"])
+            if not text.startswith(("%", "!")):
+                compile(text, str(path), "exec")
 
 
 def test_readme_is_short() -> None:
