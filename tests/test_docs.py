@@ -33,6 +33,13 @@ def test_all_code_of_readme_and_guides_runs() -> None:
     assert sum(ran) >= 25
 
 
+def test_figures_are_those_that_the_script_draws() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "figures.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_notebooks_are_those_of_the_tutorials() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "notebooks.py", "--check"], capture_output=True, text=True, check=False
