@@ -47,7 +47,7 @@ def _prose(text: str) -> str:
 
 def notebook(text: str) -> str:
     """The notebook of a page, as JSON."""
-    made = []
+    made: list[dict[str, object]] = []
     for kind, source in cells(text):
         if not source:
             continue
