@@ -15,6 +15,7 @@ from polyphase.modules import (
     LazyConvTranspose2d,
     LazyConvTranspose3d,
 )
+from polyphase.override import override
 from polyphase.problem import ConvTransposeProblem
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "explain",
     "freeze",
     "fused",
+    "override",
     "restore",
     "to_aten",
     "unfreeze",

@@ -231,7 +231,7 @@ def _about_functions(model: Module) -> str:
     more = f", and {len(calls) - 3} more do" if len(calls) > 3 else ""
     return (
         f"Modules are swapped, calls of functions are not: {', '.join(calls[:3])}{more}. Call polyphase's function of "
-        "that name there; its arguments are the same."
+        "that name there, its arguments are the same, or run the model within polyphase.override()."
     )
 
 

@@ -1,0 +1,94 @@
+"""`override`: transposed convolutions that no module of the model makes, such as function calls in a library."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyphase import functional
+
+_lock = threading.Lock()
+_libraries: dict[str, tuple[torch.library.Library, int]] = {}  # by device, with how many overrides want it
+
+
+class Override:
+    """PyTorch's transposed convolutions on a kind of device are polyphase's until `undo`, or the end of ``with``."""
+
+    def __init__(self, device: str) -> None:
+        self._device: str | None = device
+        with _lock:
+            library, count = _libraries.get(device) or (_register(device), 0)
+            _libraries[device] = library, count + 1
+
+    def undo(self) -> None:
+        """PyTorch computes them again, unless another override of that device is left. A second call does nothing."""
+        device, self._device = self._device, None
+        if device is None:
+            return
+        with _lock:
+            library, count = _libraries.pop(device)
+            if count > 1:
+                _libraries[device] = library, count - 1
+            else:
+                library._destroy()
+
+    def __enter__(self) -> Override:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def override(device: str = "cuda") -> Override:
+    """Has polyphase compute every transposed convolution of the process on a kind of device, whoever calls it.
+
+    It reaches what `accelerate` cannot: calls of ``torch.nn.functional``'s functions in anyone's code, and modules of
+    models that are not built yet. PyTorch's operators ``aten::conv_transpose1d/2d/3d`` get polyphase as their kernel in
+    PyTorch's dispatcher, so autograd, autocast and ``torch.compile`` work as with `conv_transpose2d`. What was compiled
+    or captured before stays as it was, and so does what is compiled meanwhile. A ``torch.export`` program keeps
+    PyTorch's operator, which is polyphase's wherever an override is active. ``torch.func.vmap`` goes past it, to
+    PyTorch's.
+
+        with polyphase.override():
+            audio = third_party_vocoder(mel)
+
+    Args:
+        device: ``"cuda"``, or ``"cpu"`` for the portable path, to test with.
+
+    Returns:
+        what undoes it: a context manager with a method ``undo``. Overrides may be nested; the last one that is undone
+        restores PyTorch's.
+
+    Raises:
+        ValueError: polyphase computes nothing on such a device.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cuda' or 'cpu', not {device!r}")
+    return Override(device)
+
+
+def _register(device: str) -> torch.library.Library:
+    """The kernels of PyTorch's three operators on a device, until the library is destroyed."""
+    library = torch.library.Library("aten", "IMPL")
+    for dims in (1, 2, 3):
+        kernel = _kernel(dims)
+        name = f"conv_transpose{dims}d" + ("" if dims == 1 else ".input")
+        for key in ("Autograd", ""):  # tensors of inference mode have no autograd key
+            library.impl(name, kernel, f"{key}{device.upper()}")
+    return library
+
+
+def _kernel(dims: int) -> Callable[..., Tensor]:
+    def kernel(input: Tensor, weight: Tensor, bias: Tensor | None = None, *constants: Any) -> Tensor:
+        """The dispatcher gives lists, and leaves out what has its default at the end."""
+        function: Callable[..., Tensor] = getattr(functional, f"conv_transpose{dims}d")
+        return function(input, weight, bias, *(tuple(each) if isinstance(each, list) else each for each in constants))
+
+    return kernel
