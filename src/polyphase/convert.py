@@ -150,8 +150,8 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
         model: any module; it may itself be a transposed convolution.
         filter: asked for each transposed convolution, with its qualified name ("" for the model itself) and the module;
             where it answers False the module is left alone.
-        fuse: also have them compute the batch norms, activations and dropouts that alone read their outputs, while
-            those are in evaluation mode (`polyphase.fuse`); `restore` undoes that, too.
+        fuse: also have them compute the batch norms, activations, dropouts and sums that alone read their outputs,
+            modules and, without derivatives, functions, in evaluation mode (`polyphase.fuse`); `restore` undoes that.
 
     Returns:
         A `Report` of every transposed convolution: swapped, or why not. Subclasses of PyTorch's modules are left alone,

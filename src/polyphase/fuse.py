@@ -1,16 +1,19 @@
 """Chains of a built model that a transposed convolution computes in its own kernel: ``accelerate(model, fuse=True)``.
 
-A chain is a transposed convolution and what reads its output alone, module by module: batch norms, activations and
-dropouts. It is found by symbolic tracing (`torch.fx`) of the model, or of the parts of it that can be traced, as they
-run in evaluation mode. Nothing is copied and no parameter moves: the layer keeps a list of the modules behind it and
-reads their parameters at every call, and these hand on what they are given. All of that holds while the whole chain is
-in evaluation mode and without hooks; else every module computes what it always did.
+A chain is a transposed convolution and what reads its output alone, one after the other: batch norms, activations,
+dropouts and sums, as modules or as calls of PyTorch's functions. It is found by symbolic tracing (`torch.fx`) of the
+model, or of the parts of it that can be traced, as they run in evaluation mode. Nothing is copied, no parameter moves
+and no code is rewritten: the layer keeps a list of the modules behind it and reads their parameters at every call, and
+these hand on what they are given. Where functions are called the layer computes when the last of them is
+(`polyphase.pending`). All of that holds while the whole chain is in evaluation mode and without hooks; else each
+computes what it always did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +21,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from polyphase import functional, fused
+from polyphase.elementwise import is_in_place, name_of, read
 from polyphase.modules import APART_FOR, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, StandIn
+from polyphase.pending import Pending, Waiting
+from polyphase.torch_op.validate import Layer, output_size
 
 _LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 _FUSED = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}
@@ -31,7 +37,7 @@ class Block:
 
     Attributes:
         name: the layer's qualified name.
-        fused: the qualified names of the modules that it computes, in order.
+        fused: what it computes, in order: modules by their qualified names, calls as ``relu()``.
         reason: why there are no more.
     """
 
@@ -80,47 +86,114 @@ _STEPS: dict[Any, Callable[[Any], fused.Step | None]] = {
 
 
 class Chain:
-    """What stands behind a layer and is computed by it: its modules in order. The layer and each of them keep it."""
+    """What stands behind a layer and is computed by it. The layer and each module of it keep it.
 
-    def __init__(self, layer: Module, modules: tuple[Module, ...]) -> None:
+    ``modules``: those right behind the layer, which it computes at once. ``then``: the kinds of the calls that follow
+    (`polyphase.elementwise.name_of`), and modules behind them, for which it waits.
+    """
+
+    def __init__(self, layer: Module, modules: tuple[Module, ...], then: tuple[Module | str, ...] = ()) -> None:
         self.layer = layer
         self.modules = modules
+        self.then = then
+
+    @property
+    def all_modules(self) -> tuple[Module, ...]:
+        """Its modules in order, without the layer."""
+        return (*self.modules, *(each for each in self.then if isinstance(each, Module)))
 
     def is_active(self) -> bool:
         """Whether the layer computes all of it now; every module of the chain comes to the same answer."""
-        if any(vars(each).get("_chain") is not self for each in (self.layer, *self.modules)):
+        modules = self.modules if not self.then else self.all_modules
+        if any(vars(each).get("_chain") is not self for each in (self.layer, *modules)):
             return False  # one of them was restored
         if self.layer.training or self.layer._forward_hooks:
             return False
-        return not any(module.training or module._forward_hooks or module._forward_pre_hooks for module in self.modules)
+        return not any(module.training or module._forward_hooks or module._forward_pre_hooks for module in modules)
 
     def steps(self) -> list[fused.Step]:
-        """Its operations, of the parameters as they are now."""
-        steps = [_STEPS[type(module)._stands_for](module) for module in self.modules]  # type: ignore[attr-defined]
+        """The operations right behind the layer, of the parameters as they are now."""
+        steps = [_step(module) for module in self.modules]
         return [step for step in steps if step is not None]
 
-    def run(self, input: Tensor, output_padding: Any) -> Tensor:
-        """The layer and all of it."""
+    def run(self, input: Tensor, output_padding: Any) -> Any:
+        """The layer and what is right behind it: a tensor, or what waits for the calls that follow."""
+        layer: Any = self.layer
+        if self.then and _can_wait(input, len(layer.stride)):
+            return self._pending(input, output_padding)
+        return self._run(input, output_padding, self.steps() if self.modules else [])
+
+    def _run(self, input: Tensor, output_padding: Any, steps: list[fused.Step]) -> Tensor:
         layer: Any = self.layer
         dims, tensors = len(layer.stride), (input, layer.weight, layer.bias)
         constants = (layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
         if input.is_floating_point():
-            return _FUSED[dims](*tensors, *constants, epilogue=self.steps())
+            return _FUSED[dims](*tensors, *constants, epilogue=steps)
         output = _ALONE[dims](*tensors, *constants)
         modules: Any = self.modules
         for module in modules:
             output = type(module)._stands_for.forward(module, output)
         return output
 
+    def _pending(self, input: Tensor, output_padding: Any) -> Pending:
+        version = None if input.is_inference() else input._version
+        dtype, cast = input.dtype, None
+        if torch._C._is_any_autocast_enabled():
+            dtype, device = functional.autocast(input).dtype, input.device.type
+            cast = partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
-def _forward(module: Any, input: Any) -> Tensor:
+        def compute(steps: list[fused.Step]) -> Tensor:
+            if version is not None and input._version != version:
+                raise RuntimeError(
+                    "a layer's input has changed in place before the functions behind the layer were called"
+                )
+            if cast is None and not torch._C._is_any_autocast_enabled():
+                return self._run(input, output_padding, steps)
+            with torch.autocast(input.device.type, enabled=False) if cast is None else cast():
+                return self._run(input, output_padding, steps)
+
+        def size() -> tuple[int, ...]:
+            layer: Any = self.layer
+            known = Layer(layer.kernel_size, layer.stride, layer.padding, output_padding, layer.dilation, layer.groups)
+            return (input.shape[0], layer.out_channels, *output_size(input.shape[2:], known))
+
+        return Pending(Waiting(compute, self.then, size, dtype), self.steps())
+
+
+def _step(module: Any) -> fused.Step | None:
+    """What a module of a chain computes, of its parameters as they are now."""
+    return _STEPS[type(module)._stands_for](module)
+
+
+def _can_wait(input: Tensor, dims: int) -> bool:
+    """Whether a layer may compute later than it is called: in inference, of a batch, and while nothing traces."""
+    return not (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or type(input) not in (Tensor, torch.nn.Parameter)
+        or not input.is_floating_point()
+        or input.dim() != dims + 2
+    )
+
+
+def _forward(module: Any, input: Any) -> Any:
     if type(input) is not Tensor and isinstance(input, torch.fx.Proxy):
         tracer: Any = input.tracer
         if getattr(tracer, "root", module) is not module:  # a node of its own, as `torch.nn`'s modules are
             node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), {})
             return node
-    output: Tensor = input if module._chain.is_active() else type(module)._stands_for.forward(module, input)
-    return output
+    chain = module._chain
+    active = chain.is_active()
+    if any(each is module for each in chain.modules):  # the layer has computed it
+        return input if active else type(module)._stands_for.forward(module, input)
+    if isinstance(input, Pending):
+        passed = input.pass_through(module, _step(module)) if active else None
+        if passed is not None:
+            return passed
+        input = input.tensor()
+    return type(module)._stands_for.forward(module, input)
 
 
 def _extra_repr(module: Any) -> str:
@@ -157,7 +230,7 @@ def fuse(model: Module) -> tuple[Block, ...]:
     seen: set[int] = set()
     shared = _shared(model)
     for prefix, graph, root in _graphs(model):
-        calls = [node.target for node in graph.nodes if node.op == "call_module"]
+        trace = _Trace(graph, root, shared)
         for node in graph.nodes:
             layer: Any = root.get_submodule(node.target) if node.op == "call_module" else None
             if layer is None or not _is_layer(layer) or id(layer) in seen:
@@ -167,11 +240,11 @@ def fuse(model: Module) -> tuple[Block, ...]:
             if layer._chain is not None:
                 blocks.append(Block(name, (), "it has been fused before"))
                 continue
-            chain, reason = _chain(node, root, calls, shared)
-            taken = tuple(f"{prefix}{target}" for target in chain)
-            if taken:
-                _join(layer, tuple(root.get_submodule(target) for target in chain))
-            blocks.append(Block(name, taken, reason))
+            chain, reason = trace.chain_of(node)
+            if chain:
+                _join(layer, [_name(each) or root.get_submodule(str(each.target)) for each in chain])
+            taken = (f"{_name(each)}()" if _name(each) else f"{prefix}{each.target}" for each in chain)
+            blocks.append(Block(name, tuple(taken), reason))
     missing = (name for name, each in model.named_modules() if _is_layer(each) and id(each) not in seen)
     return (*blocks, *(Block(name, (), "what calls it cannot be traced by torch.fx") for name in missing))
 
@@ -185,7 +258,7 @@ def unfuse(model: Module) -> None:
     for module in model.modules():
         if isinstance(module, _LAYERS):
             chain = vars(module).pop("_chain", None)
-            for each in () if chain is None else chain.modules:  # also those that are no part of the model
+            for each in () if chain is None else chain.all_modules:  # also those that are no part of the model
                 _free(each)
         else:
             _free(module)
@@ -197,10 +270,13 @@ def _free(module: Module) -> None:
         vars(module).pop("_chain", None)
 
 
-def _join(layer: Module, modules: tuple[Module, ...]) -> None:
-    chain = Chain(layer, modules)
+def _join(layer: Module, parts: Sequence[Module | str]) -> None:
+    """Have a layer compute modules and calls of these kinds behind it."""
+    calls = [place for place, part in enumerate(parts) if isinstance(part, str)]
+    first = calls[0] if calls else len(parts)
+    chain = Chain(layer, tuple(parts[:first]), tuple(parts[first:]))  # type: ignore[arg-type]
     vars(layer)["_chain"] = chain
-    for module in modules:
+    for module in chain.all_modules:
         module.__class__ = next(taken for cls, taken in _TAKEN.items() if cls is type(module))
         vars(module)["_chain"] = chain
 
@@ -240,28 +316,92 @@ def _shared(model: Module) -> set[int]:
     return {module for module, count in names.items() if count > 1}
 
 
-def _chain(node: torch.fx.Node, root: Module, calls: list[Any], shared: set[int]) -> tuple[list[str], str]:
-    """The names of the modules behind a layer that it can compute, and why there are no more."""
-    found: list[str] = []
-    if calls.count(node.target) > 1 or id(root.get_submodule(str(node.target))) in shared:
-        return found, "it is called more than once"
-    if root.get_submodule(str(node.target))._forward_hooks:
-        return found, "it has forward hooks, which see its own output"
-    while True:
-        readers = list(node.users)
-        if len(readers) != 1:
-            return found, f"{len(readers)} read the result" if readers else "nothing reads the result"
-        (node,) = readers
-        if node.op == "output":
-            return found, "it is the result of what was traced"
-        if node.op != "call_module":
-            name = getattr(node.target, "__name__", str(node.target))
-            return found, f"{name} reads it, which is a call and no module: polyphase.fused can compute that"
-        module = root.get_submodule(str(node.target))
-        reason = _why_not(module, node, calls, shared)
-        if reason:
-            return found, f"{node.target} {reason}"
-        found.append(str(node.target))
+def _name(node: torch.fx.Node) -> str:
+    """The kind of a call; "" if no epilogue has it."""
+    return name_of(node.target) if node.op in ("call_function", "call_method") else ""
+
+
+#: Modules whose results are new tensors: what is changed in place there was nobody else's.
+_NEW = (torch.nn.modules.conv._ConvNd, torch.nn.modules.batchnorm._NormBase, torch.nn.Linear)
+
+
+class _Trace:
+    """A graph of what a module calls, and which of its nodes a layer computes already."""
+
+    def __init__(self, graph: torch.fx.Graph, root: Module, shared: set[int]) -> None:
+        self._root = root
+        self._shared = shared
+        self._nodes = list(graph.nodes)
+        self._order = {node: place for place, node in enumerate(self._nodes)}
+        self._calls = [node.target for node in self._nodes if node.op == "call_module"]
+        self._taken: set[torch.fx.Node] = set()
+
+    def _module(self, node: torch.fx.Node) -> Module:
+        return self._root.get_submodule(str(node.target))
+
+    def chain_of(self, layer: torch.fx.Node) -> tuple[list[torch.fx.Node], str]:
+        """The nodes behind a layer's that it can compute, and why there are no more."""
+        found: list[torch.fx.Node] = []
+        if self._calls.count(layer.target) > 1 or id(self._module(layer)) in self._shared:
+            return found, "it is called more than once"
+        if self._module(layer)._forward_hooks:
+            return found, "it has forward hooks, which see its own output"
+        node = layer
+        while True:
+            readers = list(node.users)
+            if len(readers) != 1:
+                return found, f"{len(readers)} read the result" if readers else "nothing reads the result"
+            (reader,) = readers
+            if reader.op == "output":
+                return found, "it is the result of what was traced"
+            if reader.op == "call_module":
+                reason = _why_not(self._module(reader), reader, self._calls, self._shared)
+                reason = reason and f"{reader.target} {reason}"
+            else:
+                reason = self._why_no_call(layer, node, reader)
+            if reason:
+                return found, reason
+            found.append(reader)
+            self._taken.add(reader)
+            node = reader
+
+    def _why_no_call(self, layer: torch.fx.Node, value: torch.fx.Node, call: torch.fx.Node) -> str:
+        """Why a call of ``value`` cannot be computed by the layer, or ""."""
+        name = _name(call)
+        if not name:
+            name = getattr(call.target, "__name__", str(call.target))
+            return f"{name} reads it, which no epilogue computes"
+        if call in self._taken:
+            return f"another layer computes {name}()"
+        if read(name, value, call.args, call.kwargs) is None:
+            return f"{name} reads it with arguments that no epilogue takes"
+        path = str(layer.target).split(".")
+        parents = (self._root.get_submodule(".".join(path[:depth])) for depth in range(1, len(path)))
+        if any(parent._forward_hooks for parent in parents):
+            return f"hooks would see it before {name}()"
+        between = self._nodes[self._order[layer] + 1 : self._order[call]]
+        changing = next((each for each in between if self._changes(each, layer)), None)
+        return "" if changing is None else f"{changing} changes a tensor in place before {name}() is called"
+
+    def _changes(self, node: torch.fx.Node, layer: torch.fx.Node) -> bool:
+        """Whether a node may change what the layer reads."""
+        if node in self._taken or not node.args:
+            return False
+        if node.op == "call_module":
+            changes = bool(getattr(self._module(node), "inplace", False))
+        else:
+            kwargs: Mapping[str, Any] = node.kwargs
+            target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            changes = node.op in ("call_function", "call_method") and (
+                is_in_place(node.target, kwargs) or "out" in kwargs or target in ("setitem", "setattr", "__setitem__")
+            )
+        changed = node.args[0]
+        if not changes or not isinstance(changed, torch.fx.Node):
+            return changes
+        if changed in self._taken and self._order[changed] > self._order[layer]:
+            return False
+        new = changed.op == "call_module" and isinstance(self._module(changed), _NEW)
+        return not (new and self._order[changed] > self._order[layer])
 
 
 def _why_not(module: Any, node: torch.fx.Node, calls: list[Any], shared: set[int]) -> str:

@@ -1,0 +1,172 @@
+"""An output that is not computed yet, because functions that the layer can compute too are about to be called of it.
+
+``F.relu(self.up(x))`` calls a function, which no swapped module can stand for. Where `polyphase.fuse` has traced a
+model and found such a call behind a layer, the layer returns a `Pending` instead of a tensor. It takes down the calls
+that were found, in order, and behind the last of them computes layer and calls as one. Any other use of it computes at
+once what was taken down, and goes on with the tensor: whatever `forward` does then, the values are those it asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyphase import fused
+from polyphase.elementwise import Reading, is_in_place, name_of, read
+
+_CONSTANTS = (int, float, bool, str)
+_READ: dict[Any, Reading | None] = {}  # calls that were read before
+_MOST_READ = 1024
+
+
+def step_of(reading: Reading) -> fused.Step:
+    """A reading of tensors as a step of an epilogue."""
+    if reading.kind == "add":
+        return fused.add(reading.other)
+    return fused.prelu(reading.other) if reading.kind == "prelu" else fused.Step(reading.kind, reading.constants)
+
+
+class Waiting(NamedTuple):
+    """What a layer is to compute, and when.
+
+    ``compute`` gives the tensor of the steps behind the layer; ``expected``: the kinds of the calls in order, or
+    modules, which tell by `Pending.pass_through` that they are called; ``size`` and ``dtype``: those of the tensor.
+    """
+
+    compute: Callable[[list[fused.Step]], Tensor]
+    expected: Sequence[Any]
+    size: Callable[[], tuple[int, ...]]
+    dtype: torch.dtype
+
+
+class Pending:
+    """A layer's output of which further calls are expected: PyTorch's functions and methods take it for a tensor."""
+
+    __slots__ = ("_place", "_steps", "_value", "_waiting")
+
+    def __init__(self, waiting: Waiting, steps: list[fused.Step], place: int = 0) -> None:
+        self._waiting = waiting
+        self._steps = steps
+        self._place = place  # how many of those expected have been called
+        self._value: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """What it stands for so far, computed once."""
+        if self._value is None:
+            if torch.is_grad_enabled():  # which it was not when the layer was called
+                with torch.no_grad():
+                    self._value = self._waiting.compute(self._steps)
+            else:
+                self._value = self._waiting.compute(self._steps)
+        return self._value
+
+    def pass_through(self, module: Any, step: fused.Step | None) -> Pending | Tensor | None:
+        """What a module gives of it, whose step is ``step``; None if another call is expected."""
+        return self._next(step, False) if self._expects(module) else None
+
+    def _expects(self, part: Any) -> bool:
+        expected = self._waiting.expected
+        if self._value is not None or self._place >= len(expected):
+            return False
+        return expected[self._place] is part or (type(part) is str and expected[self._place] == part)
+
+    def _next(self, step: fused.Step | None, in_place: bool) -> Pending | Tensor:
+        steps = self._steps if step is None else [*self._steps, step]
+        if in_place:
+            self._place, self._steps = self._place + 1, steps
+        later = self if in_place else Pending(self._waiting, steps, self._place + 1)
+        return later if later._place < len(self._waiting.expected) else later.tensor()
+
+    def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A function of it: taken down if it is the next one expected, else computed of tensors."""
+        name = name_of(function)
+        if name and self._expects(name):
+            reading = self._read(name, args, kwargs)
+            if reading is not None and self._takes(reading):
+                return self._next(step_of(reading) if reading.kind else None, is_in_place(function, kwargs))
+        return function(*_computed(args), **_computed(kwargs))
+
+    def _read(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading | None:
+        """`read`, from memory where all but the value are plain constants."""
+        if not (args and args[0] is self):
+            return read(name, self, args, kwargs)
+        key = (name, *args[1:], *kwargs.items())
+        for each in (*args[1:], *kwargs.values()):
+            if type(each) not in _CONSTANTS:
+                return read(name, self, args, kwargs)
+            key = (*key, type(each))
+        if key in _READ:
+            return _READ[key]
+        found = read(name, self, args, kwargs)
+        if len(_READ) < _MOST_READ:
+            _READ[key] = found
+        return found
+
+    def _takes(self, reading: Reading) -> bool:
+        """Whether a call gives what it would give of the tensor: of that dtype and shape, and without derivatives."""
+        other = reading.other
+        if other is None:
+            return reading.kind != "softplus" or not torch._C._is_any_autocast_enabled()  # which makes it float32
+        if not isinstance(other, Tensor) or (other.requires_grad and torch.is_grad_enabled()):
+            return False
+        size = self._waiting.size()
+        fits = other.numel() in (1, size[1]) if reading.kind == "prelu" else other.shape == size
+        return fits and other.dtype == self._waiting.dtype
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What PyTorch's functions call for it."""
+        kwargs = kwargs or {}
+        if args and type(args[0]) is Pending:
+            return args[0]._call(function, args, kwargs)
+        first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Pending)), None)
+        if first is None:  # within a list, as of torch.cat
+            return function(*_computed(args), **_computed(kwargs))
+        return first._call(function, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """A tensor's attribute: a method that may be taken down, or the tensor's own."""
+        if name_of(name):
+            method = getattr(Tensor, name)
+            return lambda *args, **kwargs: self._call(method, (self, *args), kwargs)
+        return getattr(self.tensor(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in Pending.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.tensor(), name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.tensor().__reduce_ex__(protocol)
+
+
+def _computed(values: Any) -> Any:
+    """Tensors in the place of what is pending, in lists and dictionaries too."""
+    if isinstance(values, Pending):
+        return values.tensor()
+    if isinstance(values, Mapping):
+        return {key: _computed(value) for key, value in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)(_computed(value) for value in values)
+    return values
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    method = getattr(Tensor, name)
+    if name_of(name):
+        return lambda self, *args: self._call(method, (self, *args), {})
+    return lambda self, *args: method(self.tensor(), *_computed(args))
+
+
+# Python looks operators up in the class, past `__getattr__`.
+_OWN = {"__class__", "__dict__", "__dir__", "__doc__", "__getattribute__", "__init__", "__init_subclass__", "__new__",
+        "__module__", "__reduce__", "__subclasshook__", "__weakref__", "__sizeof__", "__delattr__"}  # fmt: skip
+for _name in set(dir(Tensor)) - set(vars(Pending)) - _OWN:
+    if _name.startswith("__") and _name.endswith("__") and callable(getattr(Tensor, _name)):
+        setattr(Pending, _name, _operator(_name))

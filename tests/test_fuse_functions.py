@@ -1,0 +1,207 @@
+"""Functions behind a layer, taken in by ``accelerate(model, fuse=True)``: which calls, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import polyphase
+from polyphase import fuse, fused, pending
+
+
+class Up(nn.Module):
+    """A layer, and functions of its output."""
+
+    def __init__(self, behind: Callable[..., Any], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.ConvTranspose2d(6, 4, 2, 2)
+        self.norm = nn.Identity() if norm is None else norm
+        self.skip = nn.Sequential(nn.ConvTranspose2d(6, 4, 2, 2), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.slope = nn.Parameter(torch.rand(4))
+        self.behind = behind
+
+    def forward(self, x: Tensor) -> Any:
+        """(N, 6, H, W) to (N, 4, 2·H, 2·W)."""
+        return self.behind(self, self.norm(self.up(x)), x)
+
+
+BEHIND: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "relu": (lambda m, y, x: F.relu(y), ("relu()",)),
+    "method": (lambda m, y, x: y.relu_().tanh(), ("relu()", "tanh()")),
+    "leaky": (lambda m, y, x: F.leaky_relu(y, 0.2, inplace=True), ("leaky_relu()",)),
+    "elu, clamp": (lambda m, y, x: torch.clamp(F.elu(y, alpha=0.5), max=0.7), ("elu()", "clamp()")),
+    "gelu": (lambda m, y, x: F.gelu(y, approximate="tanh"), ("gelu()",)),
+    "softplus": (lambda m, y, x: F.softplus(y, 2, threshold=10), ("softplus()",)),
+    "sigmoid": (lambda m, y, x: torch.sigmoid(2 * y - 1), ("mul()", "sub()", "sigmoid()")),
+    "prelu": (lambda m, y, x: F.prelu(y, m.slope), ("prelu()",)),
+    "dropout": (lambda m, y, x: F.dropout(F.hardtanh(y), training=m.training), ("hardtanh()", "dropout()")),
+    "residual": (lambda m, y, x: F.silu(m.skip(x) + y), ("add()", "silu()")),
+    "residual in place": (lambda m, y, x: y.add_(m.skip(x)), ("add()",)),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    behind, taken = BEHIND[name]
+    model = Up(behind, nn.BatchNorm2d(4)).eval().double()
+    x = torch.randn(2, 6, 3, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    block = polyphase.accelerate(model, fuse=True).blocks[0]
+    assert block.fused == ("norm", *taken)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    computed: list[list[str]] = []
+    original = fused.conv_transpose2d
+
+    def counting(*arguments: Any, epilogue: list[Any]) -> Tensor:
+        computed.append([step.kind for step in epilogue])
+        return original(*arguments, epilogue=epilogue)
+
+    monkeypatch.setitem(fuse._FUSED, 2, counting)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+        assert type(model(x)) is Tensor
+    assert len(computed[-1]) == len(taken) + 1 - ("dropout()" in taken)
+    # With derivatives, in training, and restored it is what it was.
+    for mode in (True, False):
+        model.train(mode), plain.train(mode)
+        torch.manual_seed(1)
+        expected = plain(x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(model(x), expected)
+    polyphase.restore(model)
+    assert type(model.norm) is nn.BatchNorm2d
+    assert "_chain" not in vars(model.up)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+REASONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "reads its size": (lambda m, y, x: F.pad(F.relu(y), (0, y.shape[-1])), "2 read the result"),
+    "another function": (lambda m, y, x: torch.softmax(y, 1), "softmax reads it, which no epilogue computes"),
+    "twice": (lambda m, y, x: y + y, "add reads it with arguments that no epilogue takes"),
+    "a tensor of limits": (lambda m, y, x: torch.clamp(y, m.slope.sum()), "clamp reads it with arguments that no ep"),
+    "in place between": (lambda m, y, x: (x.relu_(), F.relu(y))[1], "relu_ changes a tensor in place before relu()"),
+    "dropout": (lambda m, y, x: F.dropout(y, 0.5, True), "dropout reads it with arguments that no epilogue takes"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_reasons(name: str) -> None:
+    behind, reason = REASONS[name]
+    model = Up(behind)
+    block = polyphase.accelerate(model, fuse=True).blocks[0]
+    assert block.fused == ("norm",)
+    assert reason in block.reason
+
+
+def test_only_one_of_two_takes_a_sum() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.ConvTranspose1d(3, 4, 2), nn.ConvTranspose1d(3, 4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.one(x) + self.other(x))
+
+    model, x = Two().eval(), torch.randn(2, 3, 5)
+    with torch.no_grad():
+        expected = model(x)
+        one, other = polyphase.accelerate(model, fuse=True).blocks
+        assert one.fused == ("add()", "relu()")
+        assert other.reason == "another layer computes add()"
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_another_course_than_the_trace() -> None:
+    """What `forward` does otherwise, for an attribute that has changed, is computed of tensors."""
+    ways: dict[str, Callable[..., Any]] = {
+        "traced": lambda y: F.relu(y),
+        "another constant": lambda y: F.relu(y, inplace=True),
+        "another function": lambda y: torch.tanh(y),
+        "its size": lambda y: F.relu(y[..., : y.shape[-1] // 2]) * len(y) + y.numel(),
+        "twice": lambda y: torch.cat([F.relu(y), y], 1) - y.mean(),
+        "in place, and read": lambda y: F.relu(y, inplace=True) is not None and y * 1,
+        "operators": lambda y: (2 - y) / (abs(y) + 1) @ y.mT,
+        "a list": lambda y: torch.stack([y, y]).sum(0),
+        "an attribute": lambda y: (y.dtype, repr(y), torch.tensor(y.numpy().sum()), y.mT.shape),
+    }
+    way = ["traced"]
+    model, x = Up(lambda m, y, x: ways[way[0]](y)).eval(), torch.randn(2, 6, 3, 3)
+    plain = copy.deepcopy(model)
+    polyphase.accelerate(model, fuse=True)
+    with torch.no_grad():
+        for way[0] in ways:
+            found, expected = model(x), plain(x)
+            assert type(found) is type(expected), way
+            if type(found) is tuple:
+                found, expected = found[2], expected[2]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+def test_what_a_residual_must_be() -> None:
+    """A sum that broadcasts or changes the dtype is computed of the tensor."""
+
+    class Sum(Up):
+        def forward(self, x: Tensor, other: Tensor) -> Any:  # type: ignore[override]
+            return self.norm(self.up(x)) + other
+
+    model = Sum(lambda m, y, x: y).eval()
+    plain = copy.deepcopy(model)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("norm", "add()")
+    x = torch.randn(2, 6, 3, 3)
+    with torch.no_grad():
+        for other in (torch.randn(2, 4, 6, 6), torch.randn(4, 1, 1), torch.randn(2, 4, 6, 6).double(), torch.tensor(3)):
+            found, expected = model(x, other), plain(x, other)
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(found, expected)
+
+
+def test_autocast_that_ends_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Left(Up):
+        def forward(self, x: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.up(x)
+            return F.relu(y)
+
+    model, x = Left(lambda m, y, x: y).eval(), torch.randn(1, 6, 3, 3)
+    with torch.no_grad():
+        expected = model(x)
+        assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("relu()",)
+        waited: list[object] = []
+        original = pending.Pending.tensor
+
+        def computed(self: pending.Pending) -> Tensor:
+            waited.append(self)
+            return original(self)
+
+        monkeypatch.setattr(pending.Pending, "tensor", computed)
+        found = model(x)
+    assert len(waited) == 1
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_an_input_that_changes_before_it_is_read() -> None:
+    changing = [False]
+    model = Up(lambda m, y, x: (x.add_(1) if changing[0] else x, F.relu(y))[1]).eval()
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("norm", "relu()")
+    changing[0] = True
+    with torch.no_grad(), pytest.raises(RuntimeError, match="changed in place"):
+        model(torch.randn(1, 6, 3, 3))
+
+
+def test_compiled_and_traced() -> None:
+    model, x = Up(BEHIND["residual"][0], nn.BatchNorm2d(4)).eval(), torch.randn(1, 6, 3, 3)
+    with torch.no_grad():
+        expected = model(x)
+        polyphase.accelerate(model, fuse=True)
+        for call in (torch.compile(model, fullgraph=True, backend="aot_eager"), torch.jit.trace(model, x),
+                     torch.fx.symbolic_trace(model), torch.export.export(model, (x,)).module(),
+                     copy.deepcopy(model)):  # fmt: skip
+            torch.testing.assert_close(call(x), expected, rtol=1e-4, atol=1e-5)
