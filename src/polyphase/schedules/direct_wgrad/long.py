@@ -234,10 +234,13 @@ def _estimate(
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
     elements = config.positions * config.vector  # of the output gradient, that a thread loads for a step
     loads, x_loads = elements // (_QUAD if aligned else 1), config.in_held * config.x_met
-    issued = terms.issue * (config.positions * config.sums * words + (elements if size == 2 else 0))
-    issued += terms.load * (loads + x_loads) + terms.step
-    lines = loads * _QUAD * size / 4 + x_loads * max(1.0, min(config.walkers, 32 / config.lanes))
-    cycles = max(issued / 4, lines)
+    issued = terms.issue * config.positions * config.sums * words + terms.load * (loads + x_loads) + terms.step
+    if size == 2:
+        issued += terms.widen * (elements + x_loads)
+    # Lines that a load meets: columns of a row of the kernel lie side by side.
+    apart = 32 / math.ceil(_residues(problem) / config.vector)
+    lines = loads * max(config.vector * size / 4, apart) + x_loads * max(1.0, min(config.walkers, 32 / config.lanes))
+    cycles = issued / 4 + terms.line * lines
     parts = _parts(problem, config, device, aligned)
     blocks = _blocks(problem, config, aligned) * parts
     resident, rounds = rounds_of(blocks, config.min_blocks, device)
