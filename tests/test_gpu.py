@@ -48,6 +48,7 @@ from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.schedules.direct.channels import DirectChannels
 from polyphase.schedules.direct_wgrad.channels import DirectWgradChannels
+from polyphase.schedules.direct_wgrad.long import DirectWgradLong
 from polyphase.schedules.direct_wgrad.windows import DirectWgradWindows
 from polyphase.schedules.dot_dgrad.schedule import DotDgrad
 from polyphase.schedules.grouped_gemm.schedule import GroupedGemm
@@ -60,6 +61,7 @@ from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, Wi
 from processes import run_python
 from test_direct_channels import LAYERS as CHANNELS_LAYERS
 from test_direct_wgrad_channels import LAYERS as CHANNELS_GRAD_LAYERS
+from test_direct_wgrad_long import LAYERS as LONG_GRAD_LAYERS
 from test_direct_wgrad_windows import LAYERS as WINDOWS_LAYERS
 from test_dot_dgrad import LAYERS as DOTS_LAYERS
 from test_implicit_gemm import RINGS, GemmCase, gemm_cases, ring_case, share_all_items
@@ -214,6 +216,11 @@ def strange_cases() -> Iterator[ParameterSet]:
             (f"{name}, channels", replace(layer, dtype=dtype, channels_last=last), (Pass.WEIGHT_GRAD, channels_grad))
             for name, layer in CHANNELS_GRAD_LAYERS.items()
             for dtype, last in (("float32", True), ("float16", True), ("bfloat16", False), ("float64", False))
+        ),
+        *(
+            (f"{name}, long", replace(layer, dtype=dtype), (Pass.WEIGHT_GRAD, DirectWgradLong()))
+            for name, layer in LONG_GRAD_LAYERS.items()
+            for dtype in ("float32", "bfloat16", "float64")
         ),
         *(
             (f"{name}, dots", replace(layer, dtype=dtype), (Pass.INPUT_GRAD, DotDgrad()))

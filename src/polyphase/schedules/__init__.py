@@ -10,6 +10,7 @@ from polyphase.schedules.direct.general import DirectGeneral
 from polyphase.schedules.direct.tiled import DirectTiled
 from polyphase.schedules.direct_wgrad.channels import DirectWgradChannels
 from polyphase.schedules.direct_wgrad.gemm import DirectWgradGemm
+from polyphase.schedules.direct_wgrad.long import DirectWgradLong
 from polyphase.schedules.direct_wgrad.windows import DirectWgradWindows
 from polyphase.schedules.dot_dgrad.schedule import DotDgrad
 from polyphase.schedules.grouped_gemm.schedule import GroupedGemm
@@ -37,7 +38,7 @@ KERNELS: dict[str, tuple[Schedule, ...]] = {
     "window_wgrad": (WindowWgradMma(), WindowWgradWgmma(), WindowWgradTma(), WindowWgradTransposed()),
     "tap_gemm": (TapGemmTma(), TapGemm(), TapGemmWgradTma(), TapGemmWgrad()),
     "direct": (DirectChannels(), DirectTiled(), DirectGeneral()),
-    "direct_wgrad": (DirectWgradChannels(), DirectWgradWindows(), DirectWgradGemm()),
+    "direct_wgrad": (DirectWgradChannels(), DirectWgradLong(), DirectWgradWindows(), DirectWgradGemm()),
 }
 
 #: All of them.

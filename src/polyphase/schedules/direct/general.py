@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
-from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.program.params import params_of
@@ -62,7 +62,7 @@ class DirectGeneral(Schedule):
         threads = math.prod(gather.dst.shape) / dst
         # Per step: the loop, one source element and `dst` weights; weights of neighbouring lanes lie apart.
         instructions = 150 + steps * (14 + 4 * dst)
-        wavefronts = steps * (2 + 3 * dst)
+        wavefronts = steps * (_lines(gather) + 3 * dst)
         cycles = threads / 32 * max(instructions / 4, wavefronts)
         if problem.channels_last and not gather.forward:
             cycles *= terms.input_grad_last
@@ -91,3 +91,11 @@ class DirectGeneral(Schedule):
             params=params,
         )
         return assemble(problem, pass_, main)
+
+
+def _lines(gather: Gather) -> float:
+    """Lines of memory that a warp's load of the source meets: input gradients meet elements a stride apart."""
+    if gather.forward or gather.dst.channels_last:
+        return 2.0
+    apart = gather.cell_axes[2].src * gather.src.strides[4] * DTYPE_BYTES[gather.dtype]
+    return max(2.0, min(32.0, 32 * apart / 128, gather.dst.shape[4]))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
-from polyphase.problem import ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import next_power_of_two
 from polyphase.problem.layouts import Layouts, five
@@ -38,11 +38,12 @@ class WgradGemmConfig(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """Rows and columns of a group's product, and registers of a sum."""
+    """Rows and columns of a group's product, registers of a sum, and lines that a warp meets of the output gradient."""
 
     rows: int
     columns: int
     words: int
+    lines: int
 
 
 class DirectWgradGemm(Schedule):
@@ -54,8 +55,7 @@ class DirectWgradGemm(Schedule):
     offered = 8
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Product:
-        columns = problem.out_channels_per_group * problem.taps
-        return _Product(problem.in_channels_per_group, columns, accumulator_bytes(problem.dtype) // 4)
+        return _product(problem)
 
     def configs(self, at: _Product, pass_: Pass, device: DeviceInfo) -> Iterator[WgradGemmConfig]:
         return _configs(at, device.shared_bytes_per_block)
@@ -63,13 +63,13 @@ class DirectWgradGemm(Schedule):
     def seconds(self, at: _Product, pass_: Pass, device: DeviceInfo, config: WgradGemmConfig) -> float:
         """Cycles of a multiprocessor per position, whatever the size of images."""
         tiles = math.ceil(at.rows / config.rows) * math.ceil(at.columns / config.columns)
-        return tiles * _cycles(config, at.words, costs("direct_wgrad_gemm", device)) / config.depth
+        return tiles * _cycles(config, at, costs("direct_wgrad_gemm", device)) / config.depth
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradGemmConfig
     ) -> Cost:
         positions, terms = problem.batch * math.prod(problem.input_size), costs("direct_wgrad_gemm", device)
-        cycles = _cycles(config, accumulator_bytes(problem.dtype) // 4, terms) / config.depth
+        cycles = _cycles(config, _product(problem), terms) / config.depth
         tiles, parts = _tiles(problem, config), _parts(problem, config, device)
         measured = terms.channels_last if problem.channels_last else terms.channels_first
         idle = max(1.0, device.multiprocessors / (tiles * parts))  # multiprocessors without a block
@@ -114,6 +114,13 @@ class DirectWgradGemm(Schedule):
             params=params,
         )
         return assemble(problem, pass_, main, splits=parts)
+
+
+def _product(problem: ConvTransposeProblem) -> _Product:
+    """Of a group. Lanes of a warp are at neighbouring positions, whose columns are a stride apart."""
+    lines = min(32, max(1, problem.stride[-1] * DTYPE_BYTES[problem.dtype] // 4))
+    columns, words = problem.out_channels_per_group * problem.taps, accumulator_bytes(problem.dtype) // 4
+    return _Product(problem.in_channels_per_group, columns, words, 1 if problem.channels_last else lines)
 
 
 def _tiles(problem: ConvTransposeProblem, config: WgradGemmConfig) -> int:
@@ -165,13 +172,13 @@ def _items(side: int, depth: int) -> int:
     return -(-side * depth // _THREADS)
 
 
-def _cycles(config: WgradGemmConfig, words: int, terms: Costs) -> float:
+def _cycles(config: WgradGemmConfig, product: _Product, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a stage of a tile."""
     x_items, g_items = _items(config.rows, config.depth), _items(config.columns, config.depth)
     steps = config.depth // config.k_slices
-    product = config.thread_rows * config.thread_columns * words
-    reads = words * (max(1, config.thread_rows // 4) + max(1, config.thread_columns // 4))
-    instructions = 70 + x_items * 8 + g_items * 9 + steps * (product + reads + 2)
-    wavefronts = steps * 2 * reads + 3 * (x_items + g_items) + 4
+    products = config.thread_rows * config.thread_columns * product.words
+    reads = product.words * (max(1, config.thread_rows // 4) + max(1, config.thread_columns // 4))
+    instructions = 70 + x_items * 8 + g_items * 9 + steps * (products + reads + 2)
+    wavefronts = steps * 2 * reads + 3 * x_items + max(3, terms.line * product.lines) * g_items + 4
     warps = _THREADS / 32
     return max(instructions * warps / 4, wavefronts * warps) * (terms.stalls + terms.few_blocks / config.min_blocks)

@@ -1,0 +1,214 @@
+// Direct kernel of the weight gradient of long kernels, exact in float32: rows of the output gradient are streamed
+// once.
+//
+// A tap along the width is t = j·stride + r, and what it multiplies at input position i lies j strides further on:
+//
+//   gw[ci, co, j·stride + r] = Σ over batch and positions y of  x[n, ci, y - j] · g[n, co, y·stride + r - padding]
+//
+// So for one y the elements of g that all r meet are neighbours in memory, and each serves all j and all input
+// channels.
+//
+// Index mapping. A column is VECTOR neighbouring r of one output channel and row of the kernel (d, h). A thread owns a
+// column for IN_HELD input channels and TAPS_HELD neighbouring j, as sums in registers; neighbouring threads own
+// neighbouring columns. A block has LANES columns of one group and WALKERS threads for each, which take steps of
+// POSITIONS neighbouring y in turns; its steps are a part of those of all images. Blocks that differ in input channels
+// and j alone are neighbours, so that they find g in the L2 cache.
+//
+// A step's elements of g are loaded a step ahead. Those of x are few and come from the L1 cache: threads of a walker
+// read the same. Where rows of g are whole quads, columns begin up to three elements before r = 0, so that quads are
+// aligned; sums of such r are not stored.
+//
+// A chain of sums ends after `flush` steps, and is added to what the block has stored. The sums of its walkers are
+// added up in shared memory, in order, a row of them at a time in one of two buffers. Blocks on different parts leave
+// planes, which steps/reduce_splits.cu adds up.
+
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/divisor.cuh"
+#include "core/geometry.cuh"
+#include "core/types.cuh"
+
+struct Params {
+  Tensor5 x, g;
+  int groups, column_blocks;
+  int steps, part_length, flush;  // steps of all images, of a part, and of a chain
+  Divisor along[3];               // steps of a row, rows of a slab, slabs of an image
+  long long plane;                // elements of one plane of `partial`: all weights
+};
+
+constexpr int THREADS = round_up(LANES * WALKERS, 32);
+constexpr int PIECE = ALIGNED ? 4 : 1;  // elements of g that are loaded at once
+constexpr int RESIDUES = AXIS_W.kernel < AXIS_W.stride ? AXIS_W.kernel : AXIS_W.stride;
+constexpr int SKEW = (PIECE - AXIS_W.padding % PIECE) % PIECE;  // elements of the first column before r = 0
+constexpr int VECTORS = ceil_div(RESIDUES + SKEW, VECTOR);      // columns of a row of the kernel
+constexpr int LINES = AXIS_D.kernel * AXIS_H.kernel;
+constexpr int COLUMNS = OUT_CHANNELS * LINES * VECTORS;
+constexpr int ALONG = ceil_div(AXIS_W.kernel, AXIS_W.stride);  // j
+constexpr int IN_BLOCKS = ceil_div(IN_CHANNELS, IN_HELD), TAP_BLOCKS = ceil_div(ALONG, TAPS_HELD);
+constexpr int REACH = TAPS_HELD - 1, X_MET = POSITIONS + REACH;  // positions of x that a step meets
+constexpr int QUADS = VECTOR / 4, RESULTS = LANES * VECTOR;
+static_assert(AXIS_W.dilation == 1 && VECTOR % 4 == 0, "columns are neighbours in memory, in whole quads");
+
+struct Column {
+  int channel, d, h, first;  // first r
+
+  __device__ __forceinline__ explicit Column(int column) {
+    first = column % VECTORS * VECTOR - SKEW;
+    const int line = column / VECTORS % LINES;
+    channel = column / (VECTORS * LINES), d = line / AXIS_H.kernel, h = line % AXIS_H.kernel;
+  }
+};
+
+// What a thread loads of g for a step, and where that meets x.
+struct Loaded {
+  Quad<scalar_t> g[POSITIONS][QUADS];
+  long long image;  // elements to its row of x
+  int first;        // y - j of its first y and the thread's first j
+
+  // `grad` is of the thread's channel, `column` what its first r meets at y = 0 of the thread's first j.
+  __device__ __forceinline__ void load(const Params& params, const scalar_t* grad, const Column& at, int column,
+                                       int step) {
+    int place = step / params.along[0];
+    first = (step - place * params.along[0].value) * POSITIONS;
+    const int h = place % params.along[1];
+    place = place / params.along[1];
+    const int d = place % params.along[2], n = place / params.along[2];
+    image = n * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3];
+    const int grad_d = d * AXIS_D.stride + at.d * AXIS_D.dilation - AXIS_D.padding;
+    const int grad_h = h * AXIS_H.stride + at.h * AXIS_H.dilation - AXIS_H.padding;
+    const bool exists = (unsigned)grad_d < (unsigned)params.g.size[0] && (unsigned)grad_h < (unsigned)params.g.size[1];
+    const int from = column + first * AXIS_W.stride;
+    grad += n * params.g.stride[0] + grad_d * params.g.stride[2] + grad_h * params.g.stride[3];
+#pragma unroll
+    for (int i = 0; i < POSITIONS; ++i)
+#pragma unroll
+      for (int quad = 0; quad < QUADS; ++quad) {
+        g[i][quad].clear();
+        const int begin = from + i * AXIS_W.stride + quad * 4;
+        if constexpr (ALIGNED) {
+          if (exists && (unsigned)begin < (unsigned)params.g.size[2]) g[i][quad].load(grad + begin);
+        } else {
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            if (exists && (unsigned)(begin + j) < (unsigned)params.g.size[2]) g[i][quad].load(j, grad + begin + j);
+        }
+      }
+  }
+};
+
+struct Sums {
+  accum_t of[IN_HELD][TAPS_HELD][VECTOR];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < IN_HELD * TAPS_HELD * VECTOR; ++i) (&of[0][0][0])[i] = 0;
+  }
+
+  // WHOLE: all positions of x that the step meets exist. Others are left out: zeros would make a NaN of an infinite g.
+  template <bool WHOLE>
+  __device__ __forceinline__ void add(const Params& params, const Loaded& step, const scalar_t* x, int in_channels) {
+    x += step.image + (long long)(step.first - REACH) * X_PIXEL;
+#pragma unroll
+    for (int in = 0; in < IN_HELD; ++in) {
+      accum_t met[X_MET];
+#pragma unroll
+      for (int i = 0; i < X_MET; ++i) {
+        const bool exists = WHOLE || (unsigned)(step.first - REACH + i) < (unsigned)params.x.size[2];
+        met[i] = exists ? widen(read(x + i * X_PIXEL)) : (accum_t)0;
+      }
+      if (in + 1 < in_channels) x += params.x.stride[1];  // beyond the last they repeat it, and are not stored
+#pragma unroll
+      for (int i = 0; i < POSITIONS; ++i)
+#pragma unroll
+        for (int j = 0; j < TAPS_HELD; ++j) {
+          if (!WHOLE && (unsigned)(step.first + i - j) >= (unsigned)params.x.size[2]) continue;
+#pragma unroll
+          for (int k = 0; k < VECTOR; ++k)
+            of[in][j][k] += met[i - j + REACH] * widen(step.g[i][k / 4].get(k % 4, ALIGNED));
+        }
+    }
+  }
+
+  __device__ __forceinline__ void add(const Params& params, const Loaded& step, const scalar_t* x, int in_channels) {
+    if (step.first >= REACH && step.first + POSITIONS <= params.x.size[2])
+      add<true>(params, step, x, in_channels);
+    else
+      add<false>(params, step, x, in_channels);
+  }
+
+  // Adds up the walkers' sums and stores them, or adds them to what is there: `again`. `plane` is the group's.
+  __device__ __forceinline__ void store(accum_t* shared, accum_t* plane, int first_column, int first_in, int first_tap,
+                                        bool again) const {
+#pragma unroll
+    for (int in = 0; in < IN_HELD; ++in)
+#pragma unroll
+      for (int j = 0; j < TAPS_HELD; ++j) {
+        accum_t* const buffer = shared + (in * TAPS_HELD + j) % 2 * (THREADS * VECTOR);
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k) buffer[threadIdx.x * VECTOR + k] = of[in][j][k];
+        __syncthreads();
+#pragma unroll 1
+        for (int result = threadIdx.x; result < RESULTS; result += THREADS) {
+          const int column = first_column + result / VECTOR;
+          const Column at(column);
+          const int residue = at.first + result % VECTOR, tap = (first_tap + j) * AXIS_W.stride + residue;
+          if (column >= COLUMNS || first_in + in >= IN_CHANNELS || residue < 0 || residue >= RESIDUES ||
+              tap >= AXIS_W.kernel)
+            continue;
+          accum_t total = buffer[result];
+#pragma unroll 4
+          for (int walker = 1; walker < WALKERS; ++walker) total += buffer[walker * RESULTS + result];
+          const int line = at.d * AXIS_H.kernel + at.h;
+          accum_t* const to =
+              plane + ((long long)(first_in + in) * OUT_CHANNELS + at.channel) * TAPS + line * AXIS_W.kernel + tap;
+          *to = again ? *to + total : total;
+        }
+      }
+    __syncthreads();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    direct_wgrad_long(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* partial,
+                      const __grid_constant__ Params params) {
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  int block = blockIdx.x;
+  const int first_tap = block % TAP_BLOCKS * TAPS_HELD;
+  block /= TAP_BLOCKS;
+  const int first_in = block % IN_BLOCKS * IN_HELD;
+  block /= IN_BLOCKS;
+  const int first_column = block % params.column_blocks * LANES;
+  block /= params.column_blocks;
+  const int group = block % params.groups, part = block / params.groups;
+
+  const int lane = threadIdx.x % LANES, walker = threadIdx.x / LANES;
+  const bool owns = walker < WALKERS && first_column + lane < COLUMNS;
+  const Column at(first_column + lane);
+  x += ((long long)group * IN_CHANNELS + first_in) * params.x.stride[1];
+  grad += ((long long)group * OUT_CHANNELS + at.channel) * params.g.stride[1];
+  partial += part * params.plane + (long long)group * IN_CHANNELS * (OUT_CHANNELS * TAPS);
+  const int column = first_tap * AXIS_W.stride + at.first - AXIS_W.padding;
+
+  int first = part * params.part_length;
+  const int end = min(first + params.part_length, params.steps);
+  bool again = false;
+#pragma unroll 1
+  do {
+    Sums sums;
+    sums.clear();
+    const int until = min(first + params.flush, end);
+    if (owns && first + walker < until) {
+      Loaded now;
+      now.load(params, grad, at, column, first + walker);
+#pragma unroll 1
+      for (int step = first + walker; step < until; step += WALKERS) {
+        Loaded next = now;
+        if (step + WALKERS < until) next.load(params, grad, at, column, step + WALKERS);
+        sums.add(params, now, x, IN_CHANNELS - first_in);
+        now = next;
+      }
+    }
+    sums.store((accum_t*)shared_memory, partial, first_column, first_in, first_tap, again);
+    first = until, again = true;
+  } while (first < end);
+}

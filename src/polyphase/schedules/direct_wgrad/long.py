@@ -1,0 +1,258 @@
+"""The direct weight gradient of long kernels with large strides: ``kernels/direct_wgrad_long.cu``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from polyphase.costs import costs
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.problem.device import REGISTERS, DeviceInfo
+from polyphase.problem.integers import equal_parts, parted, round_up
+from polyphase.problem.layouts import Layouts, five
+from polyphase.problem.sizes import standard
+from polyphase.program.params import params_of
+from polyphase.program.program import Program, assemble
+from polyphase.program.step import Step
+from polyphase.schedules.cells import Side
+from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
+
+_THREADS = 128  # at most: registers share out better than with more
+_QUAD = 4
+_LEAST_RESIDUES = 8  # taps that lie side by side: below that quads of neighbouring threads lie far apart
+_MAX_SUMS = 128  # registers of a thread
+_MAX_HELD = 16  # input channels, and taps a stride apart, of a thread
+_MAX_UNROLLED = 1024  # products of a step, in straight-line code
+_MAX_REGISTERS = 216  # by estimate
+_MAX_X_LOADS = 96  # of a step, which the compiler moves to its beginning; with more some would spill
+_LOADED_CHANNELS = 4  # input channels whose elements a thread has in registers together
+_CHAIN = 2048  # terms of a sum
+_LEAST_STEPS = 4  # of a thread in a part
+
+
+class LongWgradConfig(NamedTuple):
+    """The compile-time shape of a kernel; ``direct_wgrad_long.cu`` says what the names mean."""
+
+    vector: int
+    positions: int
+    in_held: int
+    taps_held: int
+    lanes: int
+    walkers: int
+    min_blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, in whole warps."""
+        return round_up(self.lanes * self.walkers, 32)
+
+    @property
+    def sums(self) -> int:
+        """Sums of a thread."""
+        return self.in_held * self.taps_held * self.vector
+
+    @property
+    def x_met(self) -> int:
+        """Positions of x that a step meets."""
+        return self.positions + self.taps_held - 1
+
+
+class DirectWgradLong(Schedule):
+    """Neighbouring taps a thread, for several taps a stride apart and several input channels."""
+
+    name = "direct_wgrad_long"
+    passes = (Pass.WEIGHT_GRAD,)
+    adapts = True
+    offered = 4
+
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        width = problem.axes3[2]
+        if width.dilation > 1 and width.kernel > 1:
+            return "taps along the width lie apart"
+        if _residues(problem) < _LEAST_RESIDUES:
+            return f"{_residues(problem)} taps along the width lie within a stride (at least {_LEAST_RESIDUES})"
+        return None
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return "columns of the output gradient are more than 32 bits count"
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
+        return standard(problem) if layouts.output[4] == 1 else None
+
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[LongWgradConfig]:
+        return sorted(_configs(at))
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongWgradConfig
+    ) -> Cost | None:
+        width = problem.axes3[2]
+        columns = problem.output_size[-1] + 2 * (config.x_met + 1) * width.stride + width.kernel + width.padding
+        if max(columns, _steps(problem, config)[0], _pixel(problem, layouts) * 2 * config.x_met) >= 2**31:
+            return None
+        return _estimate(problem, config, device, _aligned(problem, layouts))
+
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongWgradConfig
+    ) -> Program:
+        steps, along = _steps(problem, config)
+        aligned = _aligned(problem, layouts)
+        length, parts = parted(steps, _parts(problem, config, device, aligned))
+        source = KernelSource(
+            kernel=self.name,
+            dtype=problem.dtype,
+            wide_offsets=True,
+            constants=(
+                *layer_constants(problem, pass_),
+                *constants_of(config, "vector positions in_held taps_held lanes walkers min_blocks"),
+                ("ALIGNED", aligned),
+                ("X_PIXEL", _pixel(problem, layouts)),
+            ),
+        )
+        params = params_of(source).pack(
+            x=Side(five(problem.input_shape), layouts.input),
+            g=Side(five(problem.output_shape), layouts.output),
+            groups=problem.groups,
+            column_blocks=math.ceil(_columns(problem, config, aligned) / config.lanes),
+            steps=steps,
+            part_length=length,
+            flush=config.walkers * max(1, _CHAIN // config.positions),
+            along=along,
+            plane=problem.elements[1],
+        )
+        main = Step(
+            source=source,
+            grid=(_blocks(problem, config, aligned) * parts, 1, 1),
+            block=config.threads,
+            shared_bytes=_shared_bytes(problem, config),
+            params=params,
+        )
+        return assemble(problem, pass_, main, splits=parts)
+
+
+def _residues(problem: ConvTransposeProblem) -> int:
+    """Taps along the width that lie within a stride."""
+    width = problem.axes3[2]
+    return min(width.kernel, width.stride)
+
+
+def _taps_along(problem: ConvTransposeProblem) -> int:
+    """Taps along the width that are a stride apart, at most."""
+    width = problem.axes3[2]
+    return math.ceil(width.kernel / width.stride)
+
+
+def _pixel(problem: ConvTransposeProblem, layouts: Layouts) -> int:
+    """Elements from a pixel of the input to its neighbour along the width; one where there is none."""
+    return layouts.input[4] if problem.input_size[-1] > 1 else 1
+
+
+def _aligned(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
+    """Whether what a thread loads of the output gradient are whole quads."""
+    batch, channel, depth, height, _ = layouts.output
+    multiples = problem.axes3[2].stride, problem.output_size[-1], batch, channel, depth, height
+    fits = DTYPE_BYTES[problem.dtype] * _QUAD <= 16
+    return layouts.aligned and fits and all(value % _QUAD == 0 for value in multiples)
+
+
+def _steps(problem: ConvTransposeProblem, config: LongWgradConfig) -> tuple[int, tuple[int, int, int]]:
+    """Steps of all images; those of a row, rows of a slab and slabs of an image."""
+    depth, height, width = five(problem.input_shape)[2:]
+    along = math.ceil((width + config.taps_held - 1) / config.positions) if width else 0
+    return problem.batch * depth * height * along, (max(1, along), max(1, height), max(1, depth))
+
+
+def _columns(problem: ConvTransposeProblem, config: LongWgradConfig, aligned: bool) -> int:
+    """Columns of a group."""
+    depth, height, width = problem.axes3
+    skew = -width.padding % _QUAD if aligned else 0
+    lines = problem.out_channels_per_group * depth.kernel * height.kernel
+    return lines * math.ceil((_residues(problem) + skew) / config.vector)
+
+
+def _row_blocks(problem: ConvTransposeProblem, config: LongWgradConfig) -> int:
+    """Blocks that read the same of the output gradient."""
+    channels = math.ceil(problem.in_channels_per_group / config.in_held)
+    return channels * math.ceil(_taps_along(problem) / config.taps_held)
+
+
+def _blocks(problem: ConvTransposeProblem, config: LongWgradConfig, aligned: bool) -> int:
+    """Blocks of a part."""
+    columns = math.ceil(_columns(problem, config, aligned) / config.lanes)
+    return problem.groups * columns * _row_blocks(problem, config)
+
+
+def _parts(problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, aligned: bool) -> int:
+    """Parts of the steps: all blocks are resident together, or in few rounds."""
+    blocks, steps = _blocks(problem, config, aligned), _steps(problem, config)[0]
+    resident = device.multiprocessors * config.min_blocks
+    most = max(1, min(steps // (_LEAST_STEPS * config.walkers), affordable_planes(problem)))
+
+    def work(parts: int) -> int:
+        of_thread = math.ceil(math.ceil(steps / parts) / config.walkers)
+        return math.ceil(blocks * parts / resident) * (of_thread + _LEAST_STEPS // 2)
+
+    rounds = range(math.ceil(blocks / resident), math.ceil(blocks / resident) + 4)
+    return min((min(most, max(1, count * resident // blocks)) for count in rounds), key=work)
+
+
+def _shared_bytes(problem: ConvTransposeProblem, config: LongWgradConfig) -> int:
+    """Two rows of sums."""
+    return 2 * config.threads * config.vector * accumulator_bytes(problem.dtype)
+
+
+def _configs(problem: ConvTransposeProblem) -> Iterator[LongWgradConfig]:
+    """Every config whose sums fit a thread's registers."""
+    words, size = accumulator_bytes(problem.dtype) // 4, DTYPE_BYTES[problem.dtype]
+    channels = [held for held in equal_parts(problem.in_channels_per_group) if held <= _MAX_HELD]
+    taps = [held for held in equal_parts(_taps_along(problem)) if held <= _MAX_HELD]
+    vectors = (_QUAD, 2 * _QUAD) if size == 2 else (_QUAD,)
+    for vector, positions, in_held, taps_held in itertools.product(vectors, (2, 4, 8), channels, taps):
+        config = LongWgradConfig(vector, positions, in_held, taps_held, 1, 1, 1)
+        loaded = 2 * positions * vector * size // 4
+        met = config.x_met * min(in_held, _LOADED_CHANNELS)
+        registers = 40 + words * (config.sums + met) + loaded + (positions * vector if size == 2 else 0)
+        if words * config.sums > _MAX_SUMS or words * config.sums * positions > _MAX_UNROLLED:
+            continue
+        if registers > _MAX_REGISTERS or in_held * config.x_met > _MAX_X_LOADS:
+            continue
+        columns = _columns(problem, config, True)
+        lanes = math.ceil(columns / math.ceil(columns / _THREADS))
+        config = config._replace(lanes=lanes, walkers=_THREADS // lanes)
+        yield config._replace(min_blocks=max(1, min(12, REGISTERS // (config.threads * round_up(registers, 8)))))
+
+
+def _estimate(
+    problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, aligned: bool
+) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    terms = costs("direct_wgrad_long", device)
+    size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
+    elements = config.positions * config.vector  # of the output gradient, that a thread loads for a step
+    loads, x_loads = elements // (_QUAD if aligned else 1), config.in_held * config.x_met
+    issued = terms.issue * config.positions * config.sums * words + terms.load * (loads + x_loads) + terms.step
+    if size == 2:
+        issued += terms.widen * (elements + x_loads)
+    # Lines that a load meets: columns of a row of the kernel lie side by side.
+    apart = 32 / math.ceil(_residues(problem) / config.vector)
+    lines = loads * max(config.vector * size / 4, apart) + x_loads * max(1.0, min(config.walkers, 32 / config.lanes))
+    cycles = issued / 4 + terms.line * lines
+    parts = _parts(problem, config, device, aligned)
+    blocks = _blocks(problem, config, aligned) * parts
+    resident, rounds = rounds_of(blocks, config.min_blocks, device)
+    steps = math.ceil(math.ceil(_steps(problem, config)[0] / parts) / config.walkers)
+    # A step takes what all warps issue, or what one of them does and waits for.
+    warps, alone = config.threads // 32 * resident, max(terms.wait, issued + terms.wait / 3)
+    step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
+    storing = terms.store * config.in_held * config.taps_held * resident
+    work = rounds * (steps * step + storing) / device.clock_hz
+    again = (_row_blocks(problem, config) - 1) * problem.elements[2] * size / terms.from_l2
+    moving = (problem.bytes + again) / device.copy_bytes_per_second
+    adding = 0.0
+    if parts > 1:
+        adding = terms.reduce + 8 * words * parts * problem.elements[1] / device.copy_bytes_per_second
+    return math.hypot(work, moving) + terms.launch + adding, slower_of(work, moving)[1]
