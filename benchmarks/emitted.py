@@ -8,8 +8,6 @@ timed beside the package's own modules and PyTorch's. The exit status is 1 if a 
 
 from __future__ import annotations
 
-import csv
-import datetime
 import multiprocessing
 import os
 import shlex
@@ -29,6 +27,7 @@ from polyphase.bench.check import Options
 from polyphase.bench.check_emitted import EmittedResult, check_emitted, load_emitted
 from polyphase.bench.check_report import show_emitted
 from polyphase.bench.model_file import ModelFile
+from polyphase.bench.records import write_rows
 from polyphase.bench.report import make_console
 
 ROOT = Path(__file__).parent.parent
@@ -97,17 +96,12 @@ def row_of(model: Path, dtype: str, result: EmittedResult, seconds: float) -> Ro
 
 def write(path: Path, rows: list[Row]) -> None:
     """All rows, with the machine."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([field.name for field in fields(Row)])
-        for row in rows:
-            row.gpu, row.driver = environment.device_name("cuda"), environment.driver()
-            row.torch, row.cuda = torch.__version__, torch.version.cuda or ""
-            row.commit = environment.commit()
-            row.date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-            row.command = shlex.join(["python", *sys.argv])
-            writer.writerow([f"{x:.6g}" if isinstance(x, float) else "" if x is None else x for x in astuple(row)])
+    facts = environment.facts("cuda") | {"command": shlex.join(["python", *sys.argv])}
+    for row in rows:
+        for name in ("gpu", "driver", "torch", "cuda", "commit", "date", "command"):
+            setattr(row, name, facts[name])
+    texts = ([f"{x:.6g}" if isinstance(x, float) else "" if x is None else x for x in astuple(row)] for row in rows)
+    write_rows(path, [field.name for field in fields(Row)], texts)
 
 
 def main(

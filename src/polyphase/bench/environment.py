@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
+from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 
@@ -87,6 +89,23 @@ def nvrtc_version() -> str:
     except Exception as failure:  # whatever the loader of the library raises: this is a report, it must not fail
         return f"not available: {first_line(failure)}"
     return f"{major}.{minor}" if int(error) == 0 else f"not available: {error}"
+
+
+def facts(device_type: str) -> dict[str, str]:
+    """What every row of a CSV says of the machine and of the command that made it."""
+    import torch
+
+    return {
+        "gpu": device_name(device_type),
+        "driver": driver(),
+        "torch": torch.__version__,
+        "cudnn": cudnn_version(),
+        "cuda": torch.version.cuda or "",
+        "polyphase": polyphase_version(),
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "polyphase", *sys.argv[1:]]),
+    }
 
 
 def report() -> list[tuple[str, str]]:

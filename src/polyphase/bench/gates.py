@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from polyphase.bench.records import write_rows
+
 Row = dict[str, str]
 
 #: What a line is about.
@@ -66,11 +68,7 @@ class Comparison:
 def write(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
     """Write rows in an order of their own, each once."""
     distinct = sorted({tuple(row.get(column, "") for column in columns) for row in rows})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(distinct)
+    write_rows(path, columns, distinct, end="\n")
 
 
 def read(path: Path) -> list[Row]:

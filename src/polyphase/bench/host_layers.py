@@ -6,13 +6,9 @@ are so short, and rounds so few calls, that the host never waits for the GPU.
 
 from __future__ import annotations
 
-import csv
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
-from datetime import datetime, timezone
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +17,7 @@ from polyphase.bench import environment
 from polyphase.bench.contestants import torch_function
 from polyphase.bench.host import rounds_in_turn
 from polyphase.bench.operands import Operands, make_operands
+from polyphase.bench.records import write_rows
 from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -82,13 +79,8 @@ def measure(device: torch.device, tell: Callable[[str], object] = lambda name: N
 
 def write_csv(path: Path, records: Iterable[HostRecord]) -> None:
     """Write ``records`` to ``path``, making its folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(HostRecord)])
-        writer.writeheader()
-        for record in records:
-            row = asdict(record)
-            writer.writerow({key: f"{each:.2f}" if isinstance(each, float) else each for key, each in row.items()})
+    rows = ([f"{each:.2f}" if isinstance(each, float) else each for each in astuple(record)] for record in records)
+    write_rows(path, [field.name for field in fields(HostRecord)], rows)
 
 
 def _in_turn(
@@ -131,7 +123,7 @@ def _record(
     ours: list[float],
     theirs: list[float],
 ) -> HostRecord:
-    kernels = _kernels(problem, situation, device)
+    kernels, facts = _kernels(problem, situation, device), environment.facts(device.type)
     return HostRecord(
         layer=name,
         problem=str(problem) + (", channels_last" if problem.channels_last else ""),
@@ -142,13 +134,7 @@ def _record(
         polyphase_p10=_p10(ours),
         torch_us=statistics.median(theirs),
         torch_p10=_p10(theirs),
-        gpu=environment.device_name(device.type),
-        driver=environment.driver() if device.type == "cuda" else "",
-        torch=torch.__version__,
-        cudnn=environment.cudnn_version() if device.type == "cuda" else "",
-        commit=environment.commit(),
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=shlex.join(["python", "-m", "polyphase", *sys.argv[1:]]),
+        **{name: facts[name] for name in ("gpu", "driver", "torch", "cudnn", "commit", "date", "command")},
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from rich.table import Table
 from polyphase.bench import gates, plans, pool
 from polyphase.bench.environment import first_line
 from polyphase.bench.layers import NamedLayer
+from polyphase.bench.records import write_rows
 from polyphase.errors import CompilationError
 from polyphase.jit.compiler import Resources, compiler_version, resources_of
 from polyphase.jit.source import KernelSource
@@ -192,17 +192,14 @@ def every_table(reports: Iterable[Report], title: str = "Every kernel") -> Table
 
 def write_csv(path: Path, reports: Iterable[Report]) -> None:
     """Write one line for each kernel."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["kernel", "arch", "pass", "layer", "problem", "registers", "shared", "stack", "spills", "messages"]
-        )
-        for report in sorted(reports, key=lambda report: report.wanted.title):
-            kernel, found = report.wanted, report.resources
-            needs = [found.registers, report.shared, found.stack, _spills(found)] if found else [""] * 4
-            names = [kernel.source.kernel, kernel.arch, kernel.pass_.value, kernel.layer, str(kernel.problem)]
-            writer.writerow([*names, *needs, " | ".join(report.messages)])
+    columns = ["kernel", "arch", "pass", "layer", "problem", "registers", "shared", "stack", "spills", "messages"]
+    rows = []
+    for report in sorted(reports, key=lambda report: report.wanted.title):
+        kernel, found = report.wanted, report.resources
+        needs = [found.registers, report.shared, found.stack, _spills(found)] if found else [""] * 4
+        names = [kernel.source.kernel, kernel.arch, kernel.pass_.value, kernel.layer, str(kernel.problem)]
+        rows.append([*names, *needs, " | ".join(report.messages)])
+    write_rows(path, columns, rows)
 
 
 def write_digests(path: Path, reports: Iterable[Report]) -> None:

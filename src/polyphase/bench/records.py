@@ -8,7 +8,10 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+if TYPE_CHECKING:
+    from polyphase.bench.timing import Timing
 
 #: What people call the passes.
 PASS_TITLES = {"forward": "forward", "input_grad": "input gradient", "weight_grad": "weight gradient"}
@@ -76,6 +79,16 @@ class Record:
     command: str = ""
     seed: int | None = None
 
+    def take(self, timing: Timing) -> None:
+        """What polyphase was timed to take."""
+        self.ms, self.p10, self.p90, self.repetitions = timing.ms, timing.p10, timing.p90, timing.repetitions
+        if self.floor_ms:
+            self.times_floor = timing.ms / self.floor_ms
+
+    def note(self, text: str) -> None:
+        """A remark beside those that there are."""
+        self.reason = f"{self.reason}; {text}" if self.reason else text
+
     @property
     def good(self) -> bool:
         """Whether nothing went wrong (a case that does not exist is not wrong)."""
@@ -105,12 +118,17 @@ _NEWER = {"predicted_ms", "planned", "workspace_megabytes", "torch_workspace_meg
 
 def write_csv(path: Path, records: Iterable[Record]) -> None:
     """Write ``records`` to ``path``, making its folder if need be."""
+    rows = ([_text(getattr(record, name)) for name in _COLUMNS] for record in records)
+    write_rows(path, _COLUMNS.values(), rows)
+
+
+def write_rows(path: Path, columns: Iterable[str], rows: Iterable[Iterable[Any]], end: str = "\r\n") -> None:
+    """Write a CSV of any columns, making its folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(_COLUMNS.values()))
-        writer.writeheader()
-        for record in records:
-            writer.writerow({column: _text(getattr(record, name)) for name, column in _COLUMNS.items()})
+        writer = csv.writer(file, lineterminator=end)
+        writer.writerow(columns)
+        writer.writerows(rows)
 
 
 def read_csv(path: Path) -> list[Record]:

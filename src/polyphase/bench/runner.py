@@ -8,12 +8,9 @@ benchmark mode runs in another process (`polyphase.bench.apart` says why).
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -97,15 +94,7 @@ class Runner:
         self._facts: dict[str, Any] = {
             "strict_fp32": strict_fp32,
             "ceilings": str(self.ceilings),
-            "gpu": environment.device_name(device.type),
-            "driver": environment.driver(),
-            "torch": torch.__version__,
-            "cudnn": environment.cudnn_version(),
-            "cuda": torch.version.cuda or "",
-            "polyphase": environment.polyphase_version(),
-            "commit": environment.commit(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", "polyphase", *sys.argv[1:]]),
+            **environment.facts(device.type),
         }
 
     def run(self, case: Case) -> Record:
@@ -167,9 +156,7 @@ class Runner:
         with torch_flags(TorchVariant.DEFAULT, self.strict_fp32):
             timing = self.timer.measure(ours)
             record.workspace_megabytes = workspace_megabytes(ours, self.device)
-        record.ms, record.p10, record.p90, record.repetitions = timing.ms, timing.p10, timing.p90, timing.repetitions
-        if record.floor_ms:
-            record.times_floor = timing.ms / record.floor_ms
+        record.take(timing)
         for variant in self.against:
             self._measure_torch(variant, case, operands, record)
         if record.torch_default_ms is not None:
@@ -223,8 +210,7 @@ class Runner:
         try:
             setattr(record, f"torch_{variant.value}_ms", self._torch_ms(variant, case, operands, record))
         except Exception as failure:  # PyTorch's failure is a note beside our time, not a failure of ours
-            note = f"PyTorch {variant.value}: {environment.first_line(failure)}"
-            record.reason = f"{record.reason}; {note}" if record.reason else note
+            record.note(f"PyTorch {variant.value}: {environment.first_line(failure)}")
         finally:
             if variant is TorchVariant.COMPILE:
                 torch.compiler.reset()  # or the next case counts as a recompilation of this one

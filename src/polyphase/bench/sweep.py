@@ -181,10 +181,7 @@ def _check(runner: Runner, case: Case, operands: Operands, record: Record) -> No
 
 
 def _time(record: Record, timer: GraphTimer, calls: Sequence[Call | Step], rotation: Rotation) -> None:
-    timing = timer.measure(calls, rotation.calls)
-    record.ms, record.p10, record.p90, record.repetitions = timing.ms, timing.p10, timing.p90, timing.repetitions
-    if record.floor_ms:
-        record.times_floor = timing.ms / record.floor_ms
+    record.take(timer.measure(calls, rotation.calls))
 
 
 def _benchmark_mode(setup: Setup, layer: NamedLayer, floor_ms: float, wanted: Sequence[str]) -> dict[str, Timing | str]:
@@ -215,8 +212,7 @@ def _add_torch(record: Record, variant: TorchVariant, time: Timing | str) -> Non
         if variant is TorchVariant.DEFAULT and record.ms:
             record.speedup = time.ms / record.ms
         return
-    note = f"PyTorch {variant.value}: {time}"
-    record.reason = f"{record.reason}; {note}" if record.reason else note
+    record.note(f"PyTorch {variant.value}: {time}")
 
 
 def _rotation(setup: Setup, problem: ConvTransposeProblem, records: dict[str, Record]) -> Rotation:

@@ -104,12 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     x_loader.load(x, rows, to, params.batch, origin);
     to_window(origin, params.skew);
     g_loader.load(grad, channels, to + A_BYTES, params.batch, origin);
-#pragma unroll
-    for (int i = 3; i > 0; --i) {
-      if (++tile[i] < params.tiles[i]) return;
-      tile[i] = 0;
-    }
-    ++tile[0];
+    advance<false>(params.tiles, tile);
   };
   int until_flush = FLUSH;
   __syncthreads();

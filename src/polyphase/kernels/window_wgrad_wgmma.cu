@@ -111,14 +111,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * params.g.stride[1];
     int tile[4], origin[4];  // the next tile, and its first position, then the first element of its window
     decode(params.tiles, first_tile, tile);
-    auto next = [&]() {
-#pragma unroll
-      for (int i = 3; i > 0; --i) {
-        if (++tile[i] < params.tiles[i]) return;
-        tile[i] = 0;
-      }
-      ++tile[0];
-    };
     auto locate = [&]() {
 #pragma unroll
       for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.tile_extent[i];
@@ -137,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           const int from[5] = {origin[3], origin[2], origin[1], origin[0], group * OUT_CHANNELS + first_out};
           tma_load_box(shared_address(to + params.window_offset), params.window_box, grad, from, params.box_bytes,
                        barrier);
-          next();
+          advance<false>(params.tiles, tile);
         },
         [&](int, char* to) {
           locate();
@@ -149,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           }
           to_window(origin, params.skew);
           const int shift = g_loader.load(first_channel, channels, to + params.window_offset, params.batch, origin);
-          next();
+          advance<false>(params.tiles, tile);
           return shift;
         });
     return;

@@ -83,12 +83,12 @@ __device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&e
   for (int i = 0; i < 4; ++i) first[i] *= extent[i];
 }
 
-// Those of the next element, without a division; the first again behind the last.
-template <class Extent>
+// Those of the next element, without a division; behind the last AROUND to the first again, or one beyond.
+template <bool AROUND = true, class Extent>
 __device__ __forceinline__ void advance(const Extent (&extent)[4], int (&at)[4]) {
 #pragma unroll
   for (int i = 3; i >= 0; --i) {
-    if (++at[i] < extent[i]) break;
+    if (++at[i] < extent[i] || (!AROUND && i == 0)) break;
     at[i] = 0;
   }
 }

@@ -91,28 +91,14 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
   template <class Columns>
   __device__ __forceinline__ void multiply(int k_tiles, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
                                            const unsigned char* stage_memory) {
-    int before = 0;
-#pragma unroll 1
-    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-      mbarrier_wait(shared_address(ring.full + state.index), state.parity);
-      const unsigned char* const a = stage_memory + state.index * stage_bytes<Columns>();
-      add_stage<Columns>(a + row_group() * ROW_TILES * A_TILE, a + A_BYTES, k_tile > 0);
-      if (k_tile > 0) release(ring, before);
-      before = state.index;
-      state.next();
-    }
-    wgmma_wait<0>();
-    pin(of);
-    if (k_tiles > 0) release(ring, before);
+    const auto add = [&](int index, bool more) {
+      const unsigned char* const a = stage_memory + index * stage_bytes<Columns>();
+      add_stage<Columns>(a + row_group() * ROW_TILES * A_TILE, a + A_BYTES, more);
+    };
+    consume_stages(k_tiles, ring, state, add, [&] { wgmma_wait<0>(), pin(of); });
   }
 
  private:
-  // The stage may be filled again.
-  static __device__ __forceinline__ void release(PipelineBarriers<STAGES>& ring, int index) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(ring.empty + index));
-  }
-
 #if BY_THREADS
   // Adds a stage, or begins with it. Of eight positions a lane takes two that are neighbours, so that those of a warp
   // lie in different banks: which k an operation calls by which name is all the same to the product.

@@ -32,27 +32,11 @@ struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
   // The products of `stages` stages, to sums that begin with them.
   __device__ __forceinline__ void multiply(int stages, PipelineBarriers<BUFFERS>& ring, PipelineState<BUFFERS>& state,
                                            const unsigned char* buffers) {
-    int before = 0;
-#pragma unroll 1
-    for (int stage = 0; stage < stages; ++stage) {
-      mbarrier_wait(shared_address(ring.full + state.index), state.parity);
-      add_stage(shared_address(buffers) + state.index * STAGE_BYTES, stage > 0);
-      if (stage > 0) release(ring, before);
-      before = state.index;
-      state.next();
-    }
-    wgmma_wait<0>();
-    pin(of);
-    if (stages > 0) release(ring, before);
+    const auto add = [&](int index, bool more) { add_stage(shared_address(buffers) + index * STAGE_BYTES, more); };
+    consume_stages(stages, ring, state, add, [&] { wgmma_wait<0>(), pin(of); });
   }
 
  private:
-  // The buffer may be filled again.
-  static __device__ __forceinline__ void release(PipelineBarriers<BUFFERS>& ring, int index) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(ring.empty + index));
-  }
-
   // Adds a stage, or begins with it, when those before have come to an end.
   __device__ __forceinline__ void add_stage(unsigned stage, bool more) {
     const unsigned rows = stage + threadIdx.x / 128 * (GROUP_ROWS * PITCH), columns = stage + PARTS * A_BYTES;

@@ -283,8 +283,7 @@ __device__ __forceinline__ void add_stages(int stages, WindowBarriers& ring, con
     mbarrier_wait(shared_address(ring.full + state.index), state.parity);
     if (copied) fence_proxy_async();
     add(stage, stage_memory + state.index * bytes, ring.shift[state.index]);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(ring.empty + state.index));
+    ring.release(state.index);
     state.next();
   }
 }
