@@ -105,16 +105,14 @@ def collect(roots: Collection[Key], attributes: Collection[str] = (), given: Col
         for module_name, name in sorted(found.keys):
             module = _module(module_name)
             for piece in _kept(module.definitions[name], found.attributes):
-                annotations = {id(node) for a in _annotations_of(piece) for node in ast.walk(a)}
-                for node in ast.walk(piece):
-                    if isinstance(node, ast.Attribute):
-                        found.attributes.add(node.attr)
-                    elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
-                        raise ValueError(f"{module_name}.{name} imports {node.module} where an emitted file cannot")
-                    elif isinstance(node, ast.Name):
-                        key = _resolve(module, node.id, found)
-                        if key is not None and key not in given:
-                            (found.types if id(node) in annotations else wanted).add(key)
+                used = _uses(piece)
+                found.attributes |= used.attributes
+                if used.imports:
+                    raise ValueError(f"{module_name}.{name} imports {used.imports[0]} where an emitted file cannot")
+                for used_name, as_type in used.names:
+                    key = _resolve(module, used_name, found)
+                    if key is not None and key not in given:
+                        (found.types if as_type else wanted).add(key)
         wanted -= found.keys
         if not wanted and before == (len(found.keys), len(found.attributes)):
             found.types = {key for key in found.types - found.keys if isinstance(_statement(key), ast.Assign)}
@@ -125,9 +123,29 @@ def _statement(key: Key) -> ast.stmt:
     return _module(key[0]).definitions[key[1]]
 
 
-def _annotations_of(piece: ast.AST) -> Iterator[ast.expr]:
-    yield from evaluated_annotations(piece)
-    yield from (node.annotation for node in ast.walk(piece) if isinstance(node, ast.AnnAssign))
+@dataclass(frozen=True)
+class _Uses:
+    """What a piece of a definition uses: attributes, modules of ours that it imports, names and whether as types."""
+
+    attributes: frozenset[str]
+    imports: tuple[str, ...]
+    names: tuple[tuple[str, bool], ...]
+
+
+@cache
+def _uses(piece: ast.AST) -> _Uses:
+    nodes = list(ast.walk(piece))
+    annotations = [
+        *evaluated_annotations(piece),
+        *(each.annotation for each in nodes if isinstance(each, ast.AnnAssign)),
+    ]
+    types = {id(node) for annotation in annotations for node in ast.walk(annotation)}
+    sources = (node.module or "" for node in nodes if isinstance(node, ast.ImportFrom))
+    return _Uses(
+        frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute)),
+        tuple(source for source in sources if source.startswith(PACKAGE)),
+        tuple(dict.fromkeys((node.id, id(node) in types) for node in nodes if isinstance(node, ast.Name))),
+    )
 
 
 def _resolve(module: _Module, name: str, found: Found) -> Key | None:
