@@ -27,10 +27,12 @@ from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Program
 from polyphase.schedules.cost import Sharing
 from polyphase.schedules.grouped_gemm import schedule as grouped_gemm
 from polyphase.schedules.grouped_gemm.schedule import GroupedGemm, _outputs, _tiling
 from polyphase.schedules.grouped_gemm.tiling import product_of
+from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.tensor_cores import steps_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -153,7 +155,21 @@ def test_blocks_take_tile_after_tile(
 INF_AND_NAN = [("float32", 20, 6), ("float32", 64, 16), ("bfloat16", 20, 6), ("bfloat16", 20, 16)]
 
 
-def assert_carries_inf_and_nan(dtype: str, channels: int, out_channels: int, executor: Executor) -> None:
+#: Whether every config is tried, or one for each number of parts and of a block's channels.
+EVERY = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+def some_offers(problem: ConvTransposeProblem, every: bool) -> list[tuple[Candidate, Program]]:
+    found = offers(GroupedGemm(), problem)
+    kinds = {
+        (product_of(problem, each[0].config.out_chunk).parts, each[0].config.out_chunk): each for each in found[::-1]
+    }
+    return found if every else list(kinds.values())
+
+
+def assert_carries_inf_and_nan(
+    dtype: str, channels: int, out_channels: int, executor: Executor, every: bool = True
+) -> None:
     """Parts of an infinite value are none, nor is what it is times the zero of a pair without a tap."""
     problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
     generator = torch.Generator().manual_seed(3)
@@ -168,22 +184,24 @@ def assert_carries_inf_and_nan(dtype: str, channels: int, out_channels: int, exe
     assert exact.isnan().any()
     assert exact.isinf().any()
     assert exact.isfinite().any()
-    for _, program in offers(GroupedGemm(), problem):
+    for _, program in some_offers(problem, every):
         found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), bias, executor)
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-2)
 
 
+@EVERY
 @pytest.mark.parametrize(("dtype", "channels", "out_channels"), INF_AND_NAN)
-def test_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
+def test_inf_and_nan(dtype: str, channels: int, out_channels: int, every: bool) -> None:
     problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
     candidates = [candidate.config for candidate, _ in offers(GroupedGemm(), problem)]
     parts = {product_of(problem, config.out_chunk).parts for config in candidates}
     assert (2 in parts, 3 in parts) == (channels == 64, dtype == "float32" and channels < 64)
     assert any(config.out_chunk % 8 == 0 for config in candidates) == (out_channels == 16)
-    assert_carries_inf_and_nan(dtype, channels, out_channels, Emulator())
+    assert_carries_inf_and_nan(dtype, channels, out_channels, Emulator(), every)
 
 
-def test_products_near_the_largest_number() -> None:
+@EVERY
+def test_products_near_the_largest_number(every: bool) -> None:
     """Two parts that were rounded up have a product beyond it, where that of the numbers is not."""
     problem = make((1, 8, 4, 4), 8, 2, 2)
     largest = torch.finfo(torch.float32).max
@@ -192,7 +210,7 @@ def test_products_near_the_largest_number() -> None:
     weight[0] = largest * 0.999 / float(x[0, 0, 0, 0])
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double())).float()
     assert exact.isfinite().all()
-    for candidate, program in offers(GroupedGemm(), problem):
+    for candidate, program in some_offers(problem, every):
         assert product_of(problem, candidate.config.out_chunk).parts == 3
         torch.testing.assert_close(run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)), exact)
 

@@ -51,7 +51,7 @@ _ALIGN = r"(?:(?:__align__|alignas)\s*\([^;]*\)\s*)?"
 _DYNAMIC_SHARED = re.compile(rf"extern\s+{_ALIGN}__shared__\s+{_ALIGN}([\w\s]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
 _COMMON = ("-std=c++20", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{_HERE}")  # fortified jumps refuse to change stacks
 _KERNEL = (
-    *("-O1", "-gdwarf-4", "-g1", "-w", "-march=native", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing"),
+    *("-Og", "-gdwarf-4", "-g1", "-w", "-march=native", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing"),
     "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow",
     "-fno-sanitize-recover=all",
 )
