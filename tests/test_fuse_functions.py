@@ -39,7 +39,8 @@ BEHIND: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "elu, clamp": (lambda m, y, x: torch.clamp(F.elu(y, alpha=0.5), max=0.7), ("elu()", "clamp()")),
     "gelu": (lambda m, y, x: F.gelu(y, approximate="tanh"), ("gelu()",)),
     "softplus": (lambda m, y, x: F.softplus(y, 2, threshold=10), ("softplus()",)),
-    "sigmoid": (lambda m, y, x: torch.sigmoid(2 * y - 1), ("mul()", "sub()", "sigmoid()")),
+    "sigmoid": (lambda m, y, x: torch.sigmoid(2 * y / 4 - 1), ("mul()", "div()", "sub()", "sigmoid()")),
+    "channels": (lambda m, y, x: y * m.slope.view(4, 1, 1) + m.slope[0], ("mul()", "add()")),
     "prelu": (lambda m, y, x: F.prelu(y, m.slope), ("prelu()",)),
     "dropout": (lambda m, y, x: F.dropout(F.hardtanh(y), training=m.training), ("hardtanh()", "dropout()")),
     "residual": (lambda m, y, x: F.silu(m.skip(x) + y), ("add()", "silu()")),
@@ -156,7 +157,9 @@ def test_what_a_residual_must_be() -> None:
     assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("norm", "add()")
     x = torch.randn(2, 6, 3, 3)
     with torch.no_grad():
-        for other in (torch.randn(2, 4, 6, 6), torch.randn(4, 1, 1), torch.randn(2, 4, 6, 6).double(), torch.tensor(3)):
+        for size in [(2, 4, 6, 6), (4, 1, 1), (1, 4, 1, 1), (2, 4, 1, 1), (1,), (6,), (2, 1, 1, 1), (4, 6, 6)]:
+            torch.testing.assert_close(model(x, other := torch.randn(size)), plain(x, other), rtol=1e-4, atol=1e-5)
+        for other in (torch.randn(4, 1, 1).double(), torch.randn(2, 4, 6, 6).double(), torch.tensor(3)):
             found, expected = model(x, other), plain(x, other)
             assert found.dtype == expected.dtype
             torch.testing.assert_close(found, expected)

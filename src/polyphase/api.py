@@ -1,6 +1,7 @@
 """The public names, imported from where they are made. Importing this module imports torch and registers operators."""
 
 from polyphase import fused
+from polyphase.compile_fusion import CompileFusion, enable_compile_fusion
 from polyphase.convert import Report, accelerate, restore
 from polyphase.errors import CompilationError, PolyphaseError, UnsupportedError
 from polyphase.explanation import explain
@@ -20,6 +21,7 @@ from polyphase.problem import ConvTransposeProblem
 
 __all__ = [
     "CompilationError",
+    "CompileFusion",
     "ConvTranspose1d",
     "ConvTranspose2d",
     "ConvTranspose3d",
@@ -35,6 +37,7 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "enable_compile_fusion",
     "explain",
     "freeze",
     "fused",

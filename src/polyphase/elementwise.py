@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from polyphase import fused
+from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, SAMPLE
 
 _NUMBER = (int, float)
 
@@ -21,7 +24,7 @@ _NUMBER = (int, float)
 class Reading(NamedTuple):
     """An operation of `polyphase.problem.epilogue`, or none where ``kind`` is "": a dropout in evaluation mode.
 
-    ``other``: the residual of "add", the slope of "prelu".
+    ``other``: the tensor of "add" and "multiply", and the slope of "prelu".
     """
 
     kind: str
@@ -48,17 +51,27 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
     "add": {"other": None, "alpha": 1},
     "sub": {"other": None, "alpha": 1},
     "mul": {"other": None},
+    "div": {"other": None, "rounding_mode": None},
     "dropout": {"p": 0.5, "training": True, "inplace": False},
 }
 _OPERATORS = {"__add__": "add", "__radd__": "add", "__iadd__": "add", "__sub__": "sub", "__isub__": "sub",
-              "__mul__": "mul", "__rmul__": "mul", "__imul__": "mul"}  # fmt: skip
-_OTHER_NAMES = {"clip": "clamp", "dropout1d": "dropout", "dropout2d": "dropout", "dropout3d": "dropout"}
+              "__mul__": "mul", "__rmul__": "mul", "__imul__": "mul", "__truediv__": "div",
+              "__itruediv__": "div"}  # fmt: skip
+_OTHER_NAMES = {
+    "clip": "clamp",
+    "multiply": "mul",
+    "true_divide": "div",
+    "dropout1d": "dropout",
+    "dropout2d": "dropout",
+    "dropout3d": "dropout",
+}
 
 
 def _functions() -> dict[Any, str]:
     """PyTorch's functions and methods by what they are, so that others of the same name are not taken for them."""
     found: dict[Any, str] = {operator.add: "add", operator.iadd: "add", operator.sub: "sub", operator.isub: "sub",
-                             operator.mul: "mul", operator.imul: "mul"}  # fmt: skip
+                             operator.mul: "mul", operator.imul: "mul", operator.truediv: "div",
+                             operator.itruediv: "div"}  # fmt: skip
     for name in _PARAMETERS | _OTHER_NAMES:
         for home in (torch.nn.functional, torch, Tensor):
             for spelled in (name, f"{name}_"):
@@ -94,6 +107,37 @@ def is_in_place(target: Any, kwargs: Mapping[str, Any]) -> bool:
     return bool(kwargs.get("inplace")) or name.endswith("_")
 
 
+def change_between(
+    nodes: Sequence[Any], taken: Collection[Any], module_of: Callable[[Any], torch.nn.Module | None]
+) -> Any:
+    """The first of the ``nodes`` behind a layer's that may change in place what the layer reads; or None.
+
+    ``taken``: those that the layer computes; ``module_of``: the module that a node calls. What one of these nodes has
+    made anew was not there when the layer was called, and may change.
+    """
+    made: set[Any] = set()
+    for node in nodes:
+        module = module_of(node)
+        if module is not None:
+            changes, new = bool(getattr(module, "inplace", False)), isinstance(module, _MAKE_NEW)
+        else:
+            call = node.op in ("call_function", "call_method")
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            changes = call and (is_in_place(node.target, node.kwargs) or "out" in node.kwargs or "setitem" in name)
+            new = call and getattr(node.target, "__name__", "").partition(".")[0] in _NEW_OF_FUNCTIONS
+        changed = node.args[0] if node.args else None
+        if changes and changed not in made:
+            return node
+        if new or changes or node in taken:
+            made.add(node)
+    return None
+
+
+_MAKE_NEW = (torch.nn.modules.conv._ConvNd, torch.nn.modules.batchnorm._NormBase, torch.nn.Linear)
+_NEW_OF_FUNCTIONS = {f"conv{what}{dims}d" for what in ("", "_transpose") for dims in (1, 2, 3)}
+_NEW_OF_FUNCTIONS |= {"batch_norm", "linear", "conv_transpose", "conv_transpose_epilogue"}
+
+
 def read(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading | None:
     """What a call of the kind ``name`` computes of ``value``, which is among ``args`` or ``kwargs``.
 
@@ -123,6 +167,10 @@ def _numbers(*values: Any) -> bool:
     return all(type(value) in _NUMBER and math.isfinite(value) for value in values)
 
 
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, complex, *_NUMBER))
+
+
 def _plain(name: str, given: dict[str, Any]) -> Reading | None:
     """An activation whose constants are numbers."""
     constants = [each for key, each in given.items() if key != "inplace"]
@@ -149,12 +197,17 @@ def _add(name: str, given: dict[str, Any]) -> Reading | None:
     sign = -1.0 if name == "sub" else 1.0
     if _numbers(other):
         return Reading("affine", (1.0, sign * alpha * other))
-    is_number = isinstance(other, (bool, complex, *_NUMBER)) or other is None
-    return None if is_number or name == "sub" or alpha != 1 else Reading("add", (), other)
+    return None if _is_number(other) or name == "sub" or alpha != 1 else Reading("add", (), other)
 
 
 def _mul(name: str, given: dict[str, Any]) -> Reading | None:
-    return Reading("affine", (float(given["other"]), 0.0)) if _numbers(given["other"]) else None
+    other = given["other"]
+    if name == "div":  # by a power of two it is a product
+        exact = _numbers(other) and other != 0 and abs(math.frexp(other)[0]) == 0.5 and given["rounding_mode"] is None
+        return Reading("affine", (1.0 / other, 0.0)) if exact else None
+    if _numbers(other):
+        return Reading("affine", (float(other), 0.0))
+    return None if _is_number(other) else Reading("multiply", (), other)
 
 
 def _prelu(name: str, given: dict[str, Any]) -> Reading | None:
@@ -168,5 +221,40 @@ def _dropout(name: str, given: dict[str, Any]) -> Reading | None:
 
 _READERS: dict[str, Callable[[str, dict[str, Any]], Reading | None]] = {
     "relu6": _clamp, "hardtanh": _clamp, "clamp": _clamp, "gelu": _gelu, "add": _add, "sub": _add, "mul": _mul,
-    "prelu": _prelu, "dropout": _dropout,
+    "div": _mul, "prelu": _prelu, "dropout": _dropout,
 }  # fmt: skip
+
+
+def per(kind: str, other: Sequence[Any], size: Sequence[Any], equal: Callable[[Any, Any], bool] = operator.eq) -> str:
+    """How many elements the tensor beside an output of ``size`` has in an epilogue; "" if none has it.
+
+    `CHANNEL` and its kin (`polyphase.problem.epilogue`). ``equal`` compares two sizes, which may be symbolic.
+    """
+    if kind == "prelu":
+        counted = len(other) < 2 and (len(other) == 0 or equal(other[0], 1) or equal(other[0], size[1]))
+        return CHANNEL if counted else ""
+    if kind == "add" and len(other) == len(size) and all(map(equal, other, size)):
+        return ELEMENT
+    if len(other) > len(size):
+        return ""
+    of_samples, of_channels, *rest = [1] * (len(size) - len(other)) + list(other)
+    if not all(equal(each, 1) for each in rest):
+        return ""
+    if equal(of_channels, size[1]):
+        return CHANNEL if equal(of_samples, 1) else SAMPLE if equal(of_samples, size[0]) else ""
+    return ONE if equal(of_channels, 1) and equal(of_samples, 1) else ""
+
+
+def read_as(per_what: str, size: Sequence[Any]) -> tuple[int, ...] | None:
+    """The shape in which `polyphase.fused` takes a tensor of which `per` has said that; None for its own."""
+    ones = (1,) * (len(size) - 2)
+    return {ONE: (), CHANNEL: (-1,), SAMPLE: (-1, int(size[1]), *ones)}.get(per_what)
+
+
+def step_of(reading: Reading, tensor: Tensor, per_what: str) -> fused.Step:
+    """A reading with a tensor beside it as a step of an epilogue; ``tensor`` is ``other`` as `read_as` wants it."""
+    if reading.kind == "prelu":
+        return fused.prelu(tensor)
+    if reading.kind == "multiply":
+        return fused.scale_shift(tensor)
+    return fused.add(tensor) if per_what == ELEMENT else fused.scale_shift(shift=tensor)

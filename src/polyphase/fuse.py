@@ -11,7 +11,7 @@ computes what it always did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from polyphase import functional, fused
-from polyphase.elementwise import is_in_place, name_of, read
+from polyphase.elementwise import change_between, name_of, read
 from polyphase.modules import APART_FOR, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, StandIn
 from polyphase.pending import Pending, Waiting
 from polyphase.torch_op.validate import Layer, output_size
@@ -157,7 +157,7 @@ class Chain:
             known = Layer(layer.kernel_size, layer.stride, layer.padding, output_padding, layer.dilation, layer.groups)
             return (input.shape[0], layer.out_channels, *output_size(input.shape[2:], known))
 
-        return Pending(Waiting(compute, self.then, size, dtype), self.steps())
+        return Pending(Waiting(compute, self.then, size, dtype, input.device), self.steps())
 
 
 def _step(module: Any) -> fused.Step | None:
@@ -321,10 +321,6 @@ def _name(node: torch.fx.Node) -> str:
     return name_of(node.target) if node.op in ("call_function", "call_method") else ""
 
 
-#: Modules whose results are new tensors: what is changed in place there was nobody else's.
-_NEW = (torch.nn.modules.conv._ConvNd, torch.nn.modules.batchnorm._NormBase, torch.nn.Linear)
-
-
 class _Trace:
     """A graph of what a module calls, and which of its nodes a layer computes already."""
 
@@ -338,6 +334,9 @@ class _Trace:
 
     def _module(self, node: torch.fx.Node) -> Module:
         return self._root.get_submodule(str(node.target))
+
+    def _module_of(self, node: torch.fx.Node) -> Module | None:
+        return self._module(node) if node.op == "call_module" else None
 
     def chain_of(self, layer: torch.fx.Node) -> tuple[list[torch.fx.Node], str]:
         """The nodes behind a layer's that it can compute, and why there are no more."""
@@ -380,28 +379,8 @@ class _Trace:
         if any(parent._forward_hooks for parent in parents):
             return f"hooks would see it before {name}()"
         between = self._nodes[self._order[layer] + 1 : self._order[call]]
-        changing = next((each for each in between if self._changes(each, layer)), None)
+        changing = change_between(between, self._taken, self._module_of)
         return "" if changing is None else f"{changing} changes a tensor in place before {name}() is called"
-
-    def _changes(self, node: torch.fx.Node, layer: torch.fx.Node) -> bool:
-        """Whether a node may change what the layer reads."""
-        if node in self._taken or not node.args:
-            return False
-        if node.op == "call_module":
-            changes = bool(getattr(self._module(node), "inplace", False))
-        else:
-            kwargs: Mapping[str, Any] = node.kwargs
-            target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            changes = node.op in ("call_function", "call_method") and (
-                is_in_place(node.target, kwargs) or "out" in kwargs or target in ("setitem", "setattr", "__setitem__")
-            )
-        changed = node.args[0]
-        if not changes or not isinstance(changed, torch.fx.Node):
-            return changes
-        if changed in self._taken and self._order[changed] > self._order[layer]:
-            return False
-        new = changed.op == "call_module" and isinstance(self._module(changed), _NEW)
-        return not (new and self._order[changed] > self._order[layer])
 
 
 def _why_not(module: Any, node: torch.fx.Node, calls: list[Any], shared: set[int]) -> str:

@@ -15,31 +15,25 @@ import torch
 from torch import Tensor
 
 from polyphase import fused
-from polyphase.elementwise import Reading, is_in_place, name_of, read
+from polyphase.elementwise import Reading, is_in_place, name_of, per, read, read_as, step_of
 
 _CONSTANTS = (int, float, bool, str)
 _READ: dict[Any, Reading | None] = {}  # calls that were read before
 _MOST_READ = 1024
 
 
-def step_of(reading: Reading) -> fused.Step:
-    """A reading of tensors as a step of an epilogue."""
-    if reading.kind == "add":
-        return fused.add(reading.other)
-    return fused.prelu(reading.other) if reading.kind == "prelu" else fused.Step(reading.kind, reading.constants)
-
-
 class Waiting(NamedTuple):
     """What a layer is to compute, and when.
 
     ``compute`` gives the tensor of the steps behind the layer; ``expected``: the kinds of the calls in order, or
-    modules, which tell by `Pending.pass_through` that they are called; ``size`` and ``dtype``: those of the tensor.
+    modules, which tell by `Pending.pass_through` that they are called; what the tensor will be.
     """
 
     compute: Callable[[list[fused.Step]], Tensor]
     expected: Sequence[Any]
     size: Callable[[], tuple[int, ...]]
     dtype: torch.dtype
+    device: torch.device
 
 
 class Pending:
@@ -85,8 +79,9 @@ class Pending:
         name = name_of(function)
         if name and self._expects(name):
             reading = self._read(name, args, kwargs)
-            if reading is not None and self._takes(reading):
-                return self._next(step_of(reading) if reading.kind else None, is_in_place(function, kwargs))
+            step = None if reading is None else self._step(reading)
+            if step is not None:
+                return self._next(step if step.kind else None, is_in_place(function, kwargs))
         return function(*_computed(args), **_computed(kwargs))
 
     def _read(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading | None:
@@ -105,16 +100,20 @@ class Pending:
             _READ[key] = found
         return found
 
-    def _takes(self, reading: Reading) -> bool:
-        """Whether a call gives what it would give of the tensor: of that dtype and shape, and without derivatives."""
-        other = reading.other
+    def _step(self, reading: Reading) -> fused.Step | None:
+        """The step of a call that gives what it gives of the tensor: of its dtype and shape, without derivatives."""
+        other, waiting = reading.other, self._waiting
         if other is None:
-            return reading.kind != "softplus" or not torch._C._is_any_autocast_enabled()  # which makes it float32
+            wide = reading.kind == "softplus" and torch._C._is_any_autocast_enabled()  # which makes it float32
+            return None if wide else fused.Step(reading.kind, reading.constants)
         if not isinstance(other, Tensor) or (other.requires_grad and torch.is_grad_enabled()):
-            return False
-        size = self._waiting.size()
-        fits = other.numel() in (1, size[1]) if reading.kind == "prelu" else other.shape == size
-        return fits and other.dtype == self._waiting.dtype
+            return None
+        size = waiting.size()
+        found = per(reading.kind, other.shape, size) if other.dtype == waiting.dtype else ""
+        if not found or other.device != waiting.device:
+            return None
+        shape = read_as(found, size)
+        return step_of(reading, other if shape is None else other.reshape(shape), found)
 
     @classmethod
     def __torch_function__(

@@ -78,9 +78,8 @@ class Operation:
             raise ValueError(f"an epilogue has no operation {self.kind!r}; it has {', '.join(_kinds())}")
         if len(self.constants) != wanted:
             raise ValueError(f"{self.kind} takes {wanted} constants, given {self.constants}")
-        if (not all(map(math.isfinite, self.constants)) and self.kind != "clamp") or any(
-            map(math.isnan, self.constants)
-        ):
+        finite = all(-math.inf < constant < math.inf for constant in self.constants)  # Dynamo traces this
+        if (not finite and self.kind != "clamp") or any(constant != constant for constant in self.constants):
             raise ValueError(f"{self.kind} takes finite constants, given {self.constants}")
         self._check_operands()
 
@@ -155,7 +154,8 @@ def encoded(epilogue: Epilogue) -> str:
 
 
 def _encoded(operation: Operation) -> str:
-    constants = ",".join([str(constant) for constant in operation.constants])
+    # `__float__`: to Dynamo a number of a module may be a symbol, of which that makes a constant, as nothing else does.
+    constants = ",".join([str(constant.__float__()) for constant in operation.constants])
     operands = ",".join([f"{role} {per} {'wide' if wide else ''}" for role, per, wide in operation.operands])
     return f"{operation.kind}:{constants}:{operands}:{operation.of}"
 

@@ -1,0 +1,240 @@
+"""Chains behind a layer in the graphs that `torch.compile` makes: ``polyphase.enable_compile_fusion()``.
+
+Inductor fuses nothing into an operator that is not its own. So the graph is changed before it comes to that: where
+polyphase's operator is followed by batch norms in evaluation mode, activations, factors and sums, each read by the next
+alone, all of them become one call of ``polyphase::conv_transpose_epilogue``. Graphs are changed at Inductor's hook
+before derivatives (`torch._inductor.config.pre_grad_custom_pass`), where norms and activations are still whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from polyphase import elementwise, fused
+from polyphase.elementwise import change_between, name_of, per, read, read_as, step_of
+from polyphase.problem.epilogue import encoded
+from polyphase.torch_op.epilogue import conv_transpose_epilogue
+from polyphase.torch_op.operators import conv_transpose
+
+try:
+    from torch._inductor.custom_graph_pass import CustomGraphPass as _Pass
+except ImportError:  # PyTorch before 2.6
+    _Pass = object  # type: ignore[assignment, misc]
+
+
+class CompileFusion(_Pass):
+    """The pass, while it is enabled. A context: at its end it is disabled.
+
+    ``chains``: what was fused in each graph that was compiled since, such as "conv_transpose → batch_norm → relu".
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.chains: list[str] = []
+        self._before = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
+        self._found = before
+        self._is_enabled = True
+
+    def __call__(self, graph: Graph) -> None:
+        """Change a graph of PyTorch's functions. Called by Inductor."""
+        for each in self._before:
+            each(graph)
+        if self._is_enabled:
+            self.chains += _fuse(graph)
+
+    def uuid(self) -> Any:
+        """What this does, for the key of compiled graphs on disk. None, as others', keeps them from it."""
+        others = [each.uuid() if hasattr(each, "uuid") else None for each in self._before]
+        return None if None in others else (_digest(), self._is_enabled, *others)
+
+    def disable(self) -> None:
+        """Leave graphs that are compiled from now on as they are."""
+        from torch._inductor import config
+
+        self._is_enabled = False
+        if config.pre_grad_custom_pass is self:
+            config.pre_grad_custom_pass = self._found
+
+    def __enter__(self) -> CompileFusion:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.disable()
+
+
+def enable_compile_fusion() -> CompileFusion:
+    """Have `torch.compile` make one kernel of polyphase's layers and what stands behind them, in inference.
+
+    It is for graphs that Inductor compiles from now on, in the whole process, until ``disable()``, or to the end of a
+    ``with``: a model is compiled when it is first called. Taken in are batch norms in evaluation mode, activations,
+    sums with tensors of the output's shape, and factors and sums per channel, while each is the only one that reads
+    what is before it, and dtypes are the output's. Graphs that record derivatives stay as they are.
+
+    Returns:
+        The pass: a context, with ``disable()`` and the ``chains`` that it has found.
+    """
+    from torch._inductor import config
+
+    found = config.pre_grad_custom_pass
+    if isinstance(found, CompileFusion) and found._is_enabled:
+        return found
+    fusion = CompileFusion(found)
+    config.pre_grad_custom_pass = fusion
+    return fusion
+
+
+def _digest() -> str:
+    files = (__file__, elementwise.__file__)
+    return hashlib.sha256(b"".join(Path(each).read_bytes() for each in files)).hexdigest()
+
+
+_LAYERS = (conv_transpose, conv_transpose_epilogue)
+
+
+def _fuse(graph: Graph) -> list[str]:
+    """Fuse every chain of a graph, and tell them."""
+    found: list[str] = []
+    nodes = list(graph.nodes)
+    order = {node: place for place, node in enumerate(nodes)}
+    taken: set[Node] = set()
+    for layer in nodes:
+        value = _value(layer)
+        if layer.target not in _LAYERS or layer.kwargs or not isinstance(value, Tensor) or value.requires_grad:
+            continue
+        chain, steps = _chain(layer, nodes, order, taken)
+        if chain:
+            taken.update(chain)
+            _replace(graph, layer, chain, steps)
+            found.append(" → ".join(["conv_transpose", *(_name(node) for node in chain)]))
+    if found:
+        graph.lint()
+    return found
+
+
+def _value(node: Any) -> Any:
+    """The fake tensor, or number, that stands for a node's value."""
+    return node.meta.get("example_value") if isinstance(node, Node) else node
+
+
+def _name(node: Node) -> str:
+    return "batch_norm" if node.target is torch.nn.functional.batch_norm else name_of(node.target)
+
+
+class _Step:
+    """An operation in a graph: its step on fake tensors, and the nodes that stand for them."""
+
+    def __init__(self, step: fused.Step | None, operands: Sequence[tuple[Node, tuple[int, ...] | None]]) -> None:
+        self.step = step
+        self.operands = operands  # with the shape that each is to be read in, where it is another
+
+
+def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[Node]) -> tuple[list[Node], list[_Step]]:
+    """The nodes that the layer can compute, and their steps."""
+    chain: list[Node] = []
+    steps: list[_Step] = []
+    node = layer
+    while len(node.users) == 1:
+        (reader,) = node.users
+        if reader.op not in ("call_function", "call_method") or reader in taken or reader not in order:
+            break  # the last: what another layer's chain has become
+        step = _step_of(reader, node, layer)
+        between = nodes[order[layer] + 1 : order[reader]]
+        if step is None or change_between(between, {*chain, *taken}, lambda each: None) is not None:
+            break
+        if not _is_valid(layer, [*steps, step]):
+            break
+        chain.append(reader)
+        steps.append(step)
+        node = reader
+    while steps and steps[-1].step is None:  # a dropout at the end is nothing to compute
+        chain.pop(), steps.pop()
+    return chain, steps
+
+
+def _step_of(call: Node, value: Node, layer: Node) -> _Step | None:
+    """What a call computes of ``value``; None if no epilogue computes it."""
+    size, output = _value(layer).shape, _value(layer)
+    result = _value(call)
+    if not isinstance(result, Tensor) or result.dtype != output.dtype or result.requires_grad:
+        return None
+    if call.target is torch.nn.functional.batch_norm:
+        return _norm(call, value)
+    name = _name(call)
+    reading = read(name, value, call.args, call.kwargs) if name else None
+    if reading is None:
+        return None
+    if reading.other is None:
+        return _Step(fused.Step(reading.kind, reading.constants) if reading.kind else None, ())
+    other = _value(reading.other)
+    if not isinstance(reading.other, Node) or not isinstance(other, Tensor) or other.dtype != output.dtype:
+        return None
+    kind = per(reading.kind, other.shape, size, _known_equal)
+    if not kind:
+        return None
+    shape = read_as(kind, size)
+    step = step_of(reading, other if shape is None else other.reshape(shape), kind)
+    return _Step(step, [(reading.other, shape)])
+
+
+def _norm(call: Node, value: Node) -> _Step | None:
+    """A batch norm in evaluation mode."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {"weight": None, "bias": None, "training": False, "eps": 1e-5, **dict(zip(names, call.args)), **call.kwargs}
+    tensors = [given.get(name) for name in ("running_mean", "running_var", "weight", "bias")]
+    if given["training"] is not False or given["input"] is not value or type(given["eps"]) is not float:
+        return None
+    if any(each is not None and not isinstance(_value(each), Tensor) for each in tensors) or None in tensors[:2]:
+        return None
+    mean, variance, weight, bias = map(_value, tensors)
+    step = fused.batch_norm(mean, variance, weight, bias, given["eps"])
+    return _Step(step, [(each, None) for each in tensors if isinstance(each, Node)])
+
+
+def _known_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal whatever they are."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(one == other)
+
+
+def _text(layer: Node, steps: Sequence[_Step]) -> str:
+    """The epilogue of these steps behind the layer's own. Raises what `polyphase.fused` raises for wrong operands."""
+    input, size = _value(layer.args[0]), _value(layer).shape
+    epilogue = fused._checked("conv_transpose", [each.step for each in steps if each.step], input, size, True)
+    text = encoded(epilogue)
+    return f"{layer.args[4]};{text}" if layer.target is conv_transpose_epilogue else text
+
+
+def _is_valid(layer: Node, steps: Sequence[_Step]) -> bool:
+    try:
+        _text(layer, steps)
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+def _replace(graph: Graph, layer: Node, chain: list[Node], steps: list[_Step]) -> None:
+    """Put one call in the place of the last of a chain."""
+    input, weight, bias, *rest = layer.args
+    operands: list[Any] = []
+    if layer.target is conv_transpose_epilogue:
+        operands, _, *rest = rest  # type: ignore[assignment]
+    with graph.inserting_before(chain[-1]):
+        further: list[Any] = []
+        for step in steps:
+            for node, shape in step.operands:
+                further.append(node if shape is None else graph.call_method("reshape", (node, shape)))
+        arguments = (input, weight, bias, [*operands, *further], _text(layer, steps), *rest)
+        call = graph.call_function(conv_transpose_epilogue, arguments)
+    call.meta = {**chain[-1].meta}
+    chain[-1].replace_all_uses_with(call)
+    for node in (*reversed(chain), layer):
+        graph.erase_node(node)

@@ -1,0 +1,145 @@
+"""``polyphase.enable_compile_fusion()``: what graphs have in the place of a chain, and the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor import config
+
+import polyphase
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert config.pre_grad_custom_pass is None
+
+
+class Block(nn.Module):
+    """A layer, a batch norm, and what is called behind them."""
+
+    def __init__(self, behind: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.act = polyphase.ConvTranspose2d(3, 4, 2, 2), nn.BatchNorm2d(4), nn.PReLU(4)
+        self.norm.register_buffer("running_mean", torch.rand(4))
+        self.skip = nn.Sequential(polyphase.ConvTranspose2d(3, 4, 2, 2), nn.ReLU(inplace=True))
+        self.factor = nn.Parameter(torch.rand(4, 1, 1))
+        self.behind = behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3, H, W) to (N, 4, 2·H, 2·W)."""
+        return self.behind(self, self.up(x), x)
+
+
+def lowered(chains: list[str], model: nn.Module, *inputs: Tensor) -> list[Tensor]:
+    """What a compiled model gives of each input, by the pass and no compiler, which takes longer."""
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        chains.append("")  # a graph
+        fusion: Any = config.pre_grad_custom_pass
+        fusion(graph.graph)
+        graph.recompile()
+        return graph
+
+    for each in inputs:
+        for dim in (0, *range(2, each.dim())):
+            torch._dynamo.mark_dynamic(each, dim)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    results = [compiled(each) for each in inputs]
+    chains.remove("")  # one for all sizes
+    return results
+
+
+CHAINS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
+    "norm": (
+        lambda m, y, x: F.leaky_relu(m.norm(y), 0.2, inplace=True).mul_(0.5),
+        ["conv_transpose → batch_norm → leaky_relu → mul"],
+    ),
+    "residual": (
+        lambda m, y, x: m.act(m.skip(x) + y),
+        ["conv_transpose → add → prelu", "conv_transpose → relu"],
+    ),
+    "channels": (
+        lambda m, y, x: torch.sigmoid(y * m.factor + x.mean((2, 3)).mean(1)[:, None, None, None].expand(-1, 4, 1, 1)),
+        ["conv_transpose → mul → add → sigmoid"],
+    ),
+    "two readers": (lambda m, y, x: F.relu(y) + y, []),
+    "the input changes": (lambda m, y, x: (F.relu(y * m.factor), x.add_(1))[0], ["conv_transpose → mul → relu"]),
+    "the input changes before": (lambda m, y, x: (x.add_(1), F.relu(y))[1], []),
+    "another dtype": (lambda m, y, x: F.relu(y.double()).float(), []),
+    "no epilogue": (lambda m, y, x: torch.softmax(F.gelu(y), 1), ["conv_transpose → gelu"]),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains(name: str) -> None:
+    behind, chains = CHAINS[name]
+    model = Block(behind).eval()
+    inputs = [torch.randn(2, 3, 4, 5), torch.randn(3, 3, 6, 4)]
+    with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:
+        found = lowered(fusion.chains, model, *(x.clone() for x in inputs))
+        torch.testing.assert_close(found, [model(x) for x in inputs], rtol=1e-4, atol=1e-5)
+        assert sorted(fusion.chains) == sorted(chains)
+
+
+def test_more_behind_what_accelerate_has_fused() -> None:
+    model = nn.Sequential(nn.ConvTranspose1d(3, 4, 2, 2), nn.BatchNorm1d(4), nn.Sequential()).eval()
+    polyphase.accelerate(model, fuse=True)
+
+    class Then(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.up(x))
+
+    x = torch.randn(2, 3, 5)
+    with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:
+        (found,) = lowered(fusion.chains, Then(), x)
+        torch.testing.assert_close(found, torch.tanh(model(x)))
+    assert fusion.chains == ["conv_transpose → tanh"]
+
+
+def test_training_is_left_as_it_is() -> None:
+    model, x = Block(CHAINS["norm"][0]).eval(), torch.randn(1, 3, 4, 4)
+    with polyphase.enable_compile_fusion() as fusion:
+        lowered(fusion.chains, model, x)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            lowered(fusion.chains, model.train(), x)
+    assert fusion.chains == []
+
+
+def test_enabling_and_disabling() -> None:
+    seen: list[object] = []
+    with config.patch(pre_grad_custom_pass=seen.append):
+        own = config.pre_grad_custom_pass
+        fusion = polyphase.enable_compile_fusion()
+        assert polyphase.enable_compile_fusion() is fusion
+        assert config.pre_grad_custom_pass is fusion
+        fusion(torch.fx.Graph())
+        assert len(seen) == 1  # the user's own pass still runs
+        assert fusion.uuid() is None
+        fusion.disable()
+        assert config.pre_grad_custom_pass is own
+    with polyphase.enable_compile_fusion() as again:
+        assert again.uuid() is not None
+    assert config.pre_grad_custom_pass is None
+
+
+def test_by_inductor() -> None:
+    """The pass is called, and what it makes is lowered."""
+    model, x = Block(CHAINS["residual"][0]).eval(), torch.randn(2, 3, 4, 4)
+    with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:
+        found = torch.compile(model, fullgraph=True)(x)
+        torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+    assert len(fusion.chains) == 2
