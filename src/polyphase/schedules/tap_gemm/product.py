@@ -163,8 +163,10 @@ def pack_step(
     names: tuple[str, ...] = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD")
     names += ("CHUNK", "PARTS", "WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES")
     padded = round_up(product.gather.dst_channels, rows)
-    chunks = -(-product.gather.src_channels // constants["CHUNK"])
-    tile_rows, tile_taps = _pack_tile(product, padded, chunks, constants["CHUNK"])
+    chunk = constants["CHUNK"]
+    assert isinstance(chunk, int)
+    chunks = -(-product.gather.src_channels // chunk)
+    tile_rows, tile_taps = _pack_tile(product, padded, chunks, chunk)
     source = KernelSource(
         "pack_tap_groups",
         product.problem.dtype,
