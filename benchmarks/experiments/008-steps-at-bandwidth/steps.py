@@ -48,6 +48,9 @@ LAYERS = """
 16x512x8x8 -> 256, k=4, s=2, p=1 | forward | tap_gemm_tma | float32
 16x512x8x8 -> 256, k=4, s=2, p=1 | input_grad | tap_gemm_tma | bfloat16
 16x512x8x8 -> 256, k=4, s=2, p=1 | weight_grad | tap_gemm_wgrad_tma | bfloat16
+8x512x17x71 -> 513, k=3, s=5, p=3, d=3 | input_grad | window_dgrad_transposed | bfloat16
+16x512x8x8 -> 256, k=4, s=2, p=1 | input_grad | window_dgrad_transposed | bfloat16
+4x64x32x32 -> 64, k=3, p=1 | input_grad | window_dgrad_transposed | float32,bfloat16
 8x8x5153 -> 8, k=2048, s=512, p=768, g=2 | weight_grad | tap_gemm_wgrad_tma | float32
 32x192x100x100 -> 128, k=3, s=2 | weight_grad | tap_gemm_wgrad_tma | bfloat16
 16x150x19241 -> 75, k=1 | weight_grad | tap_gemm_wgrad_tma | bfloat16

@@ -23,7 +23,14 @@ def transpose_source(dtype: str, sums: bool = False) -> KernelSource:
         "transpose",
         dtype,
         False,
-        (("THREADS", _THREADS), ("PARTS", 2), ("PIECES", _PIECES), ("SUMS", sums), ("CHANNELS_FIRST", 0), ("MIN_BLOCKS", 6)),
+        (
+            ("THREADS", _THREADS),
+            ("PARTS", 2),
+            ("PIECES", _PIECES),
+            ("SUMS", sums),
+            ("CHANNELS_FIRST", 0),
+            ("MIN_BLOCKS", 6),
+        ),
         folder="steps",
     )
 

@@ -18,6 +18,7 @@
 #include "core/divisor.cuh"
 #include "core/types.cuh"
 #include "operand/tf32.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 struct Params {
   long long stride[5];   // of the source, in elements: of images, channels, slabs, rows, columns
@@ -106,6 +107,7 @@ __device__ __forceinline__ void store_word(scalar_t* to, scalar_t first, scalar_
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     transpose(const source_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   __shared__ Piece tile[PIECES];
+  griddepcontrol_launch_dependents();
   const int thread = (int)threadIdx.x;
   const int tile_pixels = 1 << params.pixel_bits, count = params.pieces.value << params.pixel_bits;
   const int pitch = params.pieces.value | 1, blocks = ceil_div(params.pixels, tile_pixels);
