@@ -13,8 +13,9 @@ from polyphase.program.params import params_of
 from polyphase.program.step import GRAD, Step, X, plain_step
 
 _THREADS = 256
-_CHANNELS, _TILE = 4, 64  # of a block: channels, and what a tile has either way
-_MOST_POSITIONS, _STRIP_WORDS, _RUN_WORDS = 512, 8192, 32  # of a block whose columns are innermost, and of a read
+_TILE = 64  # of a block that has a tile: what that has either way
+# Of a block whose columns are innermost: positions, bytes of 16 in shared memory, planes, channels; and blocks wanted.
+_MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _CHANNELS, _MANY = 512, 2176, 32, (32, 16, 8, 4), 264
 _ROWS, _CHANNELS_LAST, _BATCH = range(3)  # the kernel's three index mappings
 
 #: The planes.
@@ -86,16 +87,37 @@ def _images(how: Flattened) -> int:
     return min(_TILE, max(1, how.images))
 
 
-def _strip(how: Flattened, word: int) -> tuple[int, int, int]:
-    """Of a block whose columns are innermost: planes along the width, positions, and the pitch in shared memory.
+class _Strip(NamedTuple):
+    """A block whose columns are innermost: planes along the width, pieces of positions, channels.
 
-    A read of neighbouring planes is a run of at most 128 bytes; rows of planes lie in different banks.
+    ``row``: elements from a plane to the next in shared memory, so that those lie in different banks.
     """
-    planes, run = how.planes[2], 32 * word
-    residues = -(-planes // -(-planes // (_RUN_WORDS * word)))
-    most = min(_MOST_POSITIONS, _STRIP_WORDS * word // (_CHANNELS * residues) // run * run)
+
+    residues: int
+    pieces: int
+    channels: int
+    row: int
+
+
+def _strip(how: Flattened, word: int) -> _Strip:
+    """As many channels as shared memory takes, and blocks are many; then fewer positions."""
+    planes, piece, run = how.planes[2], 4 * word, 32 * word
+    residues = -(-planes // -(-planes // _MOST_RESIDUES))
+    pad = -(-8 // residues) if residues > 1 else 0
+    most = min(_MOST_POSITIONS, (_MOST_PIECES // (_CHANNELS[-1] * residues) - pad) * piece // run * run)
     positions = min(most, round_up(max(1, how.positions), run))
-    return residues, positions, positions + word * (-(-32 // residues) if residues > 1 else 0)
+
+    def blocks(channels: int) -> int:
+        across = -(-how.shape[1] // channels)
+        return across * -(-how.positions // positions) * -(-planes // residues) * math.prod(how.planes[:2])
+
+    for channels in _CHANNELS:
+        fits = channels * residues * (positions // piece + pad) <= _MOST_PIECES and channels < 2 * how.shape[1]
+        if fits and blocks(channels) >= _MANY:
+            break
+    while positions > run and blocks(channels) < _MANY:
+        positions = round_up(positions // 2, run)
+    return _Strip(residues, positions // piece, channels, positions + pad * piece)
 
 
 def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
@@ -107,15 +129,16 @@ def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
         return planes, along, -(-channels // (_TILE // images))
     if way == _CHANNELS_LAST:
         return planes, -(-positions // _TILE), -(-channels // _TILE)
-    residues, along, _ = _strip(how, word)
-    return math.prod(how.planes[:2]) * -(-how.planes[2] // residues), -(-positions // along), -(-channels // _CHANNELS)
+    strip = _strip(how, word)
+    along = -(-positions // (strip.pieces * 4 * word))
+    return math.prod(how.planes[:2]) * -(-how.planes[2] // strip.residues), along, -(-channels // strip.channels)
 
 
 def _operand(how: Flattened, blocks: int, word: int) -> dict[str, Any]:
     """The kernel's ``Operand``."""
     batch, channels, *sizes = how.shape
     image, channel, *strides = how.strides
-    residues, positions, row = _strip(how, word)
+    strip = _strip(how, word)
 
     def ordered(of_images: int, others: Sequence[int]) -> tuple[int, ...]:
         return (*others, of_images) if how.images else (of_images, *others)
@@ -134,7 +157,8 @@ def _operand(how: Flattened, blocks: int, word: int) -> dict[str, Any]:
         "planes": ordered(1, how.planes),
         "blocks": blocks,
         "images": _images(how),
-        "residues": residues,
-        "block_positions": positions,
-        "row": row,
+        "residues": strip.residues,
+        "pieces": strip.pieces,
+        "block_channels": strip.channels,
+        "row": strip.row,
     }

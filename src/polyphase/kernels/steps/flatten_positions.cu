@@ -33,11 +33,12 @@ struct Operand {
   Divisor extent[3];  // of the inner three, padded
   int size[4];        // of the source
   int step[4], first[4], apart[4];
-  Divisor planes[4];         // along each dimension
-  Divisor blocks;            // of positions
-  Divisor images;            // of a block, where those are innermost
-  Divisor residues;          // planes along the width of a block, where columns are innermost
-  int block_positions, row;  // and its positions; elements from a residue to the next in shared memory
+  Divisor planes[4];        // along each dimension
+  Divisor blocks;           // of positions
+  Divisor images;           // of a block, where those are innermost
+  Divisor residues;         // planes along the width of a block, where columns are innermost
+  Divisor pieces;           // of 16 bytes of its positions
+  int block_channels, row;  // and its channels; elements from a residue to the next in shared memory
 };
 
 struct Params {
@@ -47,8 +48,8 @@ struct Params {
 
 constexpr int ROWS = 0, CHANNELS_LAST = 1, BATCH = 2;
 constexpr int WORD = 4 / (int)sizeof(scalar_t);
-constexpr int CHANNELS = 4, TILE = 64;
-constexpr int MOST_POSITIONS = 512, STRIP = 8704 * WORD;  // of a block where columns are innermost: elements, padded
+constexpr int PIECE = 4 * WORD, CHANNELS = 4, TILE = 64;   // channels of a thread where columns are innermost
+constexpr int MOST_POSITIONS = 512, STRIP = 2176 * PIECE;  // of a block where columns are innermost: elements, padded
 
 struct Plane {
   int index;
@@ -103,16 +104,63 @@ __device__ __forceinline__ void store_word(const Operand& of, int plane, int cha
 struct Strip {
   long long starts[MOST_POSITIONS];
   int columns[MOST_POSITIONS];  // far outside where there is nothing
-  scalar_t values[STRIP];
+  alignas(16) scalar_t values[STRIP];
 };
+
+typedef Vector<scalar_t, PIECE> Piece;
+
+// A piece of positions of a channel, in all parts.
+__device__ __forceinline__ void store_piece(const Vector<float, 4>& piece, long long beside, float* to) {
+  Vector<float, 4> parts[2] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) parts[0].value[i] = piece.value[i];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (PARTS == 2) split_tf32(piece.value[i], parts[0].value[i], parts[1].value[i]);
+  *(Vector<float, 4>*)to = parts[0];
+  if (PARTS == 2) *(Vector<float, 4>*)(to + beside) = parts[1];
+}
+template <class T>
+__device__ __forceinline__ void store_piece(const Vector<T, 8>& piece, long long, T* to) {
+  *(Vector<T, 8>*)to = piece;
+}
+
+// Pieces of positions of one residue, for some channels.
+__device__ __forceinline__ void read_pieces(const Operand& of, int residue, int position, int channels,
+                                            const scalar_t* __restrict__ src, const Strip& strip, scalar_t* to) {
+  const int beside = residue * of.apart[3];
+  const scalar_t* from[PIECE];
+  bool exists[PIECE], whole = of.step[3] == 1 && of.stride[3] == 1 &&
+                              strip.columns[position + PIECE - 1] - strip.columns[position] == PIECE - 1;
+#pragma unroll
+  for (int j = 0; j < PIECE; ++j) {
+    exists[j] = (unsigned)(strip.columns[position + j] + beside) < (unsigned)of.size[3];
+    from[j] = src + (strip.starts[position + j] + beside * of.stride[3]);
+    whole = whole && exists[j];
+  }
+#pragma unroll(CHANNELS / WORD)
+  for (int i = 0; i < CHANNELS; ++i) {
+    Piece piece = {};
+    if (whole && i < channels && (unsigned long long)from[0] % sizeof(Piece) == 0) {
+      piece = *(const Piece*)from[0];
+    } else {
+#pragma unroll
+      for (int j = 0; j < PIECE; ++j)
+        if (exists[j] && i < channels) piece.value[j] = read(from[j]);
+    }
+    *(Piece*)(to + i * of.residues.value * of.row) = piece;
+#pragma unroll
+    for (int j = 0; j < PIECE; ++j) from[j] += of.channel_stride;
+  }
+}
 
 __device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& plane, int along, int across,
                                              const scalar_t* __restrict__ src, scalar_t* __restrict__ planes,
                                              Strip& strip) {
-  constexpr int TOGETHER = 2 * WORD;  // items that are read at once
-  const int first = along * of.block_positions, first_channel = across * CHANNELS, residues = of.residues.value;
+  const int all = of.pieces.value * PIECE, first = along * all, residues = of.residues.value;
+  const int first_channel = across * of.block_channels, channels = min(of.block_channels, of.channels - first_channel);
   const int existing = min(residues, of.planes[3].value - plane.index % of.planes[3]);
-  for (int i = threadIdx.x; i < of.block_positions; i += THREADS) {
+  for (int i = threadIdx.x; i < all; i += THREADS) {
     const int rest = (first + i) / of.extent[2], column = (first + i - rest * of.extent[2].value) * of.step[3];
     const long long start = first + i < of.positions ? plane.element<3>(of, rest) : -1;
     strip.columns[i] = start < 0 ? -(1 << 30) : column + plane.first[3];
@@ -120,40 +168,26 @@ __device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& pla
   }
   __syncthreads();
 
-  // An item is a position of a residue, of all channels.
-  const int items = of.block_positions * residues;
-  for (int item = threadIdx.x; item < items; item += TOGETHER * THREADS) {
-    scalar_t values[TOGETHER][CHANNELS];
-#pragma unroll
-    for (int j = 0; j < TOGETHER; ++j) {
-      const int at = min(item + j * THREADS, items - 1) / of.residues;
-      const int residue = min(item + j * THREADS, items - 1) - at * residues, beside = residue * of.apart[3];
-      const bool exists = residue < existing && (unsigned)(strip.columns[at] + beside) < (unsigned)of.size[3];
-      const scalar_t* const from = src + (strip.starts[at] + beside * of.stride[3]);
-#pragma unroll
-      for (int i = 0; i < CHANNELS; ++i)
-        values[j][i] = exists && first_channel + i < of.channels ? read(from + (first_channel + i) * of.channel_stride)
-                                                                 : zero<scalar_t>();
-    }
-#pragma unroll
-    for (int j = 0; j < TOGETHER; ++j) {
-      if (item + j * THREADS >= items) break;
-      const int at = (item + j * THREADS) / of.residues, residue = item + j * THREADS - at * residues;
-#pragma unroll
-      for (int i = 0; i < CHANNELS; ++i) strip.values[(i * residues + residue) * of.row + at] = values[j][i];
-    }
+  src += first_channel * of.channel_stride;
+  const int units = of.pieces.value * residues * (of.block_channels / CHANNELS);
+#pragma unroll 1
+  for (int unit = threadIdx.x; unit < units; unit += THREADS) {
+    const int rest = unit / of.residues, residue = unit - rest * residues;
+    const int channel = rest / of.pieces * CHANNELS, position = rest % of.pieces * PIECE;
+    if (channel >= channels || residue >= existing) continue;
+    read_pieces(of, residue, position, channels - channel, src + channel * of.channel_stride, strip,
+                strip.values + (channel * residues + residue) * of.row + position);
   }
   __syncthreads();
 
-  // A warp writes the positions of a residue of a channel.
-  for (int row = threadIdx.x / 32; row < CHANNELS * residues; row += THREADS / 32) {
+#pragma unroll 2
+  for (int i = threadIdx.x; i < of.pieces.value * residues * channels; i += THREADS) {
+    const int row = i / of.pieces, position = (i - row * of.pieces.value) * PIECE;
     const int channel = row / of.residues, residue = row - channel * residues;
-    if (residue >= existing || first_channel + channel >= of.channels) continue;
-    const int end = min(of.block_positions, of.positions - first);
-    for (int at = threadIdx.x % 32 * WORD; at < end; at += 32 * WORD) {
-      const Vector<scalar_t, WORD> word = *(const Vector<scalar_t, WORD>*)(strip.values + row * of.row + at);
-      store_word(of, plane.index + residue, first_channel + channel, first + at, word, planes);
-    }
+    if (residue >= existing || first + position >= of.positions) continue;
+    const long long to = (long long)(plane.index + residue) * PARTS * of.channels + first_channel + channel;
+    store_piece(*(const Piece*)(strip.values + row * of.row + position), of.channels * of.pitch,
+                planes + (to * of.pitch + first + position));
   }
 }
 
