@@ -35,7 +35,7 @@ LAYERS = (
     "16x32x128x256 -> 64, k=3x5, s=2x3, p=1x2, d=2x1, g=4, tf32",
 )
 NAMES = sorted(path.stem for path in KERNELS.rglob("*.cu"))
-WITHOUT = {"copy_weights", "pack_channels", "pack_columns", "pack_taps", "pack_weights"}
+WITHOUT = {"copy_weights", "pack_columns", "pack_tap_groups", "pack_taps", "pack_weights"}
 
 SOURCE = """
 struct Divisor { int value; unsigned reciprocal; int shift; operator int() const { return value; } };

@@ -12,7 +12,8 @@
 // Index mapping. An item is CHUNK channels at one tap of its side: j_w of the base, all others of the phased operand;
 // or with WINDOW all j of the base, and all r of the phased operand, so that this one is read less often. A tile has
 // ROW_ITEMS items of one side by COLUMN_ITEMS items of the other; MIRRORED, rows are of the base. k runs over
-// positions, split among `splits` blocks, which leave planes of partial sums (steps/reduce_splits.cu). Two warpgroups
+// positions, split among `splits` blocks, which leave planes of partial sums (steps/transpose.cu, or reduce_splits.cu
+// where the order stays); sums that are complete are `narrowed` to the tensors' type at once. Two warpgroups
 // multiply, and a warp has TMA bring what comes next: a lane has a box. Persistent blocks take work tiles (tile of the
 // phased side fastest, then of the base, group, split) in turns.
 //
@@ -37,6 +38,7 @@ struct Params {
   int groups, splits, items;
   int stages, flush;
   int again;              // whether planes have the sums of other images already
+  int narrowed;           // whether sums are complete after the first flush, and stored in the tensors' type
   int column, row, slab;  // positions from a column of a padded image to the next, from a row, from a slab
   long long plane;        // elements of a plane of partial sums
 };
@@ -223,15 +225,17 @@ __device__ __forceinline__ Place column_place(int first_item, int eight, int col
 // Two neighbouring columns are neighbouring output channels.
 constexpr bool PAIRS = MIRRORED != SWAPPED && OUT_CHANNELS % 2 == 0;
 typedef Vector<float, PAIRS ? 2 : 1> Stored;
+typedef Vector<scalar_t, PAIRS ? 2 : 1> Narrowed;
 constexpr int STORES = PAIRS ? 1 : 2;   // of two columns
 constexpr int AT_ONCE = 4 / ROW_TILES;  // eights of columns, of which what was there is read together
 constexpr int OF_ROW = AT_ONCE * STORES, ROWS_OF_THREAD = 2 * ROW_TILES;
 
 // The sums of a work tile, all of them or those of the first `flush` stages or of the next ones: `again`.
-__device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums, float* partial,
+__device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums, void* partial,
                                       bool again) {
-  float* const to = partial + work.split * params.plane + (long long)work.group * (IN_CHANNELS * TAPS * OUT_CHANNELS) +
-                    (SWAPPED ? (TAPS - 1) * OUT_CHANNELS : 0);
+  const long long from = work.split * params.plane + (long long)work.group * (IN_CHANNELS * TAPS * OUT_CHANNELS) +
+                         (SWAPPED ? (TAPS - 1) * OUT_CHANNELS : 0);
+  float* const to = (float*)partial + from;
   int elements[ROWS_OF_THREAD], taps[ROWS_OF_THREAD];
 #pragma unroll
   for (int i = 0; i < ROWS_OF_THREAD; ++i) {
@@ -268,14 +272,21 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
         Stored& sum = before[i * OF_ROW + j];
 #pragma unroll
         for (int k = 0; k < (PAIRS ? 2 : 1); ++k) sum.value[k] += found[k];
-        *(Stored*)(to + elements[i] + places[j]) = sum;
+        if (sizeof(scalar_t) == 2 && params.narrowed) {
+          Narrowed result;
+#pragma unroll
+          for (int k = 0; k < (PAIRS ? 2 : 1); ++k) narrow(sum.value[k], result.value[k]);
+          *(Narrowed*)((scalar_t*)partial + from + elements[i] + places[j]) = result;
+        } else {
+          *(Stored*)(to + elements[i] + places[j]) = sum;
+        }
       }
     __syncwarp();
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    tap_gemm_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+    tap_gemm_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
                        const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;

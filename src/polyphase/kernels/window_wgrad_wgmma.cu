@@ -11,7 +11,8 @@
 // of g are merged: one channel, whose rows have W*C elements (`as_one_channel` in schedules/window_gemm/window.py).
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
-// float32 to `partial` in global memory, and start from zero.
+// float32 to `partial` in global memory, and start from zero. Where there is one flush and one split, the sums are
+// `narrowed` to the tensors' type at once.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -35,6 +36,7 @@ struct Params {
   int tiles[4];        // tiles along n, d, h, w
   int joined;          // W if H and W are contiguous and loaded as one run of H*W, else 0
   int steps, flush;    // wgmma k-steps per stage; stages between flushes
+  int narrowed;        // whether `partial` is the result, in the tensors' type
   int skew;            // elements by which the window starts early along w, so that TMA boxes and pairs are aligned
   int box_bytes;       // of the window, 0 if threads copy it
   int piece_bytes;     // bytes of a cp.async of the input, 8 or 4, 0 if TMA brings it
@@ -48,24 +50,31 @@ constexpr int GRID_N = ceil_div(IN_CHANNELS, COLUMNS), GRID_M = ceil_div(OUT_CHA
 
 static_assert(OUT_CHUNK * TAPS <= ROWS, "a block computes all taps of its channels");
 
-// Stores the accumulators of a warpgroup. `columns`, `filled`: valid columns and rows of the tile; `again`: accumulate
-// onto the previous flush.
-__device__ __forceinline__ void flush(const Sums& sums, float* partial, int columns, int filled, bool again) {
-  float* to = partial + (long long)Sums::first_column() * (OUT_CHANNELS * TAPS) + Sums::row(0);
+// Stores the accumulators of a warpgroup from element `to` of `partial` on. `columns`, `filled`: valid columns and rows
+// of the tile; `again`: accumulate onto the previous flush; `narrowed`: as in Params.
+__device__ __forceinline__ void flush(const Sums& sums, void* partial, long long to, int columns, int filled,
+                                      bool again, bool narrowed) {
+  to += (long long)Sums::first_column() * (OUT_CHANNELS * TAPS) + Sums::row(0);
   columns -= Sums::first_column();  // valid ones, from the thread's first on
 #pragma unroll
   for (int tile = 0; tile < COLUMN_TILES; ++tile) {
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
-      float* const rows = to + column * (OUT_CHANNELS * TAPS);
+      float* const rows = (float*)partial + to + column * (OUT_CHANNELS * TAPS);
+      scalar_t* const results = (scalar_t*)partial + to + column * (OUT_CHANNELS * TAPS);
       float before[2 * ROW_TILES] = {};  // loaded together, before the first is needed
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; ++i)
         if (again && column < columns && Sums::row(i) < filled) before[i] = rows[Sums::row(i) - Sums::row(0)];
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; ++i)
-        if (column < columns && Sums::row(i) < filled)
-          rows[Sums::row(i) - Sums::row(0)] = before[i] + sums.of[i / 2][tile * 4 + i % 2 * 2 + column];
+      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+        if (column >= columns || Sums::row(i) >= filled) continue;
+        const float sum = before[i] + sums.of[i / 2][tile * 4 + i % 2 * 2 + column];
+        if (ELEMENT == 2 && narrowed)
+          narrow(sum, results[Sums::row(i) - Sums::row(0)]);
+        else
+          rows[Sums::row(i) - Sums::row(0)] = sum;
+      }
     }
     to += 8 * (OUT_CHANNELS * TAPS), columns -= 8;
     __syncwarp();  // keeps the compiler from interleaving column tiles, which would spill
@@ -73,7 +82,7 @@ __device__ __forceinline__ void flush(const Sums& sums, float* partial, int colu
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    window_wgrad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
+    window_wgrad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
                        const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) WindowBarriers ring;
@@ -158,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int row = min(Sums::row(i), OUT_CHUNK * TAPS - (PAIRS ? 2 : 1));
     offsets_of_rows[i / 2][i % 2] = offset_of_tap(params.window, row / TAPS, row % TAPS);
   }
-  partial +=
+  const long long to =
       split * params.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
   const int filled = min(OUT_CHUNK, channels) * TAPS;
 
@@ -169,12 +178,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                sums.add(from + params.window_offset + shift, from, params.runs, offsets, offsets_of_rows, params.steps,
                         until_flush == params.flush, all_by_tma);
                if (--until_flush > 0 && stage + 1 < k_tiles) return;
-               flush(sums, partial, IN_CHANNELS - first_in, filled, stage >= params.flush);
+               flush(sums, partial, to, IN_CHANNELS - first_in, filled, stage >= params.flush, params.narrowed);
                until_flush = params.flush;
              });
   if (k_tiles > 0) return;
   // An empty batch, which emitted files launch (the operators do not).
   for (int column = 0; column < min(COLUMNS, IN_CHANNELS - first_in); ++column)
     for (int row = threadIdx.x; row < filled; row += CONSUMER_THREADS)
-      partial[column * (OUT_CHANNELS * TAPS) + row] = 0;
+      ((float*)partial)[to + column * (OUT_CHANNELS * TAPS) + row] = 0;
 }

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from polyphase.jit.source import KernelSource
+from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Strides, channels_innermost
 from polyphase.program.params import params_of
 from polyphase.program.step import GRAD, Step, X, plain_step
 
 _THREADS = 256
-_CHANNELS, _TILE = 8, 64  # of a block: channels, and what a tile has either way
+_TILE = 64  # of a block that has a tile: what that has either way
+# Of a block whose columns are innermost: positions, bytes of 16 in shared memory, planes, channels; and blocks wanted.
+_MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _CHANNELS, _MANY = 512, 2176, 32, (32, 16, 8, 4), 264
 _ROWS, _CHANNELS_LAST, _BATCH = range(3)  # the kernel's three index mappings
 
 #: The planes.
@@ -62,12 +65,12 @@ def flatten_positions(dtype: str, word: int, x: Flattened, grad: Flattened) -> S
         ("PARTS", x.parts),
         ("X_WAY", ways[0]),
         ("GRAD_WAY", ways[1]),
-        ("MIN_BLOCKS", 1),
+        ("MIN_BLOCKS", 4),
     )
     source = KernelSource("flatten_positions", dtype, False, constants, folder="steps")
     blocks = [_blocks(how, way, word) for how, way in zip((x, grad), ways)]
-    operands = [_operand(how, along) for how, (along, _) in zip((x, grad), blocks)]
-    x_blocks, grad_blocks = (math.prod(how.planes) * along * across for how, (along, across) in zip((x, grad), blocks))
+    operands = [_operand(how, along, word) for how, (_, along, _) in zip((x, grad), blocks)]
+    x_blocks, grad_blocks = map(math.prod, blocks)
     params = params_of(source).pack(x=operands[0], grad=operands[1], x_blocks=x_blocks)
     return plain_step(source, x_blocks + grad_blocks, _THREADS, params, (X, GRAD, X_PLANES, GRAD_PLANES))
 
@@ -84,20 +87,58 @@ def _images(how: Flattened) -> int:
     return min(_TILE, max(1, how.images))
 
 
-def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int]:
-    """Of positions, and of channels."""
+class _Strip(NamedTuple):
+    """A block whose columns are innermost: planes along the width, pieces of positions, channels.
+
+    ``row``: elements from a plane to the next in shared memory, so that those lie in different banks.
+    """
+
+    residues: int
+    pieces: int
+    channels: int
+    row: int
+
+
+def _strip(how: Flattened, word: int) -> _Strip:
+    """As many channels as shared memory takes, and blocks are many; then fewer positions."""
+    planes, piece, run = how.planes[2], 4 * word, 32 * word
+    residues = -(-planes // -(-planes // _MOST_RESIDUES))
+    pad = -(-8 // residues) if residues > 1 else 0
+    most = min(_MOST_POSITIONS, (_MOST_PIECES // (_CHANNELS[-1] * residues) - pad) * piece // run * run)
+    positions = min(most, round_up(max(1, how.positions), run))
+
+    def blocks(channels: int) -> int:
+        across = -(-how.shape[1] // channels)
+        return across * -(-how.positions // positions) * -(-planes // residues) * math.prod(how.planes[:2])
+
+    for channels in _CHANNELS:
+        fits = channels * residues * (positions // piece + pad) <= _MOST_PIECES and channels < 2 * how.shape[1]
+        if fits and blocks(channels) >= _MANY:
+            break
+    while positions > run and blocks(channels) < _MANY:
+        positions = round_up(positions // 2, run)
+    return _Strip(residues, positions // piece, channels, positions + pad * piece)
+
+
+def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
+    """Of planes, of positions, and of channels."""
+    planes, positions, channels = math.prod(how.planes), how.positions, how.shape[1]
     if way == _BATCH:
         images = _images(how)
         along = -(-math.prod(how.padded) // _TILE) * -(-how.images // images)
-        return along, -(-how.shape[1] // (_TILE // images))
-    along, across = (_TILE, _TILE) if way == _CHANNELS_LAST else (_THREADS * word, _CHANNELS)
-    return -(-how.positions // along), -(-how.shape[1] // across)
+        return planes, along, -(-channels // (_TILE // images))
+    if way == _CHANNELS_LAST:
+        return planes, -(-positions // _TILE), -(-channels // _TILE)
+    strip = _strip(how, word)
+    along = -(-positions // (strip.pieces * 4 * word))
+    return math.prod(how.planes[:2]) * -(-how.planes[2] // strip.residues), along, -(-channels // strip.channels)
 
 
-def _operand(how: Flattened, blocks: int) -> dict[str, Any]:
+def _operand(how: Flattened, blocks: int, word: int) -> dict[str, Any]:
     """The kernel's ``Operand``."""
     batch, channels, *sizes = how.shape
     image, channel, *strides = how.strides
+    strip = _strip(how, word)
 
     def ordered(of_images: int, others: Sequence[int]) -> tuple[int, ...]:
         return (*others, of_images) if how.images else (of_images, *others)
@@ -116,4 +157,8 @@ def _operand(how: Flattened, blocks: int) -> dict[str, Any]:
         "planes": ordered(1, how.planes),
         "blocks": blocks,
         "images": _images(how),
+        "residues": strip.residues,
+        "pieces": strip.pieces,
+        "block_channels": strip.channels,
+        "row": strip.row,
     }

@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.program.split_k import reduce_splits
 from polyphase.program.step import BIAS, DST, GRAD, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
-from polyphase.program.transpose import to_channels_last, to_contiguous
+from polyphase.program.transpose import to_channels_last, to_contiguous, transpose_blocks, transpose_source
 
 if TYPE_CHECKING:
     from polyphase.jit.source import KernelSource
     from polyphase.problem.layouts import Layouts, Strides
+
+# Partial sums are added up as they are transposed where they are of at most so many splits, or by so many blocks.
+_FEW_SPLITS, _MANY_BLOCKS = 4, 264
 
 
 class Transposed(NamedTuple):
@@ -168,6 +171,28 @@ def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) ->
     return _written_by(inner, dtype, math.prod(shape), to_contiguous(dtype, shape))
 
 
+def writing_weight_channels_last(inner: Program, problem: ConvTransposeProblem) -> Program:
+    """A weight gradient's program that writes channels_last, for the contiguous weight.
+
+    Partial sums are added up by the transpose itself, unless they are of many splits and few elements: then more blocks
+    read them than a transpose has.
+    """
+    shape, dtype = problem.weight_shape, problem.dtype
+    spares = (*inner.spares, transpose_source(dtype), transpose_source(dtype, True))
+    inner = replace(inner, spares=tuple(dict.fromkeys(spares)))
+    *before, last = inner.steps
+    if last.source.kernel != "reduce_splits" or not transpose_reduces(problem, inner.splits):
+        return writing_channels_last(inner, dtype, shape)
+    back = replace(to_contiguous(dtype, shape, inner.splits), operands=last.operands)
+    return replace(inner, steps=(*before, back), dst_channels_last=False)
+
+
+def transpose_reduces(problem: ConvTransposeProblem, splits: int) -> bool:
+    """Whether the transpose of a weight gradient adds up its partial sums, too."""
+    pixels = problem.in_channels * problem.out_channels_per_group
+    return splits <= _FEW_SPLITS or transpose_blocks(problem.dtype, problem.taps, pixels) >= _MANY_BLOCKS
+
+
 def _written_by(inner: Program, dtype: str, elements: int, back: Step) -> Program:
     """A program whose result, of so many elements, a step ``back`` makes into the one that is wanted."""
     last = f"{DST}_channels_last"
@@ -209,7 +234,7 @@ def between_transposes(
     program = reading_channels_last(inner, problem.dtype, read)
     if padded.weight_shape != problem.weight_shape:
         return _written_by(program, problem.dtype, padded.elements[1], _without_padding(problem, padded))
-    return writing_channels_last(program, problem.dtype, problem.weight_shape) if inner.dst_channels_last else program
+    return writing_weight_channels_last(program, problem) if inner.dst_channels_last else program
 
 
 def _without_padding(problem: ConvTransposeProblem, padded: ConvTransposeProblem) -> Step:

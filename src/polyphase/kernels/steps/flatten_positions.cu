@@ -10,7 +10,9 @@
 // that what they share of the source is read once. Words are of four bytes. There is one mapping for each innermost
 // dimension:
 //
-//     ROWS           columns are, in the source as in the planes: THREADS words of positions of CHANNELS channels
+//     ROWS           columns are, in the source as in the planes: positions of CHANNELS channels and of neighbouring
+//                    planes along the width, through shared memory, so that elements of all residues are read as they
+//                    lie
 //     CHANNELS_LAST  channels are, in the source: TILE positions by TILE channels, through shared memory
 //     BATCH          images are, in the planes: TILE pixels by so many images and channels, TILE in all, through shared
 //                    memory
@@ -31,9 +33,12 @@ struct Operand {
   Divisor extent[3];  // of the inner three, padded
   int size[4];        // of the source
   int step[4], first[4], apart[4];
-  Divisor planes[4];  // along each dimension
-  Divisor blocks;     // of positions
-  Divisor images;     // of a block, where those are innermost
+  Divisor planes[4];        // along each dimension
+  Divisor blocks;           // of positions
+  Divisor images;           // of a block, where those are innermost
+  Divisor residues;         // planes along the width of a block, where columns are innermost
+  Divisor pieces;           // of 16 bytes of its positions
+  int block_channels, row;  // and its channels; elements from a residue to the next in shared memory
 };
 
 struct Params {
@@ -43,7 +48,8 @@ struct Params {
 
 constexpr int ROWS = 0, CHANNELS_LAST = 1, BATCH = 2;
 constexpr int WORD = 4 / (int)sizeof(scalar_t);
-constexpr int CHANNELS = 8, TILE = 64;
+constexpr int PIECE = 4 * WORD, CHANNELS = 4, TILE = 64;   // channels of a thread where columns are innermost
+constexpr int MOST_POSITIONS = 512, STRIP = 2176 * PIECE;  // of a block where columns are innermost: elements, padded
 
 struct Plane {
   int index;
@@ -87,34 +93,105 @@ template <class T>
 __device__ __forceinline__ void store_word(const Vector<T, 2>& values, long long, T* to) {
   *(Vector<T, 2>*)to = values;
 }
-__device__ __forceinline__ void store_word(const Operand& of, const Plane& plane, int channel, int first,
+__device__ __forceinline__ void store_word(const Operand& of, int plane, int channel, int first,
                                            const Vector<scalar_t, WORD>& values, scalar_t* planes) {
-  const long long row = (long long)plane.index * PARTS * of.channels + channel;
+  const long long row = (long long)plane * PARTS * of.channels + channel;
   store_word(values, of.channels * of.pitch, planes + row * of.pitch + first);
 }
 
-__device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& plane, int along, int across,
-                                             const scalar_t* __restrict__ src, scalar_t* __restrict__ planes) {
-  const int first = (along * THREADS + (int)threadIdx.x) * WORD, first_channel = across * CHANNELS;
-  if (first >= of.positions) return;
-  long long from[WORD];
+// Shared memory where columns are innermost: where each position's element of the first residue lies in the source, its
+// column there, and values as [channel][residue][position].
+struct Strip {
+  long long starts[MOST_POSITIONS];
+  int columns[MOST_POSITIONS];  // far outside where there is nothing
+  alignas(16) scalar_t values[STRIP];
+};
+
+typedef Vector<scalar_t, PIECE> Piece;
+
+// A piece of positions of a channel, in all parts.
+__device__ __forceinline__ void store_piece(const Vector<float, 4>& piece, long long beside, float* to) {
+  Vector<float, 4> parts[2] = {};
 #pragma unroll
-  for (int j = 0; j < WORD; ++j) from[j] = first + j < of.positions ? plane.element<4>(of, first + j) : -1;
-  Vector<scalar_t, WORD> words[CHANNELS];
+  for (int i = 0; i < 4; ++i) parts[0].value[i] = piece.value[i];
 #pragma unroll
-  for (int i = 0; i < CHANNELS; ++i)
-#pragma unroll
-    for (int j = 0; j < WORD; ++j) {
-      const int channel = first_channel + i;
-      const bool exists = from[j] >= 0 && channel < of.channels;
-      words[i].value[j] = exists ? read(src + from[j] + channel * of.channel_stride) : zero<scalar_t>();
-    }
-#pragma unroll
-  for (int i = 0; i < CHANNELS; ++i)
-    if (first_channel + i < of.channels) store_word(of, plane, first_channel + i, first, words[i], planes);
+  for (int i = 0; i < 4; ++i)
+    if (PARTS == 2) split_tf32(piece.value[i], parts[0].value[i], parts[1].value[i]);
+  *(Vector<float, 4>*)to = parts[0];
+  if (PARTS == 2) *(Vector<float, 4>*)(to + beside) = parts[1];
+}
+template <class T>
+__device__ __forceinline__ void store_piece(const Vector<T, 8>& piece, long long, T* to) {
+  *(Vector<T, 8>*)to = piece;
 }
 
-// Shared memory of the ways that need it: where its rows and columns lie in the source, below zero where there is
+// Pieces of positions of one residue, for some channels.
+__device__ __forceinline__ void read_pieces(const Operand& of, int residue, int position, int channels,
+                                            const scalar_t* __restrict__ src, const Strip& strip, scalar_t* to) {
+  const int beside = residue * of.apart[3];
+  const scalar_t* from[PIECE];
+  bool exists[PIECE], whole = of.step[3] == 1 && of.stride[3] == 1 &&
+                              strip.columns[position + PIECE - 1] - strip.columns[position] == PIECE - 1;
+#pragma unroll
+  for (int j = 0; j < PIECE; ++j) {
+    exists[j] = (unsigned)(strip.columns[position + j] + beside) < (unsigned)of.size[3];
+    from[j] = src + (strip.starts[position + j] + beside * of.stride[3]);
+    whole = whole && exists[j];
+  }
+#pragma unroll(CHANNELS / WORD)
+  for (int i = 0; i < CHANNELS; ++i) {
+    Piece piece = {};
+    if (whole && i < channels && (unsigned long long)from[0] % sizeof(Piece) == 0) {
+      piece = *(const Piece*)from[0];
+    } else {
+#pragma unroll
+      for (int j = 0; j < PIECE; ++j)
+        if (exists[j] && i < channels) piece.value[j] = read(from[j]);
+    }
+    *(Piece*)(to + i * of.residues.value * of.row) = piece;
+#pragma unroll
+    for (int j = 0; j < PIECE; ++j) from[j] += of.channel_stride;
+  }
+}
+
+__device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& plane, int along, int across,
+                                             const scalar_t* __restrict__ src, scalar_t* __restrict__ planes,
+                                             Strip& strip) {
+  const int all = of.pieces.value * PIECE, first = along * all, residues = of.residues.value;
+  const int first_channel = across * of.block_channels, channels = min(of.block_channels, of.channels - first_channel);
+  const int existing = min(residues, of.planes[3].value - plane.index % of.planes[3]);
+  for (int i = threadIdx.x; i < all; i += THREADS) {
+    const int rest = (first + i) / of.extent[2], column = (first + i - rest * of.extent[2].value) * of.step[3];
+    const long long start = first + i < of.positions ? plane.element<3>(of, rest) : -1;
+    strip.columns[i] = start < 0 ? -(1 << 30) : column + plane.first[3];
+    strip.starts[i] = start + (column + plane.first[3]) * of.stride[3];
+  }
+  __syncthreads();
+
+  src += first_channel * of.channel_stride;
+  const int units = of.pieces.value * residues * (of.block_channels / CHANNELS);
+#pragma unroll 1
+  for (int unit = threadIdx.x; unit < units; unit += THREADS) {
+    const int rest = unit / of.residues, residue = unit - rest * residues;
+    const int channel = rest / of.pieces * CHANNELS, position = rest % of.pieces * PIECE;
+    if (channel >= channels || residue >= existing) continue;
+    read_pieces(of, residue, position, channels - channel, src + channel * of.channel_stride, strip,
+                strip.values + (channel * residues + residue) * of.row + position);
+  }
+  __syncthreads();
+
+#pragma unroll 2
+  for (int i = threadIdx.x; i < of.pieces.value * residues * channels; i += THREADS) {
+    const int row = i / of.pieces, position = (i - row * of.pieces.value) * PIECE;
+    const int channel = row / of.residues, residue = row - channel * residues;
+    if (residue >= existing || first + position >= of.positions) continue;
+    const long long to = (long long)(plane.index + residue) * PARTS * of.channels + first_channel + channel;
+    store_piece(*(const Piece*)(strip.values + row * of.row + position), of.channels * of.pitch,
+                planes + (to * of.pitch + first + position));
+  }
+}
+
+// Shared memory of the other ways: where its rows and columns lie in the source, below zero where there is
 // nothing, and a tile of it.
 struct Tile {
   long long rows[TILE], columns[TILE];
@@ -155,7 +232,7 @@ __device__ __forceinline__ void flatten_channels_last(const Operand& of, const P
     Vector<scalar_t, WORD> word;
 #pragma unroll
     for (int j = 0; j < WORD; ++j) word.value[j] = tile.values[at + j][i];
-    store_word(of, plane, first_channel + i, first + at, word, planes);
+    store_word(of, plane.index, first_channel + i, first + at, word, planes);
   }
 }
 
@@ -183,24 +260,32 @@ __device__ __forceinline__ void flatten_batch(const Operand& of, const Plane& pl
     Vector<scalar_t, WORD> word;
 #pragma unroll
     for (int j = 0; j < WORD; ++j) word.value[j] = tile.values[channel * images + image + j][pixel];
-    store_word(of, plane, first_channel + channel, (first_pixel + pixel) * all + first_image + image, word, planes);
+    store_word(of, plane.index, first_channel + channel, (first_pixel + pixel) * all + first_image + image, word,
+               planes);
   }
 }
 
+__host__ __device__ constexpr int bytes_of(int way) { return way == ROWS ? sizeof(Strip) : sizeof(Tile); }
+constexpr int SHARED_BYTES = bytes_of(X_WAY) > bytes_of(GRAD_WAY) ? bytes_of(X_WAY) : bytes_of(GRAD_WAY);
+
 template <int WAY>
 __device__ __forceinline__ void flatten(const Operand& of, int index, const scalar_t* __restrict__ src,
-                                        scalar_t* __restrict__ planes) {
-  const int all_planes = of.planes[0] * of.planes[1] * of.planes[2] * of.planes[3];
-  const Plane plane(of, index % all_planes);
+                                        scalar_t* __restrict__ planes, unsigned char* shared) {
+  // Planes of a block follow one another along the width where columns are innermost.
+  const int along_w = WAY == ROWS ? ceil_div(of.planes[3].value, of.residues.value) : of.planes[3].value;
+  const int all_planes = of.planes[0].value * of.planes[1].value * of.planes[2].value * along_w;
   const int block = index / all_planes, along = block % of.blocks, across = block / of.blocks;
+  const int in_block = index - block * all_planes;
   if constexpr (WAY == ROWS) {
-    flatten_rows(of, plane, along, across, src, planes);
+    const int outer = in_block / along_w, residue = (in_block - outer * along_w) * of.residues.value;
+    const Plane plane(of, outer * of.planes[3].value + residue);
+    flatten_rows(of, plane, along, across, src, planes, *(Strip*)shared);
   } else {
-    __shared__ Tile tile;
+    const Plane plane(of, in_block);
     if constexpr (WAY == CHANNELS_LAST)
-      flatten_channels_last(of, plane, along, across, src, planes, tile);
+      flatten_channels_last(of, plane, along, across, src, planes, *(Tile*)shared);
     else if constexpr (WAY == BATCH)
-      flatten_batch(of, plane, along, across, src, planes, tile);
+      flatten_batch(of, plane, along, across, src, planes, *(Tile*)shared);
   }
 }
 
@@ -208,10 +293,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     flatten_positions(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad,
                       scalar_t* __restrict__ x_planes, scalar_t* __restrict__ grad_planes,
                       const __grid_constant__ Params params) {
+  __shared__ __align__(16) unsigned char shared[SHARED_BYTES];
   griddepcontrol_launch_dependents();
-  const int index = blockIdx.x;
-  if (index < params.x_blocks)
-    flatten<X_WAY>(params.x, index, x, x_planes);
+  const bool is_x = (int)blockIdx.x < params.x_blocks;
+  const int index = (int)blockIdx.x - (is_x ? 0 : params.x_blocks);
+  if (X_WAY == GRAD_WAY)  // the code once: it takes long to compile
+    flatten<X_WAY>(is_x ? params.x : params.grad, index, is_x ? x : grad, is_x ? x_planes : grad_planes, shared);
+  else if (is_x)
+    flatten<X_WAY>(params.x, index, x, x_planes, shared);
   else
-    flatten<GRAD_WAY>(params.grad, index - params.x_blocks, grad, grad_planes);
+    flatten<GRAD_WAY>(params.grad, index, grad, grad_planes, shared);
 }

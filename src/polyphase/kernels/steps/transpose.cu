@@ -9,12 +9,16 @@
 // Rows of the result that are whole pieces are written so. Others are written in words of four bytes. A tile either has
 // whole rows, which lie in memory one behind the other, or it has `halo` channels of its neighbour, too: each row is
 // written from where a sector of 32 bytes begins.
+//
+// SUMS: the source has planes of partial sums in the accumulator's type, which are added in their order and narrowed (a
+// split-K reduction that writes the weight's order).
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
 #include "core/divisor.cuh"
 #include "core/types.cuh"
 #include "operand/tf32.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 struct Params {
   long long stride[5];   // of the source, in elements: of images, channels, slabs, rows, columns
@@ -25,12 +29,24 @@ struct Params {
   Divisor pieces, row;   // of a pixel in the tile: pieces, and channels that are written
   int pixel_bits, halo;  // logarithm of the tile's pixels to the base of 2; channels that two tiles have, or none
   int advance;           // whole rows in what all threads write at once
+  int planes;            // of partial sums, and their elements
+  long long plane;
 };
 
 constexpr int VECTOR = 16 / sizeof(scalar_t);
 constexpr int WORD = sizeof(scalar_t) < 4 ? 4 / sizeof(scalar_t) : 1;
 constexpr int AT_ONCE = VECTOR > 4 ? 2 : 4;  // pieces that a thread reads before it writes one
 using Piece = Vector<scalar_t, VECTOR>;
+
+template <bool>
+struct Source {
+  typedef scalar_t type;
+};
+template <>
+struct Source<true> {
+  typedef accum_t type;
+};
+typedef Source<SUMS>::type source_t;
 
 // TF32, or what it loses (operand/tf32.cuh).
 __device__ __forceinline__ float part_of(float value, int part) {
@@ -43,24 +59,36 @@ __device__ __forceinline__ T part_of(T value, int) {
   return value;
 }
 
-__device__ __forceinline__ const scalar_t* address_of(const scalar_t* src, const Params& params, int pixel) {
+__device__ __forceinline__ const source_t* address_of(const source_t* src, const Params& params, int pixel) {
   const int row = pixel / params.sizes[2], slab = row / params.sizes[1], image = slab / params.sizes[0];
   return src + image * params.stride[0] + slab % params.sizes[0] * params.stride[2] +
          row % params.sizes[1] * params.stride[3] + pixel % params.sizes[2] * params.stride[4];
 }
 
 // Channels of one pixel, from `first` on; zeros where there are none. Groups that are padded are whole pieces.
-__device__ __forceinline__ Piece read_piece(const scalar_t* from, const Params& params, int first) {
+template <class T>
+__device__ __forceinline__ Piece read_piece(const T* from, const Params& params, int first) {
   const bool as_they_are = params.parts == 1 && params.padded.value == params.group;
   const int of_parts = as_they_are ? 0 : first / params.padded, group = params.parts > 1 ? of_parts / 2 : of_parts;
   const int in_group = as_they_are ? first : first - of_parts * params.padded.value;
   const int channels = as_they_are ? params.channels : first < params.channels ? params.group : 0;
   from += (group * params.group + in_group) * params.stride[1];
   Piece piece;
+  if constexpr (SUMS) {
+    accum_t sums[VECTOR] = {};
+#pragma unroll 1
+    for (int plane = 0; plane < params.planes; ++plane, from += params.plane)
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i, from += params.stride[1]) {
-    piece.value[i] = (unsigned)(in_group + i) < channels ? read(from) : zero<scalar_t>();
-    if (params.parts > 1) piece.value[i] = part_of(piece.value[i], of_parts % 2);
+      for (int i = 0; i < VECTOR; ++i)
+        if ((unsigned)(in_group + i) < channels) sums[i] += widen(read(from + i * params.stride[1]));
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) narrow(sums[i], piece.value[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i, from += params.stride[1]) {
+      piece.value[i] = (unsigned)(in_group + i) < channels ? read(from) : zero<scalar_t>();
+      if (params.parts > 1) piece.value[i] = part_of(piece.value[i], of_parts % 2);
+    }
   }
   return piece;
 }
@@ -77,13 +105,15 @@ __device__ __forceinline__ void store_word(scalar_t* to, scalar_t first, scalar_
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    transpose(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+    transpose(const source_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   __shared__ Piece tile[PIECES];
+  griddepcontrol_launch_dependents();
   const int thread = (int)threadIdx.x;
   const int tile_pixels = 1 << params.pixel_bits, count = params.pieces.value << params.pixel_bits;
   const int pitch = params.pieces.value | 1, blocks = ceil_div(params.pixels, tile_pixels);
-  const int first_pixel = (int)blockIdx.x % blocks << params.pixel_bits;
-  const int first_channel = (int)blockIdx.x / blocks * params.row.value;
+  const int others = (int)gridDim.x / blocks;
+  const int first_pixel = (CHANNELS_FIRST ? (int)blockIdx.x / others : (int)blockIdx.x % blocks) << params.pixel_bits;
+  const int first_channel = (CHANNELS_FIRST ? (int)blockIdx.x % others : (int)blockIdx.x / blocks) * params.row.value;
 
   for (int first = thread; first < count; first += AT_ONCE * THREADS) {
     Piece pieces[AT_ONCE];

@@ -12,7 +12,6 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides, extent
-from polyphase.program.params import params_of
 from polyphase.program.program import Transposed
 from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import Gather, Side
@@ -24,6 +23,9 @@ _MOST_CELLS = 1 << 30
 _MOST_PHASES = 1 << 16
 _PADDED = 1.15  # source channels padded to whole chunks, at most, for each that there is
 _PACK_THREADS = 256
+_PACK_RUN = 64  # elements that lie side by side in memory and a block that packs reads together, at most
+_PACK_ITEMS = (1024, 512, 256)  # pieces of 16 bytes of such a block, the most of which there are so many blocks
+_PACK_BLOCKS = 264
 
 #: Elements from one that TMA brings to the next, at most.
 MOST_STEP = 8
@@ -160,8 +162,11 @@ def pack_step(
     constants = dict(main.constants)
     names: tuple[str, ...] = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD")
     names += ("CHUNK", "PARTS", "WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES")
-    blocks = -(-product.gather.dst_channels // rows) * len(product.phase_taps) * product.problem.groups
-    pieces = blocks * rows * stages * depth // product.piece
+    padded = round_up(product.gather.dst_channels, rows)
+    chunk = constants["CHUNK"]
+    assert isinstance(chunk, int)
+    chunks = -(-product.gather.src_channels // chunk)
+    tile_rows, tile_taps = _pack_tile(product, padded, chunks, chunk)
     source = KernelSource(
         "pack_tap_groups",
         product.problem.dtype,
@@ -171,13 +176,31 @@ def pack_step(
             ("ROWS", rows),
             ("DEPTH", depth),
             ("SWIZZLED", swizzled),
+            ("TILE_ROWS", tile_rows),
+            ("TILE_TAPS", tile_taps),
             ("THREADS", _PACK_THREADS),
-            ("MIN_BLOCKS", 1),
+            ("MIN_BLOCKS", 4),
         ),
         folder="steps",
     )
-    step = plain_step(source, -(-pieces // _PACK_THREADS), _PACK_THREADS, params_of(source).pack(pieces=pieces))
-    return step, 16 * pieces * product.parts
+    tiles = -(-padded // tile_rows) * -(-product.problem.taps // tile_taps)
+    step = plain_step(source, tiles * chunks * product.problem.groups, _PACK_THREADS)
+    packed = padded * len(product.phase_taps) * product.problem.groups * stages * depth * product.size
+    return step, packed * product.parts
+
+
+def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[int, int]:
+    """Rows and taps of a thread block that packs, so that runs of both orders are long and blocks are many."""
+    taps, pieces = product.problem.taps, chunk // product.piece
+    all_items = rows * taps * pieces * chunks
+    items = next((each for each in _PACK_ITEMS if all_items >= each * _PACK_BLOCKS), _PACK_ITEMS[-1])
+    pairs = max(1, items // pieces)
+    if not product.gather.weight_channels_last:
+        tile_taps = -(-taps // -(-taps // min(pairs, _PACK_RUN)))
+        return min(rows, pairs // tile_taps), tile_taps
+    tile_rows = 1 if not product.gather.forward else min(rows, pairs, _PACK_RUN)
+    tile_taps = min(taps, pairs // tile_rows)
+    return min(rows, pairs // tile_taps), tile_taps
 
 
 def common_limits(problem: ConvTransposeProblem) -> str | None:

@@ -19,7 +19,14 @@ from polyphase.problem.problem import DTYPE_BYTES
 from polyphase.problem.sizes import standard
 from polyphase.program.flatten import GRAD_PLANES, X_PLANES, Flattened, flatten_positions
 from polyphase.program.params import params_of
-from polyphase.program.program import Buffer, Program, assemble, prepared, writing_channels_last
+from polyphase.program.program import (
+    Buffer,
+    Program,
+    assemble,
+    prepared,
+    transpose_reduces,
+    writing_weight_channels_last,
+)
 from polyphase.program.step import GRAD, Step, X
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cost import slower_of, transpose_seconds
@@ -146,29 +153,30 @@ class TapGemmWgradTma(Schedule):
         self, problem: ConvTransposeProblem, device: DeviceInfo, flat: FlatProduct, config: WgradTmaConfig
     ) -> Cost:
         terms, bandwidth = costs("tap_gemm_wgrad_tma", device), device.copy_bytes_per_second
-        slices = _slices(flat)
-        _, product, reduction = _splits(slices[0][1], config, device)
-        read = (problem.elements[0] + problem.elements[2]) * DTYPE_BYTES[problem.dtype]
+        slices, size = _slices(flat), DTYPE_BYTES[problem.dtype]
+        splits, product, reduction = _splits(slices[0][1], config, device, _narrows(slices))
+        read = (problem.elements[0] + problem.elements[2]) * size
         share = terms.flattened_batch if config.batched else terms.flattened
         seconds = len(slices) * (product + terms.flatten) + reduction + (read + flat.bytes) / (share * bandwidth)
-        if _goes_back(problem):
-            seconds += transpose_seconds(2 * problem.elements[1] * DTYPE_BYTES[problem.dtype], device)
+        if _goes_back(problem) and not (reduction and transpose_reduces(problem, splits)):
+            seconds += transpose_seconds(2 * problem.elements[1] * size, device)
         return slower_of(seconds, problem.bytes / bandwidth)
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
     ) -> Program:
         slices = _slices(flat_product(problem, layouts, config.swapped, config.batched))
-        source, splits = _source(slices[0][1], config, device), _splits(slices[0][1], config, device)[0]
-        steps = []
+        source, narrows = _source(slices[0][1], config, device), _narrows(slices)
+        splits = _splits(slices[0][1], config, device, narrows)[0]
+        steps, alone = [], splits == 1 and narrows
         for first, flat in slices:
             planes = [each._replace(first_image=first) for each in flat.planes]
             x, grad = planes[::-1] if config.swapped else planes
-            main = _main(flat, config, device, source, splits, first > 0)
+            main = _main(flat, config, device, source, splits, first > 0, alone)
             steps.append((flatten_positions(problem.dtype, flat.product.word, x, grad), main))
         back = _goes_back(problem)
         last = back or (problem.channels_last and problem.taps > 1)  # one tap lies in the layer's order, either way
-        program = assemble(problem, pass_, steps[0][1], splits=splits, dst_channels_last=last)
+        program = assemble(problem, pass_, steps[0][1], splits=splits, dst_channels_last=last, narrowed=alone)
         x, grad = slices[0][1].planes[::-1] if config.swapped else slices[0][1].planes
         buffers = {
             X: Buffer(X_PLANES, problem.dtype, x.elements),
@@ -178,7 +186,7 @@ class TapGemmWgradTma(Schedule):
         operands = program.main.operands
         sliced = [each for before, main in steps for each in (before, replace(main, operands=operands))]
         program = replace(program, steps=(*sliced, *program.steps[1:]), main_index=1)
-        return writing_channels_last(program, problem.dtype, problem.weight_shape) if back else program
+        return writing_weight_channels_last(program, problem) if back else program
 
 
 def _flats(problem: ConvTransposeProblem) -> Iterator[FlatProduct]:
@@ -199,6 +207,20 @@ def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
     most = unit * max(1, min(_MOST_BYTES // least.bytes, _MOST_POSITIONS // least.positions))
     each = round_up(-(-problem.batch // -(-problem.batch // most)), unit)
     return [(first, flat.of_images(min(each, problem.batch - first))) for first in range(0, problem.batch, each)]
+
+
+def _flush(flat: FlatProduct) -> int:
+    """Stages that tensor cores accumulate before a flush."""
+    return _FLUSH // flat.depth if flat.product.parts == 1 else _stages(flat)
+
+
+def _stages(flat: FlatProduct) -> int:
+    return -(-flat.positions // flat.depth)
+
+
+def _narrows(slices: list[tuple[int, FlatProduct]]) -> bool:
+    """Whether sums that are not split are complete when they are first stored, and then in the tensors' type."""
+    return len(slices) == 1 and _stages(slices[0][1]) <= _flush(slices[0][1])
 
 
 def _affordable(flat: FlatProduct) -> bool:
@@ -247,18 +269,28 @@ def _source(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> Ke
 
 
 def _main(
-    flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, source: KernelSource, splits: int, again: bool
+    flat: FlatProduct,
+    config: WgradTmaConfig,
+    device: DeviceInfo,
+    source: KernelSource,
+    splits: int,
+    again: bool,
+    narrowed: bool,
 ) -> Step:
-    """The launch of the product of some images, ``again`` where planes of sums have those of others already."""
-    product, stages = flat.product, -(-flat.positions // flat.depth)
+    """The launch of the product of some images, ``again`` where planes of sums have those of others already.
+
+    ``narrowed``: the sums are complete, and stored in the tensors' type.
+    """
+    product, stages = flat.product, _stages(flat)
     column, items = flat.images or 1, _tiles(flat, config) * product.problem.groups * splits
     params = params_of(source).pack(
         groups=product.problem.groups,
         splits=splits,
         items=items,
         stages=stages,
-        flush=max(1, _FLUSH // flat.depth if product.parts == 1 else stages),
+        flush=max(1, _flush(flat)),
         again=again,
+        narrowed=narrowed,
         column=column,
         row=column * flat.padded[2],
         slab=column * flat.padded[1] * flat.padded[2],
@@ -382,14 +414,17 @@ def _tiles(flat: FlatProduct, config: WgradTmaConfig) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> tuple[int, float, float]:
-    """Splits of the positions, and the predicted seconds of the product and of the reduction."""
+def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narrows: bool) -> tuple[int, float, float]:
+    """Splits of the positions, and the predicted seconds of the product and of the reduction.
+
+    ``narrows``: see `_narrows`.
+    """
     terms, product = costs("tap_gemm_wgrad_tma", device), flat.product
     items = _tiles(flat, config) * product.problem.groups
-    stages = max(1, -(-flat.positions // flat.depth))
+    stages = max(1, _stages(flat))
     stage = _stage_cycles(flat, config, terms)
     results = config.rows * config.columns * terms.result
-    flush = _FLUSH // flat.depth if product.parts == 1 else stages
+    flush = max(1, _flush(flat))
     weights, bandwidth = math.prod(product.problem.weight_shape), device.copy_bytes_per_second
     moving = flat.bytes * (1 if flat.bytes < _CACHED else max(1, items / device.multiprocessors)) / bandwidth
 
@@ -397,7 +432,7 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> tu
         rounds, each = items * splits / device.multiprocessors, math.ceil(stages / splits)
         once = terms.item + results * math.ceil(each / flush)
         cycles = (math.ceil(rounds) if rounds < 8 else rounds + 0.5) * (each * stage + once)
-        alone = splits == 1 and product.size == 4
+        alone = splits == 1 and (narrows or product.size == 4)
         end = 0.0 if alone else terms.reduce + weights * (8 * splits + product.size) / bandwidth
         return max(cycles / device.clock_hz, moving) + terms.launch / device.clock_hz, end
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -12,8 +13,9 @@ from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step, plain_step
+from polyphase.program.step import WEIGHT, WORKSPACE, Step
 from polyphase.program.tensor_map import TensorMap, tma_strides
+from polyphase.program.transpose import to_channels_last
 from polyphase.schedules.cells import Side
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import Four, constants_of, layer_constants, tiles_of
@@ -38,7 +40,6 @@ from polyphase.schedules.window_gemm.window import Gradient, channel_pitch
 
 _ALONE_OFFERED = 2  # of the configs that are offered, those whose taps share no windows
 _MAX_BOX_STEP = 8  # elements of the tensor from one of a box to the next
-_PACK_THREADS = 256
 
 
 class _WindowTma(Gradient):
@@ -135,7 +136,7 @@ class WindowDgradTma(_WindowTma):
         flush = FLUSH * DTYPE_BYTES[problem.dtype] // pitch if is_long_sum(problem) else stages
         packed = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
         packed = packed or given.out_channels != problem.out_channels
-        packs = (_pack(problem, pass_, given, layouts.weight_channels_last),) if packed else ()
+        packs = (_pack(problem, given, layouts.weight_channels_last),) if packed else ()
         workspace = problem.elements[1] * DTYPE_BYTES[problem.dtype] if packed else 0
         constants = (*self._constants(problem, config, pitch, pitch), ("FLUSH", flush))
         form = WgmmaForm(config.columns, problem.dtype)
@@ -217,18 +218,12 @@ class WindowWgradTma(_WindowTma):
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
 
 
-def _pack(problem: ConvTransposeProblem, pass_: Pass, given: ConvTransposeProblem, channels_last: bool) -> Step:
+def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_last: bool) -> Step:
     """The weight's channels to where boxes want them, those of the layer that is ``given``."""
-    chunks = problem.elements[1] * DTYPE_BYTES[problem.dtype] // 16
-    constants = (
-        *layer_constants(given, pass_, channels_last),
-        ("PADDED_CHANNELS", problem.out_channels_per_group),
-        ("ALL_IN_CHANNELS", problem.in_channels),
-        ("THREADS", _PACK_THREADS),
-        ("MIN_BLOCKS", 1),
-    )
-    source = KernelSource("pack_channels", problem.dtype, False, constants, folder="steps")
-    return plain_step(source, math.ceil(chunks / _PACK_THREADS), _PACK_THREADS)
+    shape = five(given.weight_shape)
+    strides = dense_strides(shape, channels_last)
+    step = to_channels_last(problem.dtype, shape, strides, padded=problem.out_channels_per_group)
+    return replace(step, operands=(WEIGHT, WORKSPACE))
 
 
 def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:

@@ -109,10 +109,11 @@ class _WindowWgmma(Gradient):
         x = Side(five(flattened.input_shape), layouts.input)
         blocks = blocks_of(flattened, pass_, config.columns, config.out_chunk)
         of_pass: dict[str, int] = {}
-        planes, grid = 1, blocks * tiling.total
+        planes, grid, narrowed = 1, blocks * tiling.total, False
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _splits(flattened, config, tiling, device))
             of_pass = _weight_grad_params(flattened, tiling, length)
+            narrowed = bool(of_pass["narrowed"])
             grid = blocks * planes
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(flattened, pass_),
@@ -154,7 +155,12 @@ class _WindowWgmma(Gradient):
             tensor_maps=tuple(each for each in (tiling.runs.tensor_map, tiling.window_map) if each is not None),
         )
         return assemble(
-            problem, pass_, main, splits=planes, dst_channels_last=problem.channels_last and problem.taps > 1
+            problem,
+            pass_,
+            main,
+            splits=planes,
+            dst_channels_last=problem.channels_last and problem.taps > 1,
+            narrowed=narrowed,
         )
 
 
@@ -182,12 +188,23 @@ def _weight_grad_params(problem: ConvTransposeProblem, tiling: Tiling, length: i
         "groups": problem.groups,
         "joined": tiling.joined,
         "steps": tiling.steps,
-        "flush": max(1, FLUSH * DTYPE_BYTES[problem.dtype] // (OPERATION_BYTES * tiling.steps)),
+        "flush": _flush(problem, tiling),
+        "narrowed": _narrows(problem, tiling, length),
         "piece_bytes": tiling.runs.piece_bytes,
         "split_length": length,
         "all_tiles": tiling.total,
         "plane": math.prod(problem.weight_shape),
     }
+
+
+def _flush(problem: ConvTransposeProblem, tiling: Tiling) -> int:
+    """Stages of a weight gradient between flushes."""
+    return max(1, FLUSH * DTYPE_BYTES[problem.dtype] // (OPERATION_BYTES * tiling.steps))
+
+
+def _narrows(problem: ConvTransposeProblem, tiling: Tiling, length: int) -> bool:
+    """Whether sums of splits of such a ``length`` are complete when they are first stored."""
+    return 0 < tiling.total == length <= _flush(problem, tiling)
 
 
 def _as_read(
@@ -244,10 +261,12 @@ def _estimate(
     blocks = blocks_of(problem, pass_, config.columns, config.out_chunk)
     block = terms.block + terms.result * config.rows * config.columns
     if pass_ is Pass.WEIGHT_GRAD:
-        splits = _splits(problem, config, tiling, device)
+        splits, size = _splits(problem, config, tiling, device), DTYPE_BYTES[problem.dtype]
         stages = math.ceil(tiling.total / splits)
         blocks *= splits
-        end = terms.reduce + 8 * splits * math.prod(problem.weight_shape) / device.copy_bytes_per_second
+        alone = splits == 1 and (size == 4 or _narrows(problem, tiling, stages))
+        moved = math.prod(problem.weight_shape) * (size if alone else 8 * splits + size)
+        end = (0.0 if alone else terms.reduce) + moved / device.copy_bytes_per_second
     else:
         stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
         blocks *= tiling.total
