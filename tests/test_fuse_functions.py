@@ -129,6 +129,7 @@ def test_another_course_than_the_trace() -> None:
         "twice": lambda y: torch.cat([F.relu(y), y], 1) - y.mean(),
         "in place, and read": lambda y: F.relu(y, inplace=True) is not None and y * 1,
         "operators": lambda y: (2 - y) / (abs(y) + 1) @ y.mT,
+        "what it is": lambda y: F.relu(y) if isinstance(y, torch.Tensor) else y * 0,
         "a list": lambda y: torch.stack([y, y]).sum(0),
         "an attribute": lambda y: (y.dtype, repr(y), torch.tensor(y.numpy().sum()), y.mT.shape),
     }
