@@ -87,7 +87,7 @@ def test_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
                 "on tensor cores": config.row_tiles > 0,
             }
             number += 1
-            if number % (3 if config.row_tiles else 9) == 0 or not set(facts.items()) <= taken:
+            if number % (9 if config.row_tiles else 30) == 0 or not set(facts.items()) <= taken:
                 candidate = Candidate("direct_wgrad_long", config, 0.0, "")
                 assert_exact(problem, PASS, candidate, program, layouts, executor=Emulator(number))
             taken |= set(facts.items())
@@ -117,7 +117,7 @@ def test_an_output_gradient_that_is_infinite_beside_the_image() -> None:
     x, grad = (torch.ones(shape, dtype=torch.float64) for shape in (problem.input_shape, problem.output_shape))
     grad[..., 0] = torch.inf  # meets the first position at the first tap alone
     grad[..., -3:] = torch.inf  # meet no position at all
-    for candidate, program in offers(DirectWgradLong(), problem, PASS):
+    for candidate, program in offers(DirectWgradLong(), problem, PASS)[:2]:
         found = run(problem, PASS, program, Layouts.dense(problem), (x, grad)).double()
         assert torch.equal(found, reference(problem, PASS, (x, grad))), candidate.describe()
         assert found[..., 1:].isfinite().all()
