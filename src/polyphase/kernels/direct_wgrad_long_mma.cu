@@ -27,26 +27,6 @@ constexpr int PITCH = 8 * VECTOR + 4;  // shared sums of a row of a warp
 static_assert(sizeof(scalar_t) == 2 && VECTOR == 8 && LANES % 8 == 0 && POSITIONS % 16 == 0, "fragments are whole");
 static_assert(ROWS <= 16 * ROW_TILES, "a row for each input channel and j");
 
-struct Loaded {
-  Vector<unsigned, 4> g[CHUNKS][4];
-  long long image;  // as Rows has them
-  int first;        // the same of the lane's first position
-
-  __device__ __forceinline__ void load(const Params& params, const scalar_t* grad, const Column& at, int column,
-                                       int step) {
-    const Rows rows(params, grad, at, step);
-    image = rows.image, first = rows.first + threadIdx.x % 4 * 4;
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int begin = column + (first + 16 * i + j) * AXIS_W.stride;
-        const bool exists = at.channel < OUT_CHANNELS && rows.exists && (unsigned)begin < (unsigned)params.g.size[2];
-        g[i][j] = exists ? *(const Vector<unsigned, 4>*)(rows.grad + begin) : Vector<unsigned, 4>{};
-      }
-  }
-};
-
 // The rows of x that a lane has: where each lies, and its j, so large that it meets nothing where there is none.
 struct InputRows {
   long long offset[ROW_TILES][2];
@@ -61,26 +41,51 @@ struct InputRows {
       tap[i / 2][i % 2] = exists ? j : 1 << 30;
     }
   }
-  // Two neighbouring positions from `at` on.
-  __device__ __forceinline__ unsigned pair(const scalar_t* x, int tile, int half, int at, int width) const {
-    const scalar_t* const from = x + offset[tile][half] + (long long)at * X_PIXEL;
-    const int place = at - tap[tile][half];
-    const scalar_t low = (unsigned)place < (unsigned)width ? read(from) : zero<scalar_t>();
-    const scalar_t high = (unsigned)(place + 1) < (unsigned)width ? read(from + X_PIXEL) : zero<scalar_t>();
-    return low.bits | (unsigned)high.bits << 16;
+  // The element of position `at` of the rows of g.
+  __device__ __forceinline__ scalar_t element(const scalar_t* x, int tile, int half, int at, int width) const {
+    const bool exists = (unsigned)(at - tap[tile][half]) < (unsigned)width;
+    return exists ? read(x + offset[tile][half] + (long long)at * X_PIXEL) : zero<scalar_t>();
+  }
+};
+
+// What a lane loads for a step. It stays as it was loaded until it is used: nothing waits for it before.
+struct Loaded {
+  Vector<unsigned, 4> g[CHUNKS][4];
+  scalar_t x[CHUNKS][ROW_TILES][4][2];  // two neighbouring positions of each word of a fragment
+
+  __device__ __forceinline__ void load(const Params& params, const scalar_t* grad, const Column& at, int column,
+                                       const scalar_t* input, const InputRows& input_rows, int step) {
+    const Rows rows(params, grad, at, step);
+    const int first = rows.first + threadIdx.x % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int begin = column + (first + 16 * i + j) * AXIS_W.stride;
+        const bool exists = at.channel < OUT_CHANNELS && rows.exists && (unsigned)begin < (unsigned)params.g.size[2];
+        g[i][j] = exists ? *(const Vector<unsigned, 4>*)(rows.grad + begin) : Vector<unsigned, 4>{};
+      }
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+#pragma unroll
+      for (int j = 0; j < 8 * ROW_TILES; ++j) {
+        const int word = j / 2 % 4;
+        x[i][j / 8][word][j % 2] = input_rows.element(input + rows.image, j / 8, word % 2,
+                                                      first + 16 * i + word / 2 * 2 + j % 2, params.x.size[2]);
+      }
   }
 };
 
 struct Sums : Accumulators<ROW_TILES * VECTOR, 4> {
-  __device__ __forceinline__ void add(const Params& params, const Loaded& step, const scalar_t* x,
-                                      const InputRows& rows) {
-    x += step.image;
+  __device__ __forceinline__ void add(const Loaded& step) {
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
       unsigned a[ROW_TILES][4];
 #pragma unroll
-      for (int j = 0; j < 4 * ROW_TILES; ++j)
-        a[j / 4][j % 4] = rows.pair(x, j / 4, j % 2, step.first + 16 * i + j % 4 / 2 * 2, params.x.size[2]);
+      for (int j = 0; j < 4 * ROW_TILES; ++j) {
+        const scalar_t(&pair)[2] = step.x[i][j / 4][j % 4];
+        a[j / 4][j % 4] = pair[0].bits | (unsigned)pair[1].bits << 16;
+      }
 #pragma unroll
       for (int v = 0; v < VECTOR; ++v) {
         const unsigned order = v % 2 ? 0x7632 : 0x5410;
@@ -143,16 +148,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Sums sums;
     sums.clear();
     const int until = min(first + params.flush, end);
-    if (first + walker < until) {
-      Loaded now;
-      now.load(params, grad, at, column, first + walker);
+    Loaded one, other;  // in turns: a copy would wait for what is loaded
+    auto load = [&](Loaded& to, int step) {
+      if (step < until) to.load(params, grad, at, column, x, rows, step);
+    };
+    load(one, first + walker);
 #pragma unroll 1
-      for (int step = first + walker; step < until; step += WALKERS) {
-        Loaded next = now;
-        if (step + WALKERS < until) next.load(params, grad, at, column, step + WALKERS);
-        sums.add(params, now, x, rows);
-        now = next;
-      }
+    for (int step = first + walker; step < until; step += 2 * WALKERS) {
+      load(other, step + WALKERS);
+      sums.add(one);
+      load(one, step + 2 * WALKERS);
+      if (step + WALKERS < until) sums.add(other);
     }
     sums.store((float*)shared_memory, partial, block, again);
     first = until, again = true;

@@ -260,7 +260,7 @@ def _configs_of_cores(problem: ConvTransposeProblem) -> Iterator[LongWgradConfig
     channels, taps = equal_parts(problem.in_channels_per_group), equal_parts(_taps_along(problem))
     for positions, in_held, taps_held in itertools.product((16, 32), channels, taps):
         row_tiles = math.ceil(in_held * taps_held / 16)
-        registers = 48 + 32 * row_tiles + 2 * positions + 10 * row_tiles
+        registers = 32 + 32 * row_tiles + 2 * positions + row_tiles * (positions + 6)
         if row_tiles > _MAX_ROW_TILES or registers > _MAX_REGISTERS:
             continue
         config = LongWgradConfig(_OCTET, positions, in_held, taps_held, 1, 1, 1, row_tiles)
@@ -314,6 +314,7 @@ def _estimate(
     again = (_row_blocks(problem, config) - 1) * problem.elements[2] * size / terms.from_l2
     moving = (problem.bytes + again) / device.copy_bytes_per_second
     adding = 0.0
-    if parts > 1:
-        adding = terms.reduce + 8 * words * parts * problem.elements[1] / device.copy_bytes_per_second
+    if parts > 1 or size == 2:  # those of half types are narrowed there
+        moved = problem.elements[1] * (8 * words * parts + size)
+        adding = terms.reduce + moved / device.copy_bytes_per_second
     return math.hypot(work, moving) + terms.launch + adding, slower_of(work, moving)[1]
