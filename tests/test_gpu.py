@@ -177,6 +177,7 @@ def cases() -> Iterator[ParameterSet]:
 
 def strange_cases() -> Iterator[ParameterSet]:
     """The layers of tests of single schedules, their tensors dense and not."""
+    dots, long_grad = (Pass.INPUT_GRAD, DotDgrad()), (Pass.WEIGHT_GRAD, DirectWgradLong())
     channels_grad = DirectWgradChannels()
     layers = [
         *((f"{name}, cores", layer, each) for name, layer in GRADIENT_LAYERS.items() for each in SCHEDULES.items()),
@@ -201,11 +202,6 @@ def strange_cases() -> Iterator[ParameterSet]:
             if refusal(schedule, layer, pass_, H200) is None
         ),
         *(
-            (f"{name}, pixels", replace(layer, dtype=dtype), (Pass.FORWARD, PhaseGemmPixels()))
-            for name, layer in PIXEL_LAYERS.items()
-            for dtype in ("float32", "float16", "bfloat16")
-        ),
-        *(
             (f"{name}, channels", replace(layer, dtype=dtype), (pass_, DirectChannels()))
             for name, layer in CHANNELS_LAYERS.items()
             for dtype in ("float32", "float16", "bfloat16", "float64")
@@ -218,13 +214,9 @@ def strange_cases() -> Iterator[ParameterSet]:
             for dtype, last in (("float32", True), ("float16", True), ("bfloat16", False), ("float64", False))
         ),
         *(
-            (f"{name}, long", replace(layer, dtype=dtype), (Pass.WEIGHT_GRAD, DirectWgradLong()))
-            for name, layer in LONG_GRAD_LAYERS.items()
-            for dtype in ("float32", "bfloat16", "float64")
-        ),
-        *(
-            (f"{name}, dots", replace(layer, dtype=dtype), (Pass.INPUT_GRAD, DotDgrad()))
-            for name, layer in DOTS_LAYERS.items()
+            (f"{name}, {label}", replace(layer, dtype=dtype), way)
+            for label, layers, way in (("dots", DOTS_LAYERS, dots), ("long", LONG_GRAD_LAYERS, long_grad))
+            for name, layer in layers.items()
             for dtype in ("float32", "float16", "bfloat16", "float64")
         ),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
@@ -234,6 +226,7 @@ def strange_cases() -> Iterator[ParameterSet]:
                 ("scattered", SCATTER_LAYERS, OverlapGemm()),
                 ("grouped", grouped_gemm.LAYERS, GroupedGemm()),
                 ("phases", PHASE_LAYERS, PhaseGemm()),
+                ("pixels", PIXEL_LAYERS, PhaseGemmPixels()),
             )
             for name, layer in layers_of.items()
             for dtype in ("float32", "float16", "bfloat16")

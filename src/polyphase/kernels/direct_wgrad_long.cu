@@ -24,61 +24,27 @@
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
-#include "core/divisor.cuh"
-#include "core/geometry.cuh"
 #include "core/types.cuh"
+#include "operand/stride_columns.cuh"
 
-struct Params {
-  Tensor5 x, g;
-  int groups, column_blocks;
-  int steps, part_length, flush;  // steps of all images, of a part, and of a chain
-  Divisor along[3];               // steps of a row, rows of a slab, slabs of an image
-  long long plane;                // elements of one plane of `partial`: all weights
-};
-
+constexpr bool ALIGNED = PIECE > 1;  // rows of g are whole quads
 constexpr int THREADS = round_up(LANES * WALKERS, 32);
-constexpr int PIECE = ALIGNED ? 4 : 1;  // elements of g that are loaded at once
-constexpr int RESIDUES = AXIS_W.kernel < AXIS_W.stride ? AXIS_W.kernel : AXIS_W.stride;
-constexpr int SKEW = (PIECE - AXIS_W.padding % PIECE) % PIECE;  // elements of the first column before r = 0
-constexpr int VECTORS = ceil_div(RESIDUES + SKEW, VECTOR);      // columns of a row of the kernel
-constexpr int LINES = AXIS_D.kernel * AXIS_H.kernel;
 constexpr int COLUMNS = OUT_CHANNELS * LINES * VECTORS;
-constexpr int ALONG = ceil_div(AXIS_W.kernel, AXIS_W.stride);  // j
-constexpr int IN_BLOCKS = ceil_div(IN_CHANNELS, IN_HELD), TAP_BLOCKS = ceil_div(ALONG, TAPS_HELD);
 constexpr int REACH = TAPS_HELD - 1, X_MET = POSITIONS + REACH;  // positions of x that a step meets
 constexpr int QUADS = VECTOR / 4, RESULTS = LANES * VECTOR;
-static_assert(AXIS_W.dilation == 1 && VECTOR % 4 == 0, "columns are neighbours in memory, in whole quads");
-
-struct Column {
-  int channel, d, h, first;  // first r
-
-  __device__ __forceinline__ explicit Column(int column) {
-    first = column % VECTORS * VECTOR - SKEW;
-    const int line = column / VECTORS % LINES;
-    channel = column / (VECTORS * LINES), d = line / AXIS_H.kernel, h = line % AXIS_H.kernel;
-  }
-};
 
 // What a thread loads of g for a step, and where that meets x.
 struct Loaded {
   Quad<scalar_t> g[POSITIONS][QUADS];
-  long long image;  // elements to its row of x
-  int first;        // y - j of its first y and the thread's first j
+  long long image;  // as Rows has them
+  int first;
 
   // `grad` is of the thread's channel, `column` what its first r meets at y = 0 of the thread's first j.
   __device__ __forceinline__ void load(const Params& params, const scalar_t* grad, const Column& at, int column,
                                        int step) {
-    int place = step / params.along[0];
-    first = (step - place * params.along[0].value) * POSITIONS;
-    const int h = place % params.along[1];
-    place = place / params.along[1];
-    const int d = place % params.along[2], n = place / params.along[2];
-    image = n * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3];
-    const int grad_d = d * AXIS_D.stride + at.d * AXIS_D.dilation - AXIS_D.padding;
-    const int grad_h = h * AXIS_H.stride + at.h * AXIS_H.dilation - AXIS_H.padding;
-    const bool exists = (unsigned)grad_d < (unsigned)params.g.size[0] && (unsigned)grad_h < (unsigned)params.g.size[1];
+    const Rows rows(params, grad, at, step);
+    image = rows.image, first = rows.first;
     const int from = column + first * AXIS_W.stride;
-    grad += n * params.g.stride[0] + grad_d * params.g.stride[2] + grad_h * params.g.stride[3];
 #pragma unroll
     for (int i = 0; i < POSITIONS; ++i)
 #pragma unroll
@@ -86,11 +52,12 @@ struct Loaded {
         g[i][quad].clear();
         const int begin = from + i * AXIS_W.stride + quad * 4;
         if constexpr (ALIGNED) {
-          if (exists && (unsigned)begin < (unsigned)params.g.size[2]) g[i][quad].load(grad + begin);
+          if (rows.exists && (unsigned)begin < (unsigned)params.g.size[2]) g[i][quad].load(rows.grad + begin);
         } else {
 #pragma unroll
           for (int j = 0; j < 4; ++j)
-            if (exists && (unsigned)(begin + j) < (unsigned)params.g.size[2]) g[i][quad].load(j, grad + begin + j);
+            if (rows.exists && (unsigned)(begin + j) < (unsigned)params.g.size[2])
+              g[i][quad].load(j, rows.grad + begin + j);
         }
       }
   }
@@ -149,19 +116,13 @@ struct Sums {
         __syncthreads();
 #pragma unroll 1
         for (int result = threadIdx.x; result < RESULTS; result += THREADS) {
-          const int column = first_column + result / VECTOR;
-          const Column at(column);
-          const int residue = at.first + result % VECTOR, tap = (first_tap + j) * AXIS_W.stride + residue;
-          if (column >= COLUMNS || first_in + in >= IN_CHANNELS || residue < 0 || residue >= RESIDUES ||
-              tap >= AXIS_W.kernel)
-            continue;
+          const long long to =
+              Column(first_column + result / VECTOR).weight(first_in + in, result % VECTOR, first_tap + j);
+          if (to < 0) continue;
           accum_t total = buffer[result];
 #pragma unroll 4
           for (int walker = 1; walker < WALKERS; ++walker) total += buffer[walker * RESULTS + result];
-          const int line = at.d * AXIS_H.kernel + at.h;
-          accum_t* const to =
-              plane + ((long long)(first_in + in) * OUT_CHANNELS + at.channel) * TAPS + line * AXIS_W.kernel + tap;
-          *to = again ? *to + total : total;
+          plane[to] = again ? plane[to] + total : total;
         }
       }
     __syncthreads();
@@ -172,24 +133,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_wgrad_long(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* partial,
                       const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  int block = blockIdx.x;
-  const int first_tap = block % TAP_BLOCKS * TAPS_HELD;
-  block /= TAP_BLOCKS;
-  const int first_in = block % IN_BLOCKS * IN_HELD;
-  block /= IN_BLOCKS;
-  const int first_column = block % params.column_blocks * LANES;
-  block /= params.column_blocks;
-  const int group = block % params.groups, part = block / params.groups;
-
+  const Block block(params);
   const int lane = threadIdx.x % LANES, walker = threadIdx.x / LANES;
-  const bool owns = walker < WALKERS && first_column + lane < COLUMNS;
-  const Column at(first_column + lane);
-  x += ((long long)group * IN_CHANNELS + first_in) * params.x.stride[1];
-  grad += ((long long)group * OUT_CHANNELS + at.channel) * params.g.stride[1];
-  partial += part * params.plane + (long long)group * IN_CHANNELS * (OUT_CHANNELS * TAPS);
-  const int column = first_tap * AXIS_W.stride + at.first - AXIS_W.padding;
+  const bool owns = walker < WALKERS && block.column + lane < COLUMNS;
+  const Column at(block.column + lane);
+  x += ((long long)block.group * IN_CHANNELS + block.in) * params.x.stride[1];
+  grad += ((long long)block.group * OUT_CHANNELS + at.channel) * params.g.stride[1];
+  partial += block.part * params.plane + (long long)block.group * IN_CHANNELS * (OUT_CHANNELS * TAPS);
+  const int column = block.tap * AXIS_W.stride + at.first - AXIS_W.padding;
 
-  int first = part * params.part_length;
+  int first = block.part * params.part_length;
   const int end = min(first + params.part_length, params.steps);
   bool again = false;
 #pragma unroll 1
@@ -204,11 +157,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int step = first + walker; step < until; step += WALKERS) {
         Loaded next = now;
         if (step + WALKERS < until) next.load(params, grad, at, column, step + WALKERS);
-        sums.add(params, now, x, IN_CHANNELS - first_in);
+        sums.add(params, now, x, IN_CHANNELS - block.in);
         now = next;
       }
     }
-    sums.store((accum_t*)shared_memory, partial, first_column, first_in, first_tap, again);
+    sums.store((accum_t*)shared_memory, partial, block.column, block.in, block.tap, again);
     first = until, again = true;
   } while (first < end);
 }

@@ -1,4 +1,7 @@
-"""The direct weight gradient of long kernels with large strides: ``kernels/direct_wgrad_long.cu``."""
+"""The direct weight gradient of long kernels with large strides: ``kernels/direct_wgrad_long.cu``.
+
+Half types have ``kernels/direct_wgrad_long_mma.cu`` as well, which multiplies on tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from polyphase.costs import costs
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
@@ -23,12 +26,14 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
 
 _THREADS = 128  # at most: registers share out better than with more
-_QUAD = 4
+_WARPS = 4  # on tensor cores
+_QUAD, _OCTET = 4, 8
 _LEAST_RESIDUES = 8  # taps that lie side by side: below that quads of neighbouring threads lie far apart
 _MAX_SUMS = 128  # registers of a thread
 _MAX_HELD = 16  # input channels, and taps a stride apart, of a thread
 _MAX_UNROLLED = 1024  # products of a step, in straight-line code
 _MAX_REGISTERS = 216  # by estimate
+_MAX_ROW_TILES = 4
 _MAX_X_LOADS = 96  # of a step, which the compiler moves to its beginning; with more some would spill
 _LOADED_CHANNELS = 4  # input channels whose elements a thread has in registers together
 _CHAIN = 2048  # terms of a sum
@@ -36,7 +41,10 @@ _LEAST_STEPS = 4  # of a thread in a part
 
 
 class LongWgradConfig(NamedTuple):
-    """The compile-time shape of a kernel; ``direct_wgrad_long.cu`` says what the names mean."""
+    """The compile-time shape of a kernel; ``direct_wgrad_long.cu`` says what the names mean.
+
+    ``row_tiles``: of 16 rows of a warp on tensor cores; 0 for CUDA cores.
+    """
 
     vector: int
     positions: int
@@ -45,11 +53,12 @@ class LongWgradConfig(NamedTuple):
     lanes: int
     walkers: int
     min_blocks: int
+    row_tiles: int = 0
 
     @property
     def threads(self) -> int:
-        """Threads of a block, in whole warps."""
-        return round_up(self.lanes * self.walkers, 32)
+        """Threads of a block, in whole warps; on tensor cores a warp has eight columns."""
+        return round_up(self.lanes * self.walkers * (4 if self.row_tiles else 1), 32)
 
     @property
     def sums(self) -> int:
@@ -68,7 +77,7 @@ class DirectWgradLong(Schedule):
     name = "direct_wgrad_long"
     passes = (Pass.WEIGHT_GRAD,)
     adapts = True
-    offered = 4
+    offered = 6
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         width = problem.axes3[2]
@@ -85,7 +94,17 @@ class DirectWgradLong(Schedule):
         return standard(problem) if layouts.output[4] == 1 else None
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[LongWgradConfig]:
-        return sorted(_configs(at))
+        found = sorted(_configs(at))
+        if DTYPE_BYTES[at.dtype] == 2 and device.capability >= 80 and _piece(at, Layouts.dense(at), _OCTET) == _OCTET:
+            found += sorted(_configs_of_cores(at))
+        return found
+
+    def arranged(self, order: list[LongWgradConfig]) -> list[LongWgradConfig]:
+        """Tensors that are not aligned leave CUDA cores alone."""
+        ways = [[config for config in order if bool(config.row_tiles) is cores] for cores in (False, True)]
+        first = [each for way in ways for each in way[: self.offered // 2]] if all(ways) else []
+        first.sort(key=order.index)
+        return first + [config for config in order if config not in first]
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongWgradConfig
@@ -94,30 +113,33 @@ class DirectWgradLong(Schedule):
         columns = problem.output_size[-1] + 2 * (config.x_met + 1) * width.stride + width.kernel + width.padding
         if max(columns, _steps(problem, config)[0], _pixel(problem, layouts) * 2 * config.x_met) >= 2**31:
             return None
-        return _estimate(problem, config, device, _aligned(problem, layouts))
+        if config.row_tiles and _piece(problem, layouts, _OCTET) < _OCTET:
+            return None
+        return _estimate(problem, config, device, _piece(problem, layouts, _piece_of(config)))
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongWgradConfig
     ) -> Program:
         steps, along = _steps(problem, config)
-        aligned = _aligned(problem, layouts)
-        length, parts = parted(steps, _parts(problem, config, device, aligned))
+        piece = _piece(problem, layouts, _piece_of(config))
+        length, parts = parted(steps, _parts(problem, config, device, piece))
         source = KernelSource(
-            kernel=self.name,
+            kernel=f"{self.name}_mma" if config.row_tiles else self.name,
             dtype=problem.dtype,
             wide_offsets=True,
             constants=(
                 *layer_constants(problem, pass_),
                 *constants_of(config, "vector positions in_held taps_held lanes walkers min_blocks"),
-                ("ALIGNED", aligned),
+                ("PIECE", piece),
                 ("X_PIXEL", _pixel(problem, layouts)),
+                *((("ROW_TILES", config.row_tiles),) if config.row_tiles else ()),
             ),
         )
         params = params_of(source).pack(
             x=Side(five(problem.input_shape), layouts.input),
             g=Side(five(problem.output_shape), layouts.output),
             groups=problem.groups,
-            column_blocks=math.ceil(_columns(problem, config, aligned) / config.lanes),
+            column_blocks=math.ceil(_columns(problem, config, piece) / config.lanes),
             steps=steps,
             part_length=length,
             flush=config.walkers * max(1, _CHAIN // config.positions),
@@ -126,7 +148,7 @@ class DirectWgradLong(Schedule):
         )
         main = Step(
             source=source,
-            grid=(_blocks(problem, config, aligned) * parts, 1, 1),
+            grid=(_blocks(problem, config, piece) * parts, 1, 1),
             block=config.threads,
             shared_bytes=_shared_bytes(problem, config),
             params=params,
@@ -151,12 +173,17 @@ def _pixel(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     return layouts.input[4] if problem.input_size[-1] > 1 else 1
 
 
-def _aligned(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
-    """Whether what a thread loads of the output gradient are whole quads."""
+def _piece_of(config: LongWgradConfig) -> int:
+    """Elements of the output gradient that a kernel loads at once where it can."""
+    return _OCTET if config.row_tiles else _QUAD
+
+
+def _piece(problem: ConvTransposeProblem, layouts: Layouts, piece: int) -> int:
+    """So many if what a thread loads of the output gradient are whole pieces of them, else one."""
     batch, channel, depth, height, _ = layouts.output
     multiples = problem.axes3[2].stride, problem.output_size[-1], batch, channel, depth, height
-    fits = DTYPE_BYTES[problem.dtype] * _QUAD <= 16
-    return layouts.aligned and fits and all(value % _QUAD == 0 for value in multiples)
+    fits = DTYPE_BYTES[problem.dtype] * piece <= 16
+    return piece if layouts.aligned and fits and all(value % piece == 0 for value in multiples) else 1
 
 
 def _steps(problem: ConvTransposeProblem, config: LongWgradConfig) -> tuple[int, tuple[int, int, int]]:
@@ -166,10 +193,10 @@ def _steps(problem: ConvTransposeProblem, config: LongWgradConfig) -> tuple[int,
     return problem.batch * depth * height * along, (max(1, along), max(1, height), max(1, depth))
 
 
-def _columns(problem: ConvTransposeProblem, config: LongWgradConfig, aligned: bool) -> int:
+def _columns(problem: ConvTransposeProblem, config: LongWgradConfig, piece: int) -> int:
     """Columns of a group."""
     depth, height, width = problem.axes3
-    skew = -width.padding % _QUAD if aligned else 0
+    skew = -width.padding % piece
     lines = problem.out_channels_per_group * depth.kernel * height.kernel
     return lines * math.ceil((_residues(problem) + skew) / config.vector)
 
@@ -180,15 +207,15 @@ def _row_blocks(problem: ConvTransposeProblem, config: LongWgradConfig) -> int:
     return channels * math.ceil(_taps_along(problem) / config.taps_held)
 
 
-def _blocks(problem: ConvTransposeProblem, config: LongWgradConfig, aligned: bool) -> int:
+def _blocks(problem: ConvTransposeProblem, config: LongWgradConfig, piece: int) -> int:
     """Blocks of a part."""
-    columns = math.ceil(_columns(problem, config, aligned) / config.lanes)
+    columns = math.ceil(_columns(problem, config, piece) / config.lanes)
     return problem.groups * columns * _row_blocks(problem, config)
 
 
-def _parts(problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, aligned: bool) -> int:
+def _parts(problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, piece: int) -> int:
     """Parts of the steps: all blocks are resident together, or in few rounds."""
-    blocks, steps = _blocks(problem, config, aligned), _steps(problem, config)[0]
+    blocks, steps = _blocks(problem, config, piece), _steps(problem, config)[0]
     resident = device.multiprocessors * config.min_blocks
     most = max(1, min(steps // (_LEAST_STEPS * config.walkers), affordable_planes(problem)))
 
@@ -201,7 +228,9 @@ def _parts(problem: ConvTransposeProblem, config: LongWgradConfig, device: Devic
 
 
 def _shared_bytes(problem: ConvTransposeProblem, config: LongWgradConfig) -> int:
-    """Two rows of sums."""
+    """Two rows of sums; on tensor cores a row tile, lines of eight columns and four elements between these."""
+    if config.row_tiles:
+        return config.threads // 32 * 16 * (8 * config.vector + 4) * 4
     return 2 * config.threads * config.vector * accumulator_bytes(problem.dtype)
 
 
@@ -220,39 +249,72 @@ def _configs(problem: ConvTransposeProblem) -> Iterator[LongWgradConfig]:
             continue
         if registers > _MAX_REGISTERS or in_held * config.x_met > _MAX_X_LOADS:
             continue
-        columns = _columns(problem, config, True)
+        columns = _columns(problem, config, _QUAD)
         lanes = math.ceil(columns / math.ceil(columns / _THREADS))
         config = config._replace(lanes=lanes, walkers=_THREADS // lanes)
         yield config._replace(min_blocks=max(1, min(12, REGISTERS // (config.threads * round_up(registers, 8)))))
 
 
-def _estimate(
-    problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, aligned: bool
-) -> tuple[float, str]:
-    """Predicted time, and what bounds it."""
-    terms = costs("direct_wgrad_long", device)
+def _configs_of_cores(problem: ConvTransposeProblem) -> Iterator[LongWgradConfig]:
+    """Every config on tensor cores whose sums fit a thread's registers."""
+    channels, taps = equal_parts(problem.in_channels_per_group), equal_parts(_taps_along(problem))
+    for positions, in_held, taps_held in itertools.product((16, 32), channels, taps):
+        row_tiles = math.ceil(in_held * taps_held / 16)
+        registers = 32 + 32 * row_tiles + 2 * positions + row_tiles * (positions + 6)
+        if row_tiles > _MAX_ROW_TILES or registers > _MAX_REGISTERS:
+            continue
+        config = LongWgradConfig(_OCTET, positions, in_held, taps_held, 1, 1, 1, row_tiles)
+        warps = math.ceil(_columns(problem, config, _OCTET) / 8)
+        lanes = 8 * math.ceil(warps / math.ceil(warps / _WARPS))
+        config = config._replace(lanes=lanes, walkers=max(1, 8 * _WARPS // lanes))
+        yield config._replace(min_blocks=max(1, min(8, REGISTERS // (config.threads * round_up(registers, 8)))))
+
+
+def _step_of_cores(problem: ConvTransposeProblem, config: LongWgradConfig, terms: Costs) -> tuple[float, float]:
+    """Issue slots of a warp's step on tensor cores, and lines of memory that it meets."""
+    chunks, x_loads = config.positions // 16, 8 * config.row_tiles
+    issued = terms.step + chunks * (terms.load * (4 + x_loads) + (16 + 8 * config.row_tiles + x_loads) * terms.issue)
+    columns = math.ceil(8 / math.ceil(_residues(problem) / config.vector))
+    return issued, chunks * (16 * columns + x_loads * min(8, math.ceil(8 / config.taps_held)))
+
+
+def _step(problem: ConvTransposeProblem, config: LongWgradConfig, terms: Costs, piece: int) -> tuple[float, float]:
+    """Issue slots of a warp's step, and lines of memory that it meets."""
+    if config.row_tiles:
+        return _step_of_cores(problem, config, terms)
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
-    elements = config.positions * config.vector  # of the output gradient, that a thread loads for a step
-    loads, x_loads = elements // (_QUAD if aligned else 1), config.in_held * config.x_met
+    elements = config.positions * config.vector  # of the output gradient, that a thread loads
+    loads, x_loads = elements // piece, config.in_held * config.x_met
     issued = terms.issue * config.positions * config.sums * words + terms.load * (loads + x_loads) + terms.step
     if size == 2:
         issued += terms.widen * (elements + x_loads)
     # Lines that a load meets: columns of a row of the kernel lie side by side.
     apart = 32 / math.ceil(_residues(problem) / config.vector)
     lines = loads * max(config.vector * size / 4, apart) + x_loads * max(1.0, min(config.walkers, 32 / config.lanes))
+    return issued, lines
+
+
+def _estimate(
+    problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, piece: int
+) -> tuple[float, str]:
+    """Predicted time, and what bounds it."""
+    terms = costs("direct_wgrad_long", device)
+    size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
+    issued, lines = _step(problem, config, terms, piece)
     cycles = issued / 4 + terms.line * lines
-    parts = _parts(problem, config, device, aligned)
-    blocks = _blocks(problem, config, aligned) * parts
+    parts = _parts(problem, config, device, piece)
+    blocks = _blocks(problem, config, piece) * parts
     resident, rounds = rounds_of(blocks, config.min_blocks, device)
     steps = math.ceil(math.ceil(_steps(problem, config)[0] / parts) / config.walkers)
     # A step takes what all warps issue, or what one of them does and waits for.
     warps, alone = config.threads // 32 * resident, max(terms.wait, issued + terms.wait / 3)
     step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
-    storing = terms.store * config.in_held * config.taps_held * resident
+    storing = terms.store * (8 * config.row_tiles or config.in_held * config.taps_held) * resident
     work = rounds * (steps * step + storing) / device.clock_hz
     again = (_row_blocks(problem, config) - 1) * problem.elements[2] * size / terms.from_l2
     moving = (problem.bytes + again) / device.copy_bytes_per_second
     adding = 0.0
-    if parts > 1:
-        adding = terms.reduce + 8 * words * parts * problem.elements[1] / device.copy_bytes_per_second
+    if parts > 1 or size == 2:  # those of half types are narrowed there
+        moved = problem.elements[1] * (8 * words * parts + size)
+        adding = terms.reduce + moved / device.copy_bytes_per_second
     return math.hypot(work, moving) + terms.launch + adding, slower_of(work, moving)[1]

@@ -79,7 +79,7 @@ class DotDgrad(Schedule):
     ) -> Cost | None:
         read = rows_as_one_channel(problem, layouts)
         assert read is not None
-        return _seconds(read[0], config, device) if _is_countable(read[0], config) else None
+        return _seconds(read[0], config, device, read[1].output[4]) if _is_countable(read[0], config) else None
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: DotDgradConfig
@@ -158,12 +158,16 @@ def _parts(problem: ConvTransposeProblem, config: DotDgradConfig, device: Device
 _FEW_ROUNDS = 4  # of blocks, whose last one is told apart from a part of one
 
 
-def _seconds(problem: ConvTransposeProblem, config: DotDgradConfig, device: DeviceInfo) -> tuple[float, str]:
-    """Predicted time, and what bounds it."""
+def _seconds(
+    problem: ConvTransposeProblem, config: DotDgradConfig, device: DeviceInfo, apart: int = 1
+) -> tuple[float, str]:
+    """Predicted time, and what bounds it; columns of the output gradient lie so many elements ``apart``."""
     parts, bytes_ = _parts(problem, config, device), accumulator_bytes(problem.dtype)
     steps = math.ceil(problem.out_channels_per_group / parts) * math.ceil(problem.taps / 32)
     terms = costs("dot_dgrad", device)
     step = terms[f"step{'_halves' if DTYPE_BYTES[problem.dtype] < 4 else ''}_{config.in_tile}"] * bytes_ / 4
+    lines = min(32.0, 32 * apart * DTYPE_BYTES[problem.dtype] / 128)  # of memory that a warp's load meets
+    step = max(step, config.positions * lines)
     rounds = _blocks(problem, config) * parts / (_RESIDENT * device.multiprocessors)
     rounds = math.ceil(rounds) if rounds < _FEW_ROUNDS else rounds
     cycles = rounds * _RESIDENT * _WARPS * (steps * step + terms.end) + terms.launch
