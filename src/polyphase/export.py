@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyphase.problem import Axis
 from polyphase.problem.epilogue import decoded
 from polyphase.torch_op.derivatives import Operands, run_operator
 from polyphase.torch_op.epilogue import by_tensor_operations
+from polyphase.torch_op.operators import input_grad_shape, weight_grad_shape
 from polyphase.torch_op.validate import Layer
 
 if TYPE_CHECKING:
@@ -66,18 +66,8 @@ def run_traced(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
     return _forward(input, weight, bias, *layer[1:])
 
 
-def _forward(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    constants = (stride, padding, dilation, True, output_padding, groups)
-    result: Tensor = torch.ops.aten.convolution.default(input, weight, bias, *constants)
+def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any) -> Tensor:
+    result: Tensor = torch.ops.aten.convolution.default(input, weight, bias, *_in_atens_order(*constants))
     return result
 
 
@@ -87,37 +77,31 @@ def _with_epilogue(
     return by_tensor_operations(decoded(text), operands, _forward(input, weight, bias, *constants)).to(input.dtype)
 
 
-def _input_grad(
-    grad_output: Tensor,
-    weight: Tensor,
+def _input_grad(grad_output: Tensor, weight: Tensor, *constants: Any) -> Tensor:
+    input = grad_output.new_empty(input_grad_shape(grad_output, weight, *constants))
+    return _backward(grad_output, input, weight, constants, 0)
+
+
+def _weight_grad(input: Tensor, grad_output: Tensor, kernel_size: Sequence[int], *constants: Any) -> Tensor:
+    weight = input.new_empty(weight_grad_shape(input, grad_output, kernel_size, *constants))
+    return _backward(grad_output, input, weight, constants, 1)
+
+
+def _backward(grad_output: Tensor, input: Tensor, weight: Tensor, constants: Any, place: int) -> Tensor:
+    """One of the gradients, that of the input or that of the weight."""
+    rest = (None, *_in_atens_order(*constants), [place == 0, place == 1, False])
+    result: Tensor = torch.ops.aten.convolution_backward.default(grad_output, input, weight, *rest)[place]
+    return result
+
+
+def _in_atens_order(
     stride: Sequence[int],
     padding: Sequence[int],
     output_padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-) -> Tensor:
-    axes = map(Axis, weight.shape[2:], stride, padding, dilation)
-    size = [axis.input_size(n, extra) for axis, n, extra in zip(axes, grad_output.shape[2:], output_padding)]
-    input = grad_output.new_empty((grad_output.shape[0], weight.shape[0], *size))
-    constants = (None, stride, padding, dilation, True, output_padding, groups, [True, False, False])
-    result: Tensor = torch.ops.aten.convolution_backward.default(grad_output, input, weight, *constants)[0]
-    return result
-
-
-def _weight_grad(
-    input: Tensor,
-    grad_output: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    weight = input.new_empty((input.shape[1], grad_output.shape[1] // groups, *kernel_size))
-    constants = (None, stride, padding, dilation, True, output_padding, groups, [False, True, False])
-    result: Tensor = torch.ops.aten.convolution_backward.default(grad_output, input, weight, *constants)[1]
-    return result
+) -> tuple[Any, ...]:
+    return stride, padding, dilation, True, output_padding, groups
 
 
 @functools.cache

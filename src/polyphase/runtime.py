@@ -26,6 +26,7 @@ from polyphase.program.kept import KeptProgram, kept_program
 from polyphase.program.program import Program
 from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, WORKSPACE, X
 from polyphase.torch_op.memory_format import output_channels_last
+from polyphase.torch_op.operators import input_grad_shape
 from polyphase.torch_op.tf32 import tf32_allowed
 
 #: Fills every output with NaN before the launch, so that tests see what a kernel does not write.
@@ -274,7 +275,9 @@ def input_grad_call(
            grad_output.get_device(), alignment, constants, tf32)  # fmt: skip
     call = _input_grad_calls.get(key)
     if call is None:
-        problem = _problem(_input_shape(grad_output, weight, constants), weight, grad_output, constants, False, tf32)
+        problem = _problem(
+            input_grad_shape(grad_output, weight, *constants), weight, grad_output, constants, False, tf32
+        )
         problem = _with_format(problem, output_channels_last(grad_output, weight))
         call = _prepare(Pass.INPUT_GRAD, problem, None, grad_output, weight)
         _remember(_input_grad_calls, key, call)
@@ -419,15 +422,6 @@ def _problem(
         input_shape[0], input_shape[1], weight.shape[1] * groups, input_shape[2:], tuple(weight.shape[2:]),
         *constants, bias=bias, dtype=_name(tensor.dtype), tf32=tf32,
     )  # fmt: skip
-
-
-def _input_shape(grad_output: torch.Tensor, weight: torch.Tensor, constants: _Constants) -> tuple[int, ...]:
-    stride, padding, output_padding, dilation, _ = constants
-    axes = ConvTransposeProblem(
-        1, 1, 1, (1,) * len(stride), tuple(weight.shape[2:]), stride, padding, output_padding, dilation
-    ).axes
-    sizes = (axis.input_size(n, extra) for axis, n, extra in zip(axes, grad_output.shape[2:], output_padding))
-    return (grad_output.shape[0], weight.shape[0], *sizes)
 
 
 def _with_format(problem: ConvTransposeProblem, channels_last: bool) -> ConvTransposeProblem:

@@ -96,7 +96,7 @@ def forward_fake(
     return empty_output((input.shape[0], weight.shape[1] * groups, *size), input, weight)
 
 
-def _input_grad_fake(
+def input_grad_shape(
     grad_output: Tensor,
     weight: Tensor,
     stride: Sequence[int],
@@ -104,23 +104,26 @@ def _input_grad_fake(
     output_padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-) -> Tensor:
+) -> tuple[int, ...]:
+    """The input's, whose gradient the operator gives."""
     axes = map(Axis, weight.shape[2:], stride, padding, dilation)
     size = [axis.input_size(n, extra) for axis, n, extra in zip(axes, grad_output.shape[2:], output_padding)]
-    return empty_output((grad_output.shape[0], weight.shape[0], *size), grad_output, weight)
+    return grad_output.shape[0], weight.shape[0], *size
 
 
-def _weight_grad_fake(
-    input: Tensor,
-    grad_output: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    return empty_output((input.shape[1], grad_output.shape[1] // groups, *kernel_size), input, grad_output)
+def weight_grad_shape(
+    input: Tensor, grad_output: Tensor, kernel_size: Sequence[int], *constants: Any
+) -> tuple[int, ...]:
+    """The weight's, whose gradient the operator gives."""
+    return input.shape[1], grad_output.shape[1] // constants[-1], *kernel_size
+
+
+def _input_grad_fake(grad_output: Tensor, weight: Tensor, *constants: Any) -> Tensor:
+    return empty_output(input_grad_shape(grad_output, weight, *constants), grad_output, weight)
+
+
+def _weight_grad_fake(input: Tensor, grad_output: Tensor, *constants: Any) -> Tensor:
+    return empty_output(weight_grad_shape(input, grad_output, *constants), input, grad_output)
 
 
 LIBRARY = torch.library.Library("polyphase", "DEF")
