@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 
 import polyphase
 
@@ -137,9 +139,37 @@ def test_enabling_and_disabling() -> None:
 
 
 def test_by_inductor() -> None:
-    """The pass is called, and what it makes is lowered."""
-    model, x = Block(CHAINS["residual"][0]).eval(), torch.randn(2, 3, 4, 4)
+    """The pass is called, and what it makes is lowered, without a copy for another layout."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.ConvTranspose2d(32, 32, 2, 2), nn.Tanh(), nn.Conv2d(32, 4, 3)
+    )
+    x = torch.randn(2, 3, 4, 4)
     with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:
-        found = torch.compile(model, fullgraph=True)(x)
-        torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
-    assert len(fusion.chains) == 2
+        expected = model.eval()(x)
+        polyphase.accelerate(model)
+        found, (code,) = run_and_get_code(torch.compile(model, fullgraph=True), x)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert fusion.chains == ["conv_transpose → tanh"]
+    assert re.search(r"buf(\d+) = torch.ops.polyphase.*\n(.*\n)*?.*extern_kernels.convolution\(buf", code)
+    strides = re.findall(r"assert_size_stride\(buf\d+, \(2, 32, 4, 4\), (\(.*?\))", code)
+    assert set(strides) <= {"(512, 1, 128, 32)"}
+
+
+def test_layouts_beside_single_pixels() -> None:
+    """A graph whose only convolutions are 1x1 stays as it lies; others are for Inductor to decide."""
+    from torch._inductor.graph import GraphLowering
+
+    original = GraphLowering.decide_layout_opt
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    w.meta["val"] = torch.empty(4, 3, 1, 1)
+    y = graph.call_function(torch.ops.polyphase.conv_transpose.default, (x, w))
+    y.meta["val"] = x.meta["val"] = torch.empty(1, 3, 4, 4)
+    constants = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    graph.output(graph.call_function(torch.ops.aten.convolution.default, (y, w, *constants)))
+    module = torch.fx.GraphModule({}, graph)
+    with polyphase.enable_compile_fusion():
+        assert GraphLowering.decide_layout_opt(module, is_inference=True) is False
+        w.meta["val"] = torch.empty(4, 3, 3, 3)
+        assert GraphLowering.decide_layout_opt(module, is_inference=True) is True  # on a CPU always
+    assert GraphLowering.decide_layout_opt is original

@@ -8,6 +8,7 @@ before derivatives (`torch._inductor.config.pre_grad_custom_pass`), where norms 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,13 +24,8 @@ from polyphase.problem.epilogue import encoded
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
 from polyphase.torch_op.operators import conv_transpose
 
-try:
-    from torch._inductor.custom_graph_pass import CustomGraphPass as _Pass
-except ImportError:  # PyTorch before 2.6
-    _Pass = object  # type: ignore[assignment, misc]
 
-
-class CompileFusion(_Pass):
+class CompileFusion:
     """The pass, while it is enabled. A context: at its end it is disabled.
 
     ``chains``: what was fused in each graph that was compiled since, such as "conv_transpose → batch_norm → relu".
@@ -60,6 +56,7 @@ class CompileFusion(_Pass):
         self._is_enabled = False
         if config.pre_grad_custom_pass is self:
             config.pre_grad_custom_pass = self._found
+        _restore_layouts()
 
     def __enter__(self) -> CompileFusion:
         return self
@@ -84,9 +81,59 @@ def enable_compile_fusion() -> CompileFusion:
     found = config.pre_grad_custom_pass
     if isinstance(found, CompileFusion) and found._is_enabled:
         return found
-    fusion = CompileFusion(found)
+    fusion = _pass_class()(found)
     config.pre_grad_custom_pass = fusion
+    _keep_layouts()
     return fusion
+
+
+@functools.cache
+def _pass_class() -> type[CompileFusion]:
+    """The class as Inductor wants a pass whose graphs it keeps on disk; importing Inductor takes a second."""
+    try:
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+    except ImportError:  # PyTorch before 2.6
+        return CompileFusion
+    return type("CompileFusion", (CompileFusion, CustomGraphPass), {"__doc__": CompileFusion.__doc__})
+
+
+_DECIDES = "decide_layout_opt"
+
+
+def _keep_layouts() -> None:
+    """Have Inductor leave the layouts of a graph whose only convolutions are 1x1, behind polyphase's layers.
+
+    It makes them channels_last, which is a copy of the layers' outputs, larger than all that the convolutions gain.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    decides = getattr(GraphLowering, _DECIDES, None)
+    if decides is None or hasattr(decides, "__wrapped__"):
+        return
+
+    @functools.wraps(decides)
+    def decide(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return False if _has_only_pointwise(gm.graph) else decides(gm, *args, **kwargs)
+
+    setattr(GraphLowering, _DECIDES, staticmethod(decide))
+
+
+def _restore_layouts() -> None:
+    from torch._inductor.graph import GraphLowering
+
+    original = getattr(getattr(GraphLowering, _DECIDES, None), "__wrapped__", None)
+    if original is not None:
+        setattr(GraphLowering, _DECIDES, staticmethod(original))
+
+
+def _has_only_pointwise(graph: Graph) -> bool:
+    """Whether PyTorch's convolutions in a graph of ATen's operators are all 1x1, beside layers of polyphase's."""
+    layers = any(node.target in _LAYERS for node in graph.nodes)
+    convolutions = [node for node in graph.nodes if node.target is torch.ops.aten.convolution.default]
+    if not layers or not convolutions:
+        return False
+    weights = [node.args[1].meta["val"] for node in convolutions]
+    return all(set(weight.shape[2:]) == {1} and not node.args[6] for node, weight in zip(convolutions, weights))
 
 
 def _digest() -> str:

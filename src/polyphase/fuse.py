@@ -104,12 +104,23 @@ class Chain:
 
     def is_active(self) -> bool:
         """Whether the layer computes all of it now; every module of the chain comes to the same answer."""
-        modules = self.modules if not self.then else self.all_modules
-        if any(vars(each).get("_chain") is not self for each in (self.layer, *modules)):
-            return False  # one of them was restored
-        if self.layer.training or self.layer._forward_hooks:
+        if not self._is_whole():
             return False
-        return not any(module.training or module._forward_hooks or module._forward_pre_hooks for module in modules)
+        if self.layer.training:
+            return False
+        return not any(module.training for module in (self.all_modules if self.then else self.modules))
+
+    def _is_whole(self) -> bool:
+        """Whether none of it was restored, and no hook would see what is not computed."""
+        if any(vars(each).get("_chain") is not self for each in (self.layer, *self.all_modules)):
+            return False
+        if self.layer._forward_hooks:
+            return False
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.all_modules)
+
+    # To Dynamo a constant, as `torch.compiler.assume_constant_result` marks it (which would import Dynamo): its guards
+    # took longer than all others of a model, and `restore` changes classes, which are guarded in any case.
+    _is_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def steps(self) -> list[fused.Step]:
         """The operations right behind the layer, of the parameters as they are now."""

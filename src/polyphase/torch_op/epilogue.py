@@ -263,7 +263,8 @@ def _fake(
 
 LIBRARY.define(
     "conv_transpose_epilogue(Tensor input, Tensor weight, Tensor? bias, Tensor[] operands, str epilogue, "
-    f"{operators.CONSTANTS}) -> Tensor"
+    f"{operators.CONSTANTS}) -> Tensor",
+    tags=operators.TAGS,
 )
 LIBRARY.impl("conv_transpose_epilogue", _portably, "CompositeExplicitAutograd")
 if torch.version.cuda is not None:

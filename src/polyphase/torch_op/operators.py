@@ -128,12 +128,15 @@ def _weight_grad_fake(input: Tensor, grad_output: Tensor, *constants: Any) -> Te
 
 LIBRARY = torch.library.Library("polyphase", "DEF")
 
+#: Tensors of any strides are taken as they lie, and the fakes follow: Inductor need not copy them for their strides.
+TAGS = (torch.Tag.flexible_layout,) if hasattr(torch.Tag, "flexible_layout") else ()
+
 for _name, _pass, _fake in (
     ("conv_transpose", "forward", forward_fake),
     ("conv_transpose_input_grad", "input_grad", _input_grad_fake),
     ("conv_transpose_weight_grad", "weight_grad", _weight_grad_fake),
 ):
-    LIBRARY.define(_name + _SCHEMAS[_name])
+    LIBRARY.define(_name + _SCHEMAS[_name], tags=TAGS)
     LIBRARY.impl(_name, _portably(_pass), "CompositeExplicitAutograd")
     if torch.version.cuda is not None:  # ROCm's tensors are of the key CUDA too, and take the portable path
         LIBRARY.impl(_name, _on_cuda(_pass), "CUDA")
