@@ -50,33 +50,47 @@ constexpr int GRID_N = ceil_div(IN_CHANNELS, COLUMNS), GRID_M = ceil_div(OUT_CHA
 
 static_assert(OUT_CHUNK * TAPS <= ROWS, "a block computes all taps of its channels");
 
+constexpr int ALL_ROWS = OUT_CHANNELS * TAPS;  // of the product, which are innermost in the result
+// Rows that are stored together: two where a thread's are neighbours and every tile's first is even. (Where two lanes
+// had to exchange sums for that, the compiler would fence each product.)
+constexpr int TOGETHER = PAIRS && ALL_ROWS % 2 == 0 && OUT_CHUNK * TAPS % 2 == 0 ? 2 : 1;
+typedef Vector<float, TOGETHER> Stored;
+typedef Vector<scalar_t, TOGETHER> Narrowed;
+
 // Stores the accumulators of a warpgroup from element `to` of `partial` on. `columns`, `filled`: valid columns and rows
 // of the tile; `again`: accumulate onto the previous flush; `narrowed`: as in Params.
 __device__ __forceinline__ void flush(const Sums& sums, void* partial, long long to, int columns, int filled,
                                       bool again, bool narrowed) {
-  to += (long long)Sums::first_column() * (OUT_CHANNELS * TAPS) + Sums::row(0);
+  to += (long long)Sums::first_column() * ALL_ROWS + Sums::row(0);
   columns -= Sums::first_column();  // valid ones, from the thread's first on
 #pragma unroll
   for (int tile = 0; tile < COLUMN_TILES; ++tile) {
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
-      float* const rows = (float*)partial + to + column * (OUT_CHANNELS * TAPS);
-      scalar_t* const results = (scalar_t*)partial + to + column * (OUT_CHANNELS * TAPS);
-      float before[2 * ROW_TILES] = {};  // loaded together, before the first is needed
+      float* const sums_at = (float*)partial + to + column * ALL_ROWS;
+      scalar_t* const results_at = (scalar_t*)partial + to + column * ALL_ROWS;
+      Stored before[2 * ROW_TILES / TOGETHER] = {};  // loaded together, before the first is needed
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; ++i)
-        if (again && column < columns && Sums::row(i) < filled) before[i] = rows[Sums::row(i) - Sums::row(0)];
+      for (int i = 0; i < 2 * ROW_TILES; i += TOGETHER)
+        if (again && column < columns && Sums::row(i) < filled)
+          before[i / TOGETHER] = *(const Stored*)(sums_at + Sums::row(i) - Sums::row(0));
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; ++i) {
+      for (int i = 0; i < 2 * ROW_TILES; i += TOGETHER) {
         if (column >= columns || Sums::row(i) >= filled) continue;
-        const float sum = before[i] + sums.of[i / 2][tile * 4 + i % 2 * 2 + column];
+        Stored sum = before[i / TOGETHER];
+        Narrowed result;
+#pragma unroll
+        for (int j = 0; j < TOGETHER; ++j) {
+          sum.value[j] += sums.of[i / 2][tile * 4 + (i + j) % 2 * 2 + column];
+          narrow(sum.value[j], result.value[j]);
+        }
         if (ELEMENT == 2 && narrowed)
-          narrow(sum, results[Sums::row(i) - Sums::row(0)]);
+          *(Narrowed*)(results_at + Sums::row(i) - Sums::row(0)) = result;
         else
-          rows[Sums::row(i) - Sums::row(0)] = sum;
+          *(Stored*)(sums_at + Sums::row(i) - Sums::row(0)) = sum;
       }
     }
-    to += 8 * (OUT_CHANNELS * TAPS), columns -= 8;
+    to += 8 * ALL_ROWS, columns -= 8;
     __syncwarp();  // keeps the compiler from interleaving column tiles, which would spill
   }
 }
@@ -167,8 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int row = min(Sums::row(i), OUT_CHUNK * TAPS - (PAIRS ? 2 : 1));
     offsets_of_rows[i / 2][i % 2] = offset_of_tap(params.window, row / TAPS, row % TAPS);
   }
-  const long long to =
-      split * params.plane + (long long)(group * IN_CHANNELS + first_in) * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+  const long long to = split * params.plane + (long long)(group * IN_CHANNELS + first_in) * ALL_ROWS + first_out * TAPS;
   const int filled = min(OUT_CHUNK, channels) * TAPS;
 
   Sums sums;
@@ -185,5 +198,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   // An empty batch, which emitted files launch (the operators do not).
   for (int column = 0; column < min(COLUMNS, IN_CHANNELS - first_in); ++column)
     for (int row = threadIdx.x; row < filled; row += CONSUMER_THREADS)
-      ((float*)partial)[to + column * (OUT_CHANNELS * TAPS) + row] = 0;
+      ((float*)partial)[to + column * ALL_ROWS + row] = 0;
 }

@@ -13,10 +13,11 @@ from polyphase.program.params import params_of
 from polyphase.program.step import GRAD, Step, X, plain_step
 
 _THREADS = 256
-_TILE = 64  # of a block that has a tile: what that has either way
-# Of a block whose columns are innermost: positions, bytes of 16 in shared memory, planes, channels; and blocks wanted.
-_MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _CHANNELS, _MANY = 512, 2176, 32, (32, 16, 8, 4), 264
-_ROWS, _CHANNELS_LAST, _BATCH = range(3)  # the kernel's three index mappings
+_CHANNELS, _TILE = 8, 64  # of a block: channels, and what a tile has either way
+_RESIDUES_FROM = {1: 4, 2: 6}  # planes along the width from which a block has several, by elements of four bytes
+# Of such a block: positions, 16 bytes in shared memory, planes, channels; and blocks wanted.
+_MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _STRIP_CHANNELS, _MANY = 512, 2176, 32, (32, 16, 8, 4), 264
+_ROWS, _CHANNELS_LAST, _BATCH, _RESIDUES = range(4)  # the kernel's index mappings
 
 #: The planes.
 X_PLANES, GRAD_PLANES = "x_planes", "grad_planes"
@@ -59,13 +60,13 @@ class Flattened(NamedTuple):
 
 def flatten_positions(dtype: str, word: int, x: Flattened, grad: Flattened) -> Step:
     """The launch that writes the planes of both operands; ``word`` are elements of four bytes."""
-    ways = [_way(how) for how in (x, grad)]
+    ways = [_way(how, word) for how in (x, grad)]
     constants = (
         ("THREADS", _THREADS),
         ("PARTS", x.parts),
         ("X_WAY", ways[0]),
         ("GRAD_WAY", ways[1]),
-        ("MIN_BLOCKS", 4),
+        ("MIN_BLOCKS", 4 if _RESIDUES in ways else 1),
     )
     source = KernelSource("flatten_positions", dtype, False, constants, folder="steps")
     blocks = [_blocks(how, way, word) for how, way in zip((x, grad), ways)]
@@ -75,11 +76,13 @@ def flatten_positions(dtype: str, word: int, x: Flattened, grad: Flattened) -> S
     return plain_step(source, x_blocks + grad_blocks, _THREADS, params, (X, GRAD, X_PLANES, GRAD_PLANES))
 
 
-def _way(how: Flattened) -> int:
+def _way(how: Flattened, word: int) -> int:
     """Which of the kernel's index mappings reads the tensor coalesced."""
     if how.images:
         return _BATCH
-    return _CHANNELS_LAST if channels_innermost(how.shape[1], how.strides) else _ROWS
+    if channels_innermost(how.shape[1], how.strides):
+        return _CHANNELS_LAST
+    return _RESIDUES if how.step[2] > 1 and how.planes[2] >= _RESIDUES_FROM[word] else _ROWS
 
 
 def _images(how: Flattened) -> int:
@@ -88,7 +91,7 @@ def _images(how: Flattened) -> int:
 
 
 class _Strip(NamedTuple):
-    """A block whose columns are innermost: planes along the width, pieces of positions, channels.
+    """A block of many residues: planes along the width, pieces of positions, channels.
 
     ``row``: elements from a plane to the next in shared memory, so that those lie in different banks.
     """
@@ -104,14 +107,14 @@ def _strip(how: Flattened, word: int) -> _Strip:
     planes, piece, run = how.planes[2], 4 * word, 32 * word
     residues = -(-planes // -(-planes // _MOST_RESIDUES))
     pad = -(-8 // residues) if residues > 1 else 0
-    most = min(_MOST_POSITIONS, (_MOST_PIECES // (_CHANNELS[-1] * residues) - pad) * piece // run * run)
+    most = min(_MOST_POSITIONS, (_MOST_PIECES // (_STRIP_CHANNELS[-1] * residues) - pad) * piece // run * run)
     positions = min(most, round_up(max(1, how.positions), run))
 
     def blocks(channels: int) -> int:
         across = -(-how.shape[1] // channels)
         return across * -(-how.positions // positions) * -(-planes // residues) * math.prod(how.planes[:2])
 
-    for channels in _CHANNELS:
+    for channels in _STRIP_CHANNELS:
         fits = channels * residues * (positions // piece + pad) <= _MOST_PIECES and channels < 2 * how.shape[1]
         if fits and blocks(channels) >= _MANY:
             break
@@ -129,6 +132,8 @@ def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
         return planes, along, -(-channels // (_TILE // images))
     if way == _CHANNELS_LAST:
         return planes, -(-positions // _TILE), -(-channels // _TILE)
+    if way == _ROWS:
+        return planes, -(-positions // (_THREADS * word)), -(-channels // _CHANNELS)
     strip = _strip(how, word)
     along = -(-positions // (strip.pieces * 4 * word))
     return math.prod(how.planes[:2]) * -(-how.planes[2] // strip.residues), along, -(-channels // strip.channels)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from polyphase.jit.source import KernelSource
     from polyphase.problem.layouts import Layouts, Strides
 
-# Partial sums are added up as they are transposed where they are of at most so many splits, or by so many blocks.
-_FEW_SPLITS, _MANY_BLOCKS = 4, 264
+# Several planes of partial sums are added up as they are transposed where a transpose has so many blocks.
+_MANY_BLOCKS = 264
 
 
 class Transposed(NamedTuple):
@@ -174,8 +174,8 @@ def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) ->
 def writing_weight_channels_last(inner: Program, problem: ConvTransposeProblem) -> Program:
     """A weight gradient's program that writes channels_last, for the contiguous weight.
 
-    Partial sums are added up by the transpose itself, unless they are of many splits and few elements: then more blocks
-    read them than a transpose has.
+    Partial sums are added up by the transpose itself, unless elements are few: then more blocks read them than a
+    transpose has.
     """
     shape, dtype = problem.weight_shape, problem.dtype
     spares = (*inner.spares, transpose_source(dtype), transpose_source(dtype, True))
@@ -190,7 +190,7 @@ def writing_weight_channels_last(inner: Program, problem: ConvTransposeProblem) 
 def transpose_reduces(problem: ConvTransposeProblem, splits: int) -> bool:
     """Whether the transpose of a weight gradient adds up its partial sums, too."""
     pixels = problem.in_channels * problem.out_channels_per_group
-    return splits <= _FEW_SPLITS or transpose_blocks(problem.dtype, problem.taps, pixels) >= _MANY_BLOCKS
+    return splits == 1 or transpose_blocks(problem.dtype, problem.taps, pixels) >= _MANY_BLOCKS
 
 
 def _written_by(inner: Program, dtype: str, elements: int, back: Step) -> Program:

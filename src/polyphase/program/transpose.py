@@ -28,7 +28,6 @@ def transpose_source(dtype: str, sums: bool = False) -> KernelSource:
             ("PARTS", 2),
             ("PIECES", _PIECES),
             ("SUMS", sums),
-            ("CHANNELS_FIRST", 0),
             ("MIN_BLOCKS", 6),
         ),
         folder="steps",

@@ -10,9 +10,10 @@
 // that what they share of the source is read once. Words are of four bytes. There is one mapping for each innermost
 // dimension:
 //
-//     ROWS           columns are, in the source as in the planes: positions of CHANNELS channels and of neighbouring
-//                    planes along the width, through shared memory, so that elements of all residues are read as they
-//                    lie
+//     ROWS           columns are, in the source as in the planes: THREADS words of positions of CHANNELS channels
+//     RESIDUES       the same where planes along the width are many, which share every sector of the source: a block
+//     has
+//                    neighbouring ones, and reads the source as it lies, through shared memory by 16 bytes
 //     CHANNELS_LAST  channels are, in the source: TILE positions by TILE channels, through shared memory
 //     BATCH          images are, in the planes: TILE pixels by so many images and channels, TILE in all, through shared
 //                    memory
@@ -36,7 +37,7 @@ struct Operand {
   Divisor planes[4];        // along each dimension
   Divisor blocks;           // of positions
   Divisor images;           // of a block, where those are innermost
-  Divisor residues;         // planes along the width of a block, where columns are innermost
+  Divisor residues;         // planes along the width of a block, where those are many
   Divisor pieces;           // of 16 bytes of its positions
   int block_channels, row;  // and its channels; elements from a residue to the next in shared memory
 };
@@ -46,10 +47,11 @@ struct Params {
   int x_blocks;
 };
 
-constexpr int ROWS = 0, CHANNELS_LAST = 1, BATCH = 2;
+constexpr int ROWS = 0, CHANNELS_LAST = 1, BATCH = 2, RESIDUES = 3;
 constexpr int WORD = 4 / (int)sizeof(scalar_t);
-constexpr int PIECE = 4 * WORD, CHANNELS = 4, TILE = 64;   // channels of a thread where columns are innermost
-constexpr int MOST_POSITIONS = 512, STRIP = 2176 * PIECE;  // of a block where columns are innermost: elements, padded
+constexpr int CHANNELS = 8, TILE = 64;
+constexpr int PIECE = 4 * WORD, AT_ONCE = 4;               // elements of 16 bytes, channels that a thread reads
+constexpr int MOST_POSITIONS = 512, STRIP = 2176 * PIECE;  // of a block of many residues: elements, padded
 
 struct Plane {
   int index;
@@ -99,8 +101,29 @@ __device__ __forceinline__ void store_word(const Operand& of, int plane, int cha
   store_word(values, of.channels * of.pitch, planes + row * of.pitch + first);
 }
 
-// Shared memory where columns are innermost: where each position's element of the first residue lies in the source, its
-// column there, and values as [channel][residue][position].
+__device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& plane, int along, int across,
+                                             const scalar_t* __restrict__ src, scalar_t* __restrict__ planes) {
+  const int first = (along * THREADS + (int)threadIdx.x) * WORD, first_channel = across * CHANNELS;
+  if (first >= of.positions) return;
+  long long from[WORD];
+#pragma unroll
+  for (int j = 0; j < WORD; ++j) from[j] = first + j < of.positions ? plane.element<4>(of, first + j) : -1;
+  Vector<scalar_t, WORD> words[CHANNELS];
+#pragma unroll
+  for (int i = 0; i < CHANNELS; ++i)
+#pragma unroll
+    for (int j = 0; j < WORD; ++j) {
+      const int channel = first_channel + i;
+      const bool exists = from[j] >= 0 && channel < of.channels;
+      words[i].value[j] = exists ? read(src + from[j] + channel * of.channel_stride) : zero<scalar_t>();
+    }
+#pragma unroll
+  for (int i = 0; i < CHANNELS; ++i)
+    if (first_channel + i < of.channels) store_word(of, plane.index, first_channel + i, first, words[i], planes);
+}
+
+// Shared memory where planes of many residues share rows: where each position's element of the first residue lies in
+// the source, its column there, and values as [channel][residue][position].
 struct Strip {
   long long starts[MOST_POSITIONS];
   int columns[MOST_POSITIONS];  // far outside where there is nothing
@@ -130,33 +153,27 @@ __device__ __forceinline__ void read_pieces(const Operand& of, int residue, int 
                                             const scalar_t* __restrict__ src, const Strip& strip, scalar_t* to) {
   const int beside = residue * of.apart[3];
   const scalar_t* from[PIECE];
-  bool exists[PIECE], whole = of.step[3] == 1 && of.stride[3] == 1 &&
-                              strip.columns[position + PIECE - 1] - strip.columns[position] == PIECE - 1;
+  bool exists[PIECE];
 #pragma unroll
   for (int j = 0; j < PIECE; ++j) {
     exists[j] = (unsigned)(strip.columns[position + j] + beside) < (unsigned)of.size[3];
     from[j] = src + (strip.starts[position + j] + beside * of.stride[3]);
-    whole = whole && exists[j];
   }
-#pragma unroll(CHANNELS / WORD)
-  for (int i = 0; i < CHANNELS; ++i) {
+#pragma unroll(AT_ONCE / (WORD * WORD))
+  for (int i = 0; i < AT_ONCE; ++i) {
     Piece piece = {};
-    if (whole && i < channels && (unsigned long long)from[0] % sizeof(Piece) == 0) {
-      piece = *(const Piece*)from[0];
-    } else {
 #pragma unroll
-      for (int j = 0; j < PIECE; ++j)
-        if (exists[j] && i < channels) piece.value[j] = read(from[j]);
-    }
+    for (int j = 0; j < PIECE; ++j)
+      if (exists[j] && i < channels) piece.value[j] = read(from[j]);
     *(Piece*)(to + i * of.residues.value * of.row) = piece;
 #pragma unroll
     for (int j = 0; j < PIECE; ++j) from[j] += of.channel_stride;
   }
 }
 
-__device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& plane, int along, int across,
-                                             const scalar_t* __restrict__ src, scalar_t* __restrict__ planes,
-                                             Strip& strip) {
+__device__ __forceinline__ void flatten_residues(const Operand& of, const Plane& plane, int along, int across,
+                                                 const scalar_t* __restrict__ src, scalar_t* __restrict__ planes,
+                                                 Strip& strip) {
   const int all = of.pieces.value * PIECE, first = along * all, residues = of.residues.value;
   const int first_channel = across * of.block_channels, channels = min(of.block_channels, of.channels - first_channel);
   const int existing = min(residues, of.planes[3].value - plane.index % of.planes[3]);
@@ -169,11 +186,11 @@ __device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& pla
   __syncthreads();
 
   src += first_channel * of.channel_stride;
-  const int units = of.pieces.value * residues * (of.block_channels / CHANNELS);
+  const int units = of.pieces.value * residues * (of.block_channels / AT_ONCE);
 #pragma unroll 1
   for (int unit = threadIdx.x; unit < units; unit += THREADS) {
     const int rest = unit / of.residues, residue = unit - rest * residues;
-    const int channel = rest / of.pieces * CHANNELS, position = rest % of.pieces * PIECE;
+    const int channel = rest / of.pieces * AT_ONCE, position = rest % of.pieces * PIECE;
     if (channel >= channels || residue >= existing) continue;
     read_pieces(of, residue, position, channels - channel, src + channel * of.channel_stride, strip,
                 strip.values + (channel * residues + residue) * of.row + position);
@@ -265,24 +282,27 @@ __device__ __forceinline__ void flatten_batch(const Operand& of, const Plane& pl
   }
 }
 
-__host__ __device__ constexpr int bytes_of(int way) { return way == ROWS ? sizeof(Strip) : sizeof(Tile); }
+__host__ __device__ constexpr int bytes_of(int way) {
+  return way == RESIDUES ? sizeof(Strip) : way == ROWS ? 16 : sizeof(Tile);
+}
 constexpr int SHARED_BYTES = bytes_of(X_WAY) > bytes_of(GRAD_WAY) ? bytes_of(X_WAY) : bytes_of(GRAD_WAY);
 
 template <int WAY>
 __device__ __forceinline__ void flatten(const Operand& of, int index, const scalar_t* __restrict__ src,
                                         scalar_t* __restrict__ planes, unsigned char* shared) {
-  // Planes of a block follow one another along the width where columns are innermost.
-  const int along_w = WAY == ROWS ? ceil_div(of.planes[3].value, of.residues.value) : of.planes[3].value;
+  const int along_w = WAY == RESIDUES ? ceil_div(of.planes[3].value, of.residues.value) : of.planes[3].value;
   const int all_planes = of.planes[0].value * of.planes[1].value * of.planes[2].value * along_w;
   const int block = index / all_planes, along = block % of.blocks, across = block / of.blocks;
   const int in_block = index - block * all_planes;
-  if constexpr (WAY == ROWS) {
+  if constexpr (WAY == RESIDUES) {
     const int outer = in_block / along_w, residue = (in_block - outer * along_w) * of.residues.value;
     const Plane plane(of, outer * of.planes[3].value + residue);
-    flatten_rows(of, plane, along, across, src, planes, *(Strip*)shared);
+    flatten_residues(of, plane, along, across, src, planes, *(Strip*)shared);
   } else {
     const Plane plane(of, in_block);
-    if constexpr (WAY == CHANNELS_LAST)
+    if constexpr (WAY == ROWS)
+      flatten_rows(of, plane, along, across, src, planes);
+    else if constexpr (WAY == CHANNELS_LAST)
       flatten_channels_last(of, plane, along, across, src, planes, *(Tile*)shared);
     else if constexpr (WAY == BATCH)
       flatten_batch(of, plane, along, across, src, planes, *(Tile*)shared);

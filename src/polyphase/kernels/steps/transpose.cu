@@ -110,10 +110,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   griddepcontrol_launch_dependents();
   const int thread = (int)threadIdx.x;
   const int tile_pixels = 1 << params.pixel_bits, count = params.pieces.value << params.pixel_bits;
-  const int pitch = params.pieces.value | 1, blocks = ceil_div(params.pixels, tile_pixels);
-  const int others = (int)gridDim.x / blocks;
-  const int first_pixel = (CHANNELS_FIRST ? (int)blockIdx.x / others : (int)blockIdx.x % blocks) << params.pixel_bits;
-  const int first_channel = (CHANNELS_FIRST ? (int)blockIdx.x % others : (int)blockIdx.x / blocks) * params.row.value;
+  const int pitch = params.pieces.value | 1, across = (int)gridDim.x / ceil_div(params.pixels, tile_pixels);
+  const int first_pixel = (int)blockIdx.x / across << params.pixel_bits;
+  const int first_channel = (int)blockIdx.x % across * params.row.value;
 
   for (int first = thread; first < count; first += AT_ONCE * THREADS) {
     Piece pieces[AT_ONCE];

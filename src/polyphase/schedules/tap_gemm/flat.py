@@ -85,6 +85,11 @@ class FlatProduct:
         return PITCH // self.product.size
 
     @property
+    def stages(self) -> int:
+        """Of all positions."""
+        return -(-self.positions // self.depth)
+
+    @property
     def copies(self) -> int:
         """Of the base, each a shift along the width further; what is further is further by whole pieces."""
         width, piece = self.along[2], self.product.piece

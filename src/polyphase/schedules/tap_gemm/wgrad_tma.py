@@ -211,16 +211,12 @@ def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
 
 def _flush(flat: FlatProduct) -> int:
     """Stages that tensor cores accumulate before a flush."""
-    return _FLUSH // flat.depth if flat.product.parts == 1 else _stages(flat)
-
-
-def _stages(flat: FlatProduct) -> int:
-    return -(-flat.positions // flat.depth)
+    return _FLUSH // flat.depth if flat.product.parts == 1 else flat.stages
 
 
 def _narrows(slices: list[tuple[int, FlatProduct]]) -> bool:
     """Whether sums that are not split are complete when they are first stored, and then in the tensors' type."""
-    return len(slices) == 1 and _stages(slices[0][1]) <= _flush(slices[0][1])
+    return len(slices) == 1 and slices[0][1].stages <= _flush(slices[0][1])
 
 
 def _affordable(flat: FlatProduct) -> bool:
@@ -281,7 +277,7 @@ def _main(
 
     ``narrowed``: the sums are complete, and stored in the tensors' type.
     """
-    product, stages = flat.product, _stages(flat)
+    product, stages = flat.product, flat.stages
     column, items = flat.images or 1, _tiles(flat, config) * product.problem.groups * splits
     params = params_of(source).pack(
         groups=product.problem.groups,
@@ -421,7 +417,7 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
     """
     terms, product = costs("tap_gemm_wgrad_tma", device), flat.product
     items = _tiles(flat, config) * product.problem.groups
-    stages = max(1, _stages(flat))
+    stages = max(1, flat.stages)
     stage = _stage_cycles(flat, config, terms)
     results = config.rows * config.columns * terms.result
     flush = max(1, _flush(flat))

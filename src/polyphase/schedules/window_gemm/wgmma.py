@@ -109,11 +109,10 @@ class _WindowWgmma(Gradient):
         x = Side(five(flattened.input_shape), layouts.input)
         blocks = blocks_of(flattened, pass_, config.columns, config.out_chunk)
         of_pass: dict[str, int] = {}
-        planes, grid, narrowed = 1, blocks * tiling.total, False
+        planes, grid = 1, blocks * tiling.total
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _splits(flattened, config, tiling, device))
             of_pass = _weight_grad_params(flattened, tiling, length)
-            narrowed = bool(of_pass["narrowed"])
             grid = blocks * planes
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(flattened, pass_),
@@ -154,14 +153,8 @@ class _WindowWgmma(Gradient):
             params=params,
             tensor_maps=tuple(each for each in (tiling.runs.tensor_map, tiling.window_map) if each is not None),
         )
-        return assemble(
-            problem,
-            pass_,
-            main,
-            splits=planes,
-            dst_channels_last=problem.channels_last and problem.taps > 1,
-            narrowed=narrowed,
-        )
+        last, narrowed = problem.channels_last and problem.taps > 1, bool(of_pass.get("narrowed"))
+        return assemble(problem, pass_, main, splits=planes, dst_channels_last=last, narrowed=narrowed)
 
 
 class WindowDgradWgmma(_WindowWgmma):
