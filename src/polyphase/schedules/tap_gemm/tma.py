@@ -407,7 +407,7 @@ def _cycles(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
     terms = costs("tap_gemm_tma", device)
     operations = _GROUPS * config.row_tiles * config.pitch / 32 * (3 if product.parts == 2 else 1)
     products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
-    loading = max(terms.moved * _stage_bytes(product, config), terms.row * config.rows * product.parts)
+    loading = max(terms.moved * _stage_bytes(product, config), terms.box_row * config.rows * product.parts)
     stage: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
     return stage, terms.item, config.rows * config.columns * _store_cycles(product, terms)
 
