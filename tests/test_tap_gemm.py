@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 from _pytest.mark import ParameterSet
 
 import emulator
-from kernel_harness import H200, Emulator, assert_exact, assert_rounds_to_nearest, offers, params, strange_layouts
+from kernel_harness import H200, Emulator, assert_exact, assert_rounds_to_nearest, offers, params, run, strange_layouts
 from polyphase.plan.planner import programs
 from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -92,6 +95,55 @@ def test_every_pass_by_tma(problem: ConvTransposeProblem, pass_: Pass) -> None:
     found = offers(TMA, problem, pass_, layouts)
     candidate, program = found[seed // 6 % len(found)]
     assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
+
+
+#: Layers whose taps along the width lie side by side: strides above 8, phases of fewer taps, groups, parts, borders.
+RUNS = (
+    make((2, 24, 3, 4, 4), 3, (3, 4, 7), 2, (1, 0, 2), tf32=True),
+    make((3, 18, 33), 5, 20, 12, 3, dtype="float16"),
+    make((1, 16, 5, 6), 10, (2, 5), (3, 2), (1, 3), (1, 1), dilation=(2, 1), dtype="bfloat16"),
+    make((2, 24, 9, 7), 16, (3, 4), 2, 1, groups=4, bias=True),
+    make((2, 75, 5, 12), 66, (1, 5), padding=(0, 6), bias=True, dtype="bfloat16"),
+    make((70, 18, 1, 1), 16, 4, tf32=True),
+    make((1, 24, 40), 70, 12, 9, 2, tf32=True),
+    make((1, 20, 4, 9), 36, (4, 3), (2, 3), dilation=(3, 3), groups=2, dtype="bfloat16"),
+)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.INPUT_GRAD])
+@pytest.mark.parametrize("problem", RUNS, ids=str)
+def test_runs(problem: ConvTransposeProblem, pass_: Pass) -> None:
+    """Every config that has the source written as runs; on tensors of one kind."""
+    found = [config for config in TMA.configs(problem, pass_, H200) if config.runs]
+    assert found or problem.dilation[-1] > 1 or pass_ is Pass.FORWARD
+    all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem} {pass_}".encode())
+    for config in found[seed % 2 :: 2]:
+        layouts = all_layouts[0 if config.back else seed % 5]
+        program = TMA.program(problem, pass_, H200, layouts, config)
+        candidate = Candidate(TMA.name, config, 0.0, "bytes")
+        assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
+
+
+@pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.INPUT_GRAD])
+def test_runs_read_no_more_than_their_taps(pass_: Pass) -> None:
+    """A NaN is in no result but those that it belongs to: there is no weight of zero for what lies behind a run."""
+    problem = make((2, 6, 5, 9), 5, (3, 5), (1, 2), 1, dtype="float32")
+    shapes = [problem.input_shape, problem.output_shape]
+    if pass_ is Pass.INPUT_GRAD:
+        shapes.reverse()
+    source, weight = torch.ones(shapes[0]), torch.ones(problem.weight_shape)
+    source[1, 3, 2, 4] = math.nan
+    config = next(config for config in TMA.configs(problem, pass_, H200) if config.runs)
+    program = TMA.program(problem, pass_, H200, Layouts.dense(problem), config)
+    found = run(problem, pass_, program, Layouts.dense(problem), (source, weight))
+    marked = torch.zeros(1, 1, *shapes[0][2:])
+    marked[0, 0, 2, 4] = 1
+    how = {"stride": problem.stride, "padding": problem.padding}
+    reached = (F.conv_transpose2d if pass_ is Pass.FORWARD else F.conv2d)(marked, torch.ones(1, 1, 3, 5), **how)
+    assert torch.equal(found[1].isnan().all(0), reached[0, 0] > 0)
+    assert torch.equal(found.isnan().any(1)[1], reached[0, 0] > 0)
+    assert not found[0].isnan().any()
 
 
 @pytest.mark.sampled(12)

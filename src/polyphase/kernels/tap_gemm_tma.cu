@@ -8,6 +8,10 @@
 // group TMA brings a box of it, every SRC-th element, and zeros beside the tensor. No thread computes an address of a
 // tap, and after the first read elements come from L2. The destination may have any strides.
 //
+// With RUNS the source was written as such (core/run_groups.cuh): a tensor that overlaps itself, whose innermost
+// dimension is a cell's run, and whose next one are cells. k is then padded for a run, not for each tap; there is no
+// element stride, and any stride fits.
+//
 // Index mapping. Two warpgroups multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns; one thread more has TMA
 // bring what comes next. Persistent blocks take work tiles (column block fastest, then phase, tile, group, split) in
 // turns. With several splits of the stages each leaves a plane of partial sums (steps/reduce_splits.cu).
@@ -24,6 +28,7 @@
 #include "core/geometry.cuh"
 #include "core/phase.cuh"
 #include "core/pipeline.cuh"
+#include "core/run_groups.cuh"
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
 #include "epilogue/finish.cuh"
@@ -33,7 +38,7 @@
 #include "ptx/tma.cuh"
 
 struct Params {
-  TensorMap source_box;
+  TensorMap source_box, shorter_box;  // the latter of runs in phases of fewer taps along the width
   Tensor5 dst;
   int batch, groups;
   int lanes[4];     // cells of a tile along n, d, h, w; their product is at most the rows of a block
@@ -70,10 +75,37 @@ struct Stages {
   int first, count;
 
   __device__ __forceinline__ Stages(const Params& params, const WorkTile& work, const Phase& phase) {
-    const int all = CHUNKS * phase.taps, each = ceil_div(all, params.splits);
+    const int all = JOINED ? RunGroup::count(phase) : CHUNKS * phase.taps, each = ceil_div(all, params.splits);
     first = work.split * each, count = max(0, min(each, all - first));
   }
 };
+
+// By one thread: the boxes of a tap group.
+__device__ __forceinline__ void load_source(const Params& params, const scalar_t* src, const WorkTile& work,
+                                            const Phase& phase, int index, unsigned to, unsigned full) {
+  const int box_bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * params.lanes[3] * PITCH;
+  if (RUNS) {
+    const RunPlace at(phase, index);
+    const TensorMap& box = JOINED && phase.w.count < RUN_TAPS ? params.shorter_box : params.source_box;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const int plane = (part * params.groups + work.group) * (PLANES_D * PLANES_H) + at.plane;
+      const int from[5] = {at.element, work.first[3] + at.w, work.first[2] + at.h, work.first[1] + at.d,
+                           plane * params.batch + work.first[0]};
+      tma_load_box(to + part * A_BYTES, box, src, from, box_bytes, full);
+    }
+    return;
+  }
+  const TapGroup at(phase, index);
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    const int from[5] = {(work.group * PARTS + part) * PADDED_CHANNELS + at.channel,
+                         work.first[3] * src_cell(AXIS_W) + phase.w.src + at.tap.w,
+                         work.first[2] * src_cell(AXIS_H) + phase.h.src + at.tap.h,
+                         work.first[1] * src_cell(AXIS_D) + phase.d.src + at.tap.d, work.first[0]};
+    tma_load_box(to + part * A_BYTES, params.source_box, src, from, box_bytes, full);
+  }
+}
 
 // By one thread: the boxes and weights of all stages of the block's work tiles.
 __device__ __forceinline__ void load_items(const Params& params, const scalar_t* src, const unsigned char* packed,
@@ -81,7 +113,6 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
   griddepcontrol_wait();
   PipelineState<BUFFERS> state;
   const int items = WorkTile::count(params);
-  const int box_bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * params.lanes[3] * PITCH;
 #pragma unroll 1
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     const WorkTile work(params, index);
@@ -93,18 +124,10 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
                      (PARTS * B_BYTES);
 #pragma unroll 1
     for (int stage = 0; stage < stages.count; ++stage, weights += PARTS * B_BYTES) {
-      const TapGroup at(phase, stages.first + stage);
       const unsigned to = shared_address(buffers + state.index * STAGE_BYTES);
       const unsigned full = shared_address(ring.full + state.index);
       mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
-        const int from[5] = {(work.group * PARTS + part) * PADDED_CHANNELS + at.channel,
-                             work.first[3] * src_cell(AXIS_W) + phase.w.src + at.tap.w,
-                             work.first[2] * src_cell(AXIS_H) + phase.h.src + at.tap.h,
-                             work.first[1] * src_cell(AXIS_D) + phase.d.src + at.tap.d, work.first[0]};
-        tma_load_box(to + part * A_BYTES, params.source_box, src, from, box_bytes, full);
-      }
+      load_source(params, src, work, phase, stages.first + stage, to, full);
       tma_load_bytes(to + PARTS * A_BYTES, weights, PARTS * B_BYTES, full);
       mbarrier_arrive(full);
       state.next();

@@ -64,7 +64,7 @@ struct PhaseTap {
 // A tap group: CHUNK source channels at one tap. Those of a phase are counted by taps first, then by channels, so that
 // neighbouring ones read neighbouring source elements.
 constexpr int PIECE = 16 / (int)sizeof(scalar_t);  // elements that are moved together
-constexpr int CHUNKS = ceil_div(SRC_CHANNELS, CHUNK);
+[[maybe_unused]] constexpr int CHUNKS = ceil_div(SRC_CHANNELS, CHUNK);
 struct TapGroup {
   int channel;  // the first
   PhaseTap tap;

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 
-from polyphase.jit.source import KernelSource
+from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides, extent
+from polyphase.program.planes import Planes
 from polyphase.program.program import Transposed
 from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import Gather, Side
@@ -55,15 +56,21 @@ class Product:
         return 4 * self.word
 
     @cached_property
-    def phase_taps(self) -> tuple[int, ...]:
-        """Taps of each phase."""
+    def axis_taps(self) -> tuple[tuple[int, ...], ...]:
+        """Taps of each phase along depth, height and width."""
         along = []
         for axis in self.gather.axes:
             counts = [0] * (axis.stride if self.gather.forward else 1)
             for tap in range(axis.kernel):
                 counts[axis.phase(tap) if self.gather.forward else 0] += 1
-            along.append(counts)
-        return tuple(d * h * w for d in along[0] for h in along[1] for w in along[2])
+            along.append(tuple(counts))
+        return tuple(along)
+
+    @cached_property
+    def phase_taps(self) -> tuple[int, ...]:
+        """Taps of each phase."""
+        depth, height, width = self.axis_taps
+        return tuple(d * h * w for d in depth for h in height for w in width)
 
     @cached_property
     def cells(self) -> tuple[int, int, int]:
@@ -149,7 +156,7 @@ def as_read(
     return Side(shape, dense_strides(shape, True)), Transposed(side.shape, side.strides, groups, padded, parts)
 
 
-def seconds_before(product: Product, transposed: Iterable[Transposed | None], device: DeviceInfo) -> float:
+def seconds_before(product: Product, transposed: Iterable[Transposed | Planes | None], device: DeviceInfo) -> float:
     """Predicted seconds of the transposes before a kernel."""
     moved = [(how.elements + math.prod(how.shape)) * product.size for how in transposed if how is not None]
     return transpose_seconds(sum(moved), device, len(moved))
@@ -160,6 +167,8 @@ def pack_step(
 ) -> tuple[Step, int]:
     """What packs the weights for a kernel, and their bytes: blocks of so many rows, stages of so many elements."""
     constants = dict(main.constants)
+    if constants.get("JOINED"):
+        return _pack_runs(product, constants, rows, depth, stages)
     names: tuple[str, ...] = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD")
     names += ("CHUNK", "PARTS", "WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES")
     padded = round_up(product.gather.dst_channels, rows)
@@ -187,6 +196,22 @@ def pack_step(
     step = plain_step(source, tiles * chunks * product.problem.groups, _PACK_THREADS)
     packed = padded * len(product.phase_taps) * product.problem.groups * stages * depth * product.size
     return step, packed * product.parts
+
+
+def _pack_runs(
+    product: Product, constants: dict[str, Constant], rows: int, depth: int, stages: int
+) -> tuple[Step, int]:
+    """The same where taps and channels are joined."""
+    names: tuple[str, ...] = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD", "CHUNK")
+    names += ("PADDED_CHANNELS", "INNER_D", "INNER_H", "JOINED", "PARTS", "PACKED_STAGES")
+    names += ("WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP")
+    blocks = -(-product.gather.dst_channels // rows) * len(product.phase_taps) * product.problem.groups
+    pieces = rows * stages * depth // product.piece
+    each = -(-pieces // _PACK_THREADS)
+    more = (("ROWS", rows), ("BLOCKS_EACH", each), ("THREADS", _PACK_THREADS), ("MIN_BLOCKS", 1))
+    own = (*((name, constants[name]) for name in names), *more)
+    source = KernelSource("pack_runs", product.problem.dtype, True, own, folder="steps")
+    return plain_step(source, blocks * each, _PACK_THREADS), 16 * blocks * pieces * product.parts
 
 
 def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[int, int]:

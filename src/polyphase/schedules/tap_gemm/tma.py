@@ -10,14 +10,23 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
-from polyphase.jit.source import KernelSource, WgmmaForm
+from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
-from polyphase.program.program import Program, Transposed, assemble, reading_channels_last, writing_channels_last
+from polyphase.program.planes import SRC_PLANES, Planes, Three, write_planes
+from polyphase.program.program import (
+    Buffer,
+    Program,
+    Transposed,
+    assemble,
+    prepared,
+    reading_channels_last,
+    writing_channels_last,
+)
 from polyphase.program.step import SRC, Step
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Side
@@ -35,29 +44,33 @@ from polyphase.schedules.tap_gemm.product import (
     seconds_before,
     step_of,
 )
+from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 from polyphase.schedules.tiles import Four, affordable_planes, tiles_of
 
 _GROUPS = 2  # warpgroups that multiply
 _THREADS = 128 * (_GROUPS + 1)
 _MOST_COLUMNS = 256  # of an instruction
-_MOST_SUMS = 128  # of a thread, those that are promoted counted twice
+_MOST_SUMS = 192  # of a thread, those that are promoted counted twice
 _MOST_SIDE = 256  # elements that a box spans
 _LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
 _DECLARED = 1024  # bytes of shared memory beside the stages
 _LONG = 8192  # terms that the cores sum; longer sums are promoted
 _LEAST_STAGES = 4  # of a split
+_SECTOR = 32  # bytes that memory writes at once
 
 
 class TmaTapConfig(NamedTuple):
     """The compile-time shape of ``tap_gemm_tma.cu``; ``pitch`` is a row of a stage in bytes.
 
-    ``back``: the result is written in channels_last, and transposed to where it belongs.
+    ``back``: the result is written in channels_last, and transposed to where it belongs. ``runs``: the source is
+    written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else it is read tap by tap.
     """
 
     row_tiles: int
     columns: int
     pitch: int
     back: bool = False
+    runs: bool = False
 
     @property
     def rows(self) -> int:
@@ -76,7 +89,8 @@ class TapGemmTma(Schedule):
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} has no wgmma"
-        if (step := step_of(problem, pass_, Layouts.dense(problem))) > MOST_STEP:
+        layouts = Layouts.dense(problem)
+        if (step := step_of(problem, pass_, layouts)) > MOST_STEP and _runs(problem, pass_, layouts) is None:
             return f"TMA brings every {MOST_STEP}-th element at most, not every {step}-th"
         return common_limits(problem)
 
@@ -85,7 +99,8 @@ class TapGemmTma(Schedule):
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         """None, too, where a layer of one output channel cannot be folded, and its stride is too large."""
-        return None if step_of(problem, pass_, layouts) > MOST_STEP else standard(problem)
+        apart = step_of(problem, pass_, layouts) > MOST_STEP and _runs(problem, pass_, layouts) is None
+        return None if apart else standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaTapConfig]:
         product = product_of(at, pass_, Layouts.dense(at))
@@ -101,10 +116,14 @@ class TapGemmTma(Schedule):
         if lie is None:
             return None
         product = product_of(problem, pass_, lie)
+        if not _can_read(product, config):
+            return None
         _, seconds = _splits(product, config, device)
         if config.back:
             seconds += transpose_seconds(2 * math.prod(product.gather.dst.shape) * product.size, device)
-        seconds += seconds_before(product, (_as_read(product, config, layouts.aligned)[1],), device)
+        runs = _of_config(product, config)
+        before = runs.planes if runs else _as_read(product, config, layouts.aligned)[1]
+        seconds += seconds_before(product, (before,), device)
         moving = problem.bytes / device.copy_bytes_per_second
         return slower_of(seconds, moving)
 
@@ -115,14 +134,14 @@ class TapGemmTma(Schedule):
         assert lie is not None
         product = product_of(problem, pass_, lie)
         gather, chunk = product.gather, _chunk(product, config)
-        read, transposed = _as_read(product, config, layouts.aligned)
-        lanes, tiles = _tiles(product, config)
+        lanes, tiles = _tiles(product, config, device)
         splits, stages = _splits(product, config, device)[0], max(_stages(product, config))
+        read = _read(product, config, layouts.aligned, lanes)
         constants = {
             **dict(gather.constants()),
             "CHUNK": chunk,
             "PITCH": config.pitch,
-            "PADDED_CHANNELS": read.shape[1] // (problem.groups * product.parts),
+            **read.constants,
             "PARTS": product.parts,
             "PACKED_STAGES": stages,
             "ROW_TILES": config.row_tiles,
@@ -156,15 +175,68 @@ class TapGemmTma(Schedule):
             block=_THREADS,
             shared_bytes=_buffers(product, config, device) * _stage_bytes(product, config),
             params=params,
-            tensor_maps=(_map(product, config, read, lanes),),
+            tensor_maps=read.maps,
         )
         program = assemble(
             problem, pass_, main, packs=(pack,), workspace_bytes=packed_bytes, splits=splits, may_split=True
         )
-        program = reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
+        program = read.before(program, problem.dtype)
         if not config.back:
             return program
         return writing_channels_last(program, problem.dtype, _shape(problem, pass_))
+
+
+class _Read(NamedTuple):
+    """The source as the kernel reads it, and how it is written so before."""
+
+    constants: dict[str, Constant]
+    maps: tuple[TensorMap, TensorMap]
+    transposed: Transposed | Planes | None
+
+    def before(self, inner: Program, dtype: str) -> Program:
+        """The program that writes it so first."""
+        how = self.transposed
+        if isinstance(how, Planes):
+            return prepared(inner, (write_planes(dtype, how),), {SRC: Buffer(SRC_PLANES, dtype, how.elements)})
+        return reading_channels_last(inner, dtype, {} if how is None else {SRC: how})
+
+
+def _read(product: Product, config: TmaTapConfig, aligned: bool, lanes: Four) -> _Read:
+    """The source of a config."""
+    if runs := _of_config(product, config):
+        constants = _constants(runs.channels, runs.inner, True, runs.joined)
+        return _Read(constants, runs.maps(config.pitch, lanes), runs.planes)
+    side, transposed = _as_read(product, config, aligned)
+    padded = side.shape[1] // (product.problem.groups * product.parts)
+    boxes = _map(product, config, side, lanes)
+    return _Read(_constants(padded), (boxes, boxes), transposed)
+
+
+def _constants(
+    padded: int, inner: tuple[int, int] = (1, 1), runs: bool = False, joined: bool = False
+) -> dict[str, Constant]:
+    """What the kernel knows of its source."""
+    inner_d, inner_h = inner
+    return {"RUNS": runs, "JOINED": joined, "PADDED_CHANNELS": padded, "INNER_D": inner_d, "INNER_H": inner_h}
+
+
+def _runs(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Runs | None:
+    """The source of a layer as runs, if it can be."""
+    product = product_of(problem, pass_, layouts)
+    return runs_of(product, product.piece)
+
+
+def _of_config(product: Product, config: TmaTapConfig) -> Runs | None:
+    """The source as runs, where it is read so."""
+    return runs_of(product, _chunk(product, config)) if config.runs else None
+
+
+def _can_read(product: Product, config: TmaTapConfig) -> bool:
+    """Whether TMA brings the source, and it is not too large."""
+    if config.runs:
+        runs = _of_config(product, config)
+        return runs is not None and runs.fits
+    return max(axis.src for axis in product.gather.cell_axes) <= MOST_STEP
 
 
 def _shape(problem: ConvTransposeProblem, pass_: Pass) -> tuple[int, ...]:
@@ -185,17 +257,30 @@ def _written(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, confi
 
 
 def _configs(product: Product) -> Iterator[TmaTapConfig]:
-    """Those whose sums fit the registers; rows of a stage are 128 bytes, or leave fewest channels over."""
-    channels, size = product.gather.src_channels, product.size
-    best = min((128, 64, 32), key=lambda pitch: (round_up(channels * size, pitch), -pitch))
-    columns = {
-        round_up(math.ceil(product.gather.dst_channels / math.ceil(product.gather.dst_channels / widest)), 8)
-        for widest in (_MOST_COLUMNS, _MOST_COLUMNS // 2, _MOST_COLUMNS // 4)
-    }
-    for pitch, count, row_tiles in itertools.product(sorted({best, 128}), sorted(columns), (1, 2)):
-        config = TmaTapConfig(row_tiles, count, pitch)
-        if count * row_tiles // 2 <= _MOST_SUMS // (2 if _flush(product, config) else 1):
-            yield config
+    """Those whose sums fit the registers; rows of a stage are 128 bytes, or leave fewest elements over."""
+    times = 2 if _flush(product, TmaTapConfig(1, 8, 128)) else 1
+    widest = min(_MOST_COLUMNS, 2 * _MOST_SUMS // times)
+    blocks = {math.ceil(product.gather.dst_channels / each) for each in (widest, 128, 64)}
+    columns = {round_up(math.ceil(product.gather.dst_channels / count), 8) for count in blocks}
+    for runs in (False, True):
+        pitches = _pitches(product, runs)
+        for pitch, count, row_tiles in itertools.product(pitches, sorted(columns), (1, 2)):
+            config = TmaTapConfig(row_tiles, count, pitch, runs=runs)
+            if times * count * row_tiles // 2 <= _MOST_SUMS:
+                yield config
+
+
+def _pitches(product: Product, runs: bool) -> list[int]:
+    """Rows of a stage that are worth a try; none of runs where a tap's channels fill rows of 128 bytes as well."""
+    ways = {pitch: TmaTapConfig(1, 8, pitch, runs=runs) for pitch in (128, 64, 32)}
+    if runs and _of_config(product, ways[128]) is None:
+        return []
+    length = {pitch: sum(_stages(product, config)) * pitch for pitch, config in ways.items()}
+    by_taps = sum(_stages(product, ways[128]._replace(runs=False))) * 128
+    far = max(axis.src for axis in product.gather.cell_axes) > MOST_STEP
+    if (far and not runs) or (not far and runs and length[128] >= by_taps):
+        return []
+    return sorted({min(length, key=lambda pitch: (length[pitch], -pitch)), 128})
 
 
 def _flush(product: Product, config: TmaTapConfig) -> int:
@@ -217,6 +302,8 @@ def _buffers(product: Product, config: TmaTapConfig, device: DeviceInfo) -> int:
 
 def _stages(product: Product, config: TmaTapConfig) -> tuple[int, ...]:
     """Of each phase."""
+    if runs := _of_config(product, config):
+        return runs.stages
     chunks = -(-product.gather.src_channels // _chunk(product, config))
     return tuple(chunks * taps for taps in product.phase_taps)
 
@@ -237,25 +324,48 @@ def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Sid
     )
 
 
-@lru_cache(maxsize=2048)
-def _tiles(product: Product, config: TmaTapConfig) -> tuple[Four, Four]:
-    """Extents of a tile of cells along n, d, h and w, so that there are few, and tiles along each."""
-    depth, height, width = product.cells
-    steps = tuple(axis.src for axis in product.gather.cell_axes)
+@lru_cache(maxsize=1024)
+def _extents(batch: int, cells: Three, steps: Three, rows: int) -> list[tuple[Four, int]]:
+    """Extents along n, d, h and w that a tile of so many rows may have, and how many tiles there are then."""
+    depth, height, width = cells
 
-    def extents(size: int, step: int, most: int) -> list[int]:
+    def along(size: int, step: int, most: int) -> list[int]:
         most = min(most, (_MOST_SIDE - 1) // step + 1)
         found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
         return sorted(found | {math.ceil(size / math.ceil(size / most))}, reverse=True)
 
-    found = (
-        (max(1, min(product.problem.batch, config.rows // (w * h * d), _MOST_SIDE)), d, h, w)
-        for w in extents(width, steps[2], config.rows)
-        for h in extents(height, steps[1], config.rows // w)
-        for d in extents(depth, steps[0], config.rows // (w * h))
-    )
-    lanes = min(found, key=lambda each: math.prod(tiles_of(product.problem.batch, product.cells, each)))
-    return lanes, tiles_of(product.problem.batch, product.cells, lanes)
+    found = [
+        (max(1, min(batch, rows // (w * h * d), _MOST_SIDE)), d, h, w)
+        for w in along(width, steps[2], rows)
+        for h in along(height, steps[1], rows // w)
+        for d in along(depth, steps[0], rows // (w * h))
+    ]
+    return [(lanes, math.prod(tiles_of(batch, cells, lanes))) for lanes in found]
+
+
+@lru_cache(maxsize=2048)
+def _tiles(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[Four, Four]:
+    """Extents of a tile of cells along n, d, h and w, so that all take least time, and tiles along each."""
+    batch, cells = product.problem.batch, product.cells
+    depth, height, width = (1 if config.runs else axis.src for axis in product.gather.cell_axes)
+    found = _extents(batch, cells, (depth, height, width), config.rows)
+    if product.gather.dst.strides[1] == 1:
+        lanes, _ = min(found, key=lambda each: each[1])
+    else:
+        stage, once, stored = _cycles(product, config, device)
+        stages = _stages(product, config)
+        always = sum(stages) / len(stages) * stage + once
+        lanes, _ = min(found, key=lambda each: each[1] * (always + stored * _sectors(product, each[0])))
+    return lanes, tiles_of(batch, cells, lanes)
+
+
+def _sectors(product: Product, lanes: Four) -> float:
+    """Sectors of memory that the results of a tile touch, for each that they could fill: ends of what lies together."""
+    if product.gather.dst.strides[1] == 1:
+        return 1.0
+    _, _, rows, columns = lanes
+    together = columns * (rows if columns == product.cells[2] else 1) * product.gather.cell_axes[2].dst
+    return 1.0 + _SECTOR / (together * product.size)
 
 
 def _items(product: Product, config: TmaTapConfig, tiles: Four) -> int:
@@ -268,12 +378,10 @@ def _items(product: Product, config: TmaTapConfig, tiles: Four) -> int:
 def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[int, float]:
     """Splits of a work tile's stages, and the predicted seconds of packing, product and reduction."""
     terms, own = costs("tap_gemm_tma", device), costs("tap_gemm", device)
-    items, stages = _items(product, config, _tiles(product, config)[1]), _stages(product, config)
-    operations = _GROUPS * config.row_tiles * config.pitch / 32 * (3 if product.parts == 2 else 1)
-    products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
-    loading = max(terms.moved * _stage_bytes(product, config), terms.box * (product.parts + 1))
-    stage: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
-    once = config.rows * config.columns * _store_cycles(product, terms) + terms.item
+    lanes, tiles = _tiles(product, config, device)
+    items, stages = _items(product, config, tiles), _stages(product, config)
+    stage, once, stored = _cycles(product, config, device)
+    once += stored * _sectors(product, lanes)
     size, elements = product.size, math.prod(product.gather.dst.shape)
     packed = sum(stages) * config.pitch * product.parts * round_up(product.gather.dst_channels, config.columns)
     packing = own.pack + packed * product.problem.groups * own.packed / device.copy_bytes_per_second
@@ -292,6 +400,16 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
         most = min(most, max(1, 2 * device.multiprocessors // max(1, items)))
     found = min(range(1, most + 1), key=lambda splits: (seconds(splits), splits))
     return found, packing + seconds(found)
+
+
+def _cycles(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[float, float, float]:
+    """Of a stage, of a work tile beside its stages, and of its results where they fill whole sectors."""
+    terms = costs("tap_gemm_tma", device)
+    operations = _GROUPS * config.row_tiles * config.pitch / 32 * (3 if product.parts == 2 else 1)
+    products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
+    loading = max(terms.moved * _stage_bytes(product, config), terms.box_row * config.rows * product.parts)
+    stage: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
+    return stage, terms.item, config.rows * config.columns * _store_cycles(product, terms)
 
 
 def _store_cycles(product: Product, terms: Costs) -> float:

@@ -1,0 +1,50 @@
+// The weights as tap_gemm_tma reads them where taps along the width and channels are joined in k (core/run_groups.cuh):
+// for every group, phase and block of ROWS destination channels
+//
+//     [stage][part][row][k]
+//
+// a stage is a tap group, and pieces of a row change places as wgmma looks for them (core/swizzle.cuh). What does not
+// exist is zero. There are few source channels.
+//
+// Index mapping. A thread makes 16 bytes of each part; neighbours make neighbouring ones.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/phase.cuh"
+#include "core/run_groups.cuh"
+#include "core/swizzle.cuh"
+#include "core/types.cuh"
+#include "operand/tf32.cuh"
+#include "ptx/griddepcontrol.cuh"
+
+constexpr int PIECES = CHUNK / PIECE;  // of a row
+constexpr int ROW_BLOCKS = ceil_div(DST_CHANNELS, ROWS);
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    pack_runs(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
+  griddepcontrol_launch_dependents();
+  const int piece_of_block = (int)(blockIdx.x % BLOCKS_EACH * THREADS + threadIdx.x);
+  const int block = blockIdx.x / BLOCKS_EACH, row_block = block % ROW_BLOCKS, group = block / (ROW_BLOCKS * PHASES);
+  const int stage = piece_of_block / (ROWS * PIECES), in_stage = piece_of_block % (ROWS * PIECES);
+  const int dst = row_block * ROWS + in_stage / PIECES, piece = (int)swizzled(in_stage * 16, PIECES * 16) / 16 % PIECES;
+  const Phase phase(block / ROW_BLOCKS % PHASES);
+  if (stage >= RunGroup::count(phase)) return;
+  const RunGroup tap_group(phase, stage);
+  const scalar_t* const from =
+      weight + (long long)group * (INPUT_GRAD ? DST_CHANNELS : SRC_CHANNELS) * WEIGHT_STRIDE_IN;
+
+  alignas(16) scalar_t parts[PARTS][PIECE];
+#pragma unroll
+  for (int i = 0; i < PIECE; ++i) {
+    const RunWeight at = tap_group.weight(phase, piece * PIECE + i);
+    scalar_t value = zero<scalar_t>();
+    if (at.src < SRC_CHANNELS && dst < DST_CHANNELS)
+      value = read(from + (INPUT_GRAD ? weight_offset(dst, at.src, at.tap) : weight_offset(at.src, dst, at.tap)));
+    prepare(value, parts, i);
+  }
+  unsigned char* const to = packed + ((long long)block * PACKED_STAGES + stage) * (PARTS * ROWS * PIECES * 16);
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part)
+    *(Vector<scalar_t, PIECE>*)(to + (part * (ROWS * PIECES) + in_stage) * 16) =
+        *(const Vector<scalar_t, PIECE>*)parts[part];
+}

@@ -1,0 +1,151 @@
+// A tensor of any strides as planes of rows with their borders, channels innermost (core/run_groups.cuh):
+//
+//     [part][group][residue along d][residue along h][image][position][channel]
+//
+// Position i of residue r along a dimension is the source's element i·step + first + r·apart, or zero where there is
+// none. INNER residues are no planes, but channels before those of the source. Float32 comes in PARTS.
+//
+// Index mapping. A block has a tile of positions, of all planes of a part one after the other, by pieces: 16 bytes of
+// neighbouring channels of a position. Neighbouring threads read neighbouring positions, each the channels of a piece,
+// and write the piece to shared memory, [position][piece]. An odd pitch keeps both ways free of bank conflicts. Rows of
+// whole pieces are written so, others, of which a tile has all, in words of four bytes.
+
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/divisor.cuh"
+#include "core/types.cuh"
+#include "operand/tf32.cuh"
+#include "ptx/griddepcontrol.cuh"
+
+struct Params {
+  long long stride[5];  // of the source, in elements: of images, channels, slabs, rows, columns
+  int size[3], step[3], first[3], apart[2];
+  Divisor padded[3], images, residues[2];  // positions of an image; images; planes of an image along d and h
+  int inner[2];                            // residues that are channels
+  Divisor group;                           // channels of the source
+  int channels, positions;                 // that are written; the latter of all planes of a part
+  Divisor pieces, row;                     // of a position in the tile: pieces, and channels
+  int position_bits;                       // logarithm of the tile's positions to the base of 2
+};
+
+constexpr int VECTOR = 16 / sizeof(scalar_t);
+constexpr int AT_ONCE = VECTOR > 4 ? 2 : 4;  // pieces that a thread reads before it writes one
+constexpr int WORD = 4 / sizeof(scalar_t);
+using Piece = Vector<scalar_t, VECTOR>;
+using Word = Vector<scalar_t, WORD>;
+
+// TF32, or what it loses (operand/tf32.cuh).
+template <class T>
+__device__ __forceinline__ T part_of(T whole, int) {
+  return whole;
+}
+template <int COUNT>
+__device__ __forceinline__ Vector<float, COUNT> part_of(Vector<float, COUNT> whole, int part) {
+#pragma unroll
+  for (int i = 0; i < COUNT && PARTS > 1; ++i) {
+    float high = 0, low = 0;
+    split_tf32(whole.value[i], high, low);
+    whole.value[i] = part == 0 ? high : low;
+  }
+  return whole;
+}
+
+// What a thread reads: the channels of a position.
+struct Position {
+  int d, h;
+  bool exists;
+  const scalar_t* from;
+
+  __device__ __forceinline__ Position(const scalar_t* src, const Params& params, int index) {
+    const int row = index / params.padded[2], slab = row / params.padded[1], of_plane = slab / params.padded[0];
+    const int plane = of_plane / params.images, plane_d = plane / params.residues[1];
+    const int group = plane_d / params.residues[0], w = index % params.padded[2] * params.step[2] + params.first[2];
+    d = slab % params.padded[0] * params.step[0] + params.first[0] + plane_d % params.residues[0] * params.apart[0];
+    h = row % params.padded[1] * params.step[1] + params.first[1] + plane % params.residues[1] * params.apart[1];
+    exists = index < params.positions && (unsigned)w < (unsigned)params.size[2];
+    from = src + of_plane % params.images * params.stride[0] + group * params.group.value * params.stride[1] +
+           w * params.stride[4];
+  }
+
+  // Neighbouring channels, the first of which is one of the result.
+  __device__ __forceinline__ Piece read_piece(const Params& params, int first) const {
+    int inner = first / params.group, channel = first - inner * params.group.value;
+    const scalar_t* at = channels_of(params, inner) + channel * params.stride[1];
+    bool here = has(params, inner);
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i, ++channel, at += params.stride[1]) {
+      if (channel == params.group.value) {
+        ++inner, channel = 0;
+        at = channels_of(params, inner), here = has(params, inner);
+      }
+      piece.value[i] = here ? read(at) : zero<scalar_t>();
+    }
+    return piece;
+  }
+
+ private:
+  __device__ __forceinline__ int at_d(const Params& params, int inner) const {
+    return d + inner / params.inner[1] * params.apart[0];
+  }
+  __device__ __forceinline__ int at_h(const Params& params, int inner) const {
+    return h + inner % params.inner[1] * params.apart[1];
+  }
+  __device__ __forceinline__ bool has(const Params& params, int inner) const {
+    return exists && inner < params.inner[0] * params.inner[1] &&
+           (unsigned)at_d(params, inner) < (unsigned)params.size[0] &&
+           (unsigned)at_h(params, inner) < (unsigned)params.size[1];
+  }
+  __device__ __forceinline__ const scalar_t* channels_of(const Params& params, int inner) const {
+    return from + at_d(params, inner) * params.stride[2] + at_h(params, inner) * params.stride[3];
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    write_planes(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+  __shared__ Piece tile[PIECES];
+  griddepcontrol_launch_dependents();
+  const int thread = (int)threadIdx.x, tile_positions = 1 << params.position_bits, pitch = params.pieces.value | 1;
+  const int blocks = ceil_div(params.positions, tile_positions);
+  const int first_position = (int)blockIdx.x % blocks << params.position_bits;
+  const int first_channel = (int)blockIdx.x / blocks * params.row.value;
+
+  const int mine = thread & tile_positions - 1, apart = THREADS >> params.position_bits;
+  const Position position(src, params, first_position + mine);
+#pragma unroll 1
+  for (int first = thread >> params.position_bits; first < params.pieces.value; first += AT_ONCE * apart) {
+    Piece pieces[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (first + i * apart < params.pieces.value)
+        pieces[i] = position.read_piece(params, first_channel + (first + i * apart) * VECTOR);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (first + i * apart < params.pieces.value) tile[mine * pitch + first + i * apart] = pieces[i];
+  }
+  __syncthreads();
+
+  const int present = min(tile_positions, params.positions - first_position);
+  const long long part_elements = (long long)params.positions * params.channels;
+  if (params.channels % VECTOR == 0) {
+    const int count = present * params.pieces.value;
+    for (int at = thread; at < count; at += THREADS) {
+      const int in_tile = at / params.pieces, piece = at - in_tile * params.pieces.value;
+      const int channel = first_channel + piece * VECTOR;
+      if (channel >= params.channels) continue;
+      const Piece whole = tile[in_tile * pitch + piece];
+      scalar_t* const to = dst + (long long)(first_position + in_tile) * params.channels + channel;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) *(Piece*)(to + part * part_elements) = part_of(whole, part);
+    }
+    return;
+  }
+  const int count = present * params.channels;
+  scalar_t* const to = dst + (long long)first_position * params.channels;
+  for (int at = thread * WORD; at < count; at += THREADS * WORD) {
+    const int in_tile = at / params.row, channel = at - in_tile * params.row.value;
+    const Word word = *(const Word*)((const scalar_t*)(tile + in_tile * pitch) + channel);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) *(Word*)(to + part * part_elements + at) = part_of(word, part);
+  }
+}

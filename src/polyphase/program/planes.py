@@ -1,0 +1,98 @@
+"""Planes of rows with their borders, channels innermost, ``kernels/steps/write_planes.cu``: sources of tap_gemm_tma."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES
+from polyphase.problem.layouts import Strides
+from polyphase.program.params import params_of
+from polyphase.program.step import SRC, Step, plain_step
+
+_THREADS = 256
+_PIECES = 1536  # of 16 bytes, of a block's tile in shared memory
+_MOST_PIECES = 16  # of a position in a tile
+
+#: The planes.
+SRC_PLANES = "src_planes"
+
+#: Along depth, height and width, or the first two of these.
+Three = tuple[int, int, int]
+Two = tuple[int, int]
+
+
+class Planes(NamedTuple):
+    """A tensor as planes ``[part][group][residue along d, h][image]`` of ``padded`` positions, channels innermost.
+
+    Position ``i`` along a dimension is, in the plane of residue ``r``, the tensor's element
+    ``i * step + first + r * apart``, or zero where there is none. ``shape`` is ``(N, C, D, H, W)``. Along d and h there
+    are so many ``residues``; ``inner`` ones are no planes but channels, each of them all channels of the tensor's
+    group. All of these are padded to ``channels``.
+    """
+
+    shape: tuple[int, int, int, int, int]
+    strides: Strides
+    groups: int
+    channels: int
+    parts: int
+    padded: Three
+    step: Three
+    first: Three
+    apart: Two
+    residues: Two
+    inner: Two
+
+    @property
+    def of_part(self) -> int:
+        """Planes of a part, of all images."""
+        return self.groups * math.prod(self.residues) * self.shape[0]
+
+    @property
+    def positions(self) -> int:
+        """Of a part."""
+        return self.of_part * math.prod(self.padded)
+
+    @property
+    def elements(self) -> int:
+        """Of the result."""
+        return self.parts * self.positions * self.channels
+
+
+def padded_channels(channels: int, unit: int, element: int) -> int:
+    """Channels of a position, padded to a multiple of ``unit``, and to whole pieces of 16 bytes where they are many."""
+    piece = 16 // element
+    unit = piece if channels > _MOST_PIECES * piece else max(unit, 4 // element)
+    return -(-channels // unit) * unit
+
+
+def write_planes(dtype: str, how: Planes) -> Step:
+    """The launch that writes them."""
+    vector = 16 // DTYPE_BYTES[dtype]
+    pieces = -(-how.channels // vector)
+    if how.channels % vector == 0:
+        pieces = -(-pieces // -(-pieces // _MOST_PIECES))
+    bits = min(_THREADS, _PIECES // (pieces | 1)).bit_length() - 1
+    row = min(how.channels, pieces * vector)
+    constants = (("THREADS", _THREADS), ("PARTS", how.parts), ("PIECES", _PIECES), ("MIN_BLOCKS", 6))
+    source = KernelSource("write_planes", dtype, False, constants, folder="steps")
+    params = params_of(source).pack(
+        stride=how.strides,
+        size=how.shape[2:],
+        step=how.step,
+        first=how.first,
+        apart=how.apart,
+        padded=how.padded,
+        images=max(1, how.shape[0]),
+        residues=how.residues,
+        inner=how.inner,
+        group=how.shape[1] // how.groups,
+        channels=how.channels,
+        positions=how.positions,
+        pieces=pieces,
+        row=row,
+        position_bits=bits,
+    )
+    blocks = -(-how.positions >> bits) * -(-how.channels // row)
+    return plain_step(source, blocks, _THREADS, params, (SRC, SRC_PLANES))

@@ -1,0 +1,142 @@
+"""The source of ``tap_gemm_tma`` as runs: what the taps along the width make a cell read lies side by side.
+
+Rows are written with their borders, channels innermost (`polyphase.program.transpose.Planes`). What a cell reads of a
+row is then so many elements one behind the other, and neighbouring cells' begin a stride apart. To TMA that is a tensor
+that overlaps itself, of runs and cells. Groups, parts and residues of the stride along the other dimensions have planes
+of their own. The kernel's side is ``kernels/core/run_groups.cuh``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from polyphase.problem.integers import round_up
+from polyphase.program.planes import Planes, padded_channels
+from polyphase.program.tensor_map import TensorMap
+from polyphase.schedules.tap_gemm.flat import FlatAxis
+from polyphase.schedules.tap_gemm.product import Product
+from polyphase.schedules.tiles import Four
+
+_MOST_POSITIONS = 1 << 31  # of a part's planes
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The source of a product whose taps along the width lie side by side, in tap groups of ``chunk`` elements.
+
+    ``inner``: residues along depth and height that are channels.
+    """
+
+    product: Product
+    chunk: int
+    inner: tuple[int, int]
+
+    @cached_property
+    def channels(self) -> int:
+        """Of a position, padded so that cells lie whole pieces of 16 bytes apart."""
+        gather = self.product.gather
+        unit = self.product.piece // math.gcd(self.product.piece, gather.cell_axes[2].src)
+        return padded_channels(math.prod(self.inner) * gather.src_channels, unit, self.product.size)
+
+    @cached_property
+    def taps(self) -> int:
+        """Taps of a run, at most."""
+        return max(self.product.axis_taps[2])
+
+    @property
+    def joined(self) -> bool:
+        """Whether taps and channels are one dimension of the sum."""
+        return self.channels % self.chunk > 0
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """Tap groups of each phase."""
+        depth, height, width = self.product.axis_taps
+        slabs, rows = ([taps // inner for taps in along] for along, inner in zip((depth, height), self.inner))
+        of_rows = [-(-taps * self.channels // self.chunk) for taps in width]
+        return tuple(d * h * w for d in slabs for h in rows for w in of_rows)
+
+    @cached_property
+    def planes(self) -> Planes:
+        """How the source is written."""
+        gather, cells = self.product.gather, self.product.cells
+        unit = self.product.piece // math.gcd(self.product.piece, self.channels)
+        width = round_up(gather.cell_axes[2].window(cells[2]), unit)
+        if gather.forward:
+            (depth, height), step, apart, residues = gather.src.shape[2:4], (1, 1), (0, 0), (1, 1)
+            first = (0, 0)
+        else:
+            axes = gather.axes[:2]
+            along = [FlatAxis.of(axis) for axis in axes]
+            depth, height = cells[0] + along[0].reach, cells[1] + along[1].reach
+            step, apart = (axes[0].stride, axes[1].stride), (axes[0].dilation, axes[1].dilation)
+            first = -axes[0].padding, -axes[1].padding
+            residues = along[0].residues // self.inner[0], along[1].residues // self.inner[1]
+        return Planes(
+            gather.src.shape,
+            gather.src.strides,
+            gather.groups,
+            self.channels,
+            self.product.parts,
+            (depth, height, width),
+            (*step, 1),
+            (*first, gather.cell_axes[2].first_offset),
+            apart,
+            residues,
+            self.inner,
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step counts so many positions."""
+        return self.planes.positions < _MOST_POSITIONS
+
+    def tensor_map(self, pitch: int, lanes: Four, taps: int) -> TensorMap:
+        """A tap group of a tile of cells, of runs of so many taps."""
+        size, planes, axis = self.product.size, self.planes, self.product.gather.cell_axes[2]
+        depth, height, width = planes.padded
+        row = width * self.channels * size
+        cells = (axis.window(self.product.cells[2]) - taps) // axis.src + 1
+        dimensions = (
+            (cells, axis.src * self.channels * size),
+            (height, row),
+            (depth, height * row),
+            (max(1, planes.parts * planes.of_part), depth * height * row),
+        )
+        return TensorMap(
+            self.product.problem.dtype,
+            (taps * self.channels, *(count for count, _ in dimensions)),
+            tuple(16 if count == 1 else step for count, step in dimensions),
+            (pitch // size, *lanes[::-1]),
+            pitch,
+            True,
+        )
+
+    def maps(self, pitch: int, lanes: Four) -> tuple[TensorMap, TensorMap]:
+        """Of phases of most taps along the width, and of those of one less."""
+        most, fewer = self.tensor_map(pitch, lanes, self.taps), self.taps - 1
+        differ = self.joined and fewer > 0 and fewer in self.product.axis_taps[2]
+        return most, self.tensor_map(pitch, lanes, fewer) if differ else most
+
+
+@lru_cache(maxsize=4096)
+def runs_of(product: Product, chunk: int) -> Runs | None:
+    """None where taps along the width do not lie side by side.
+
+    Residues are channels where each has as many taps, and tap groups become fewer.
+    """
+    gather = product.gather
+    axis, others = gather.axes[2], [FlatAxis.of(axis) for axis in gather.axes[:2]]
+    apart = FlatAxis.of(axis).shift if gather.forward else axis.dilation
+    if apart > 1 and max(product.axis_taps[2]) > 1:
+        return None
+    plain = Runs(product, chunk, (1, 1))
+    if gather.forward:
+        return plain
+    depth, height = (
+        each.residues if each.residues * each.taps == axis.kernel else 1 for each, axis in zip(others, gather.axes)
+    )
+    inner = Runs(product, chunk, (depth, height))
+    return inner if sum(inner.stages) < sum(plain.stages) else plain
