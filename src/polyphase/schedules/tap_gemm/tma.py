@@ -147,6 +147,7 @@ class TapGemmTma(Schedule):
             lanes=lanes,
             tiles=tiles,
             splits=splits,
+            sums=layouts.in_sums or splits > 1,
             vector=even and layouts.aligned and gather.dst.strides[1] == 1,
             plane=math.prod(gather.dst.shape),
         )
@@ -158,9 +159,9 @@ class TapGemmTma(Schedule):
             params=params,
             tensor_maps=(_map(product, config, read, lanes),),
         )
-        program = assemble(
-            problem, pass_, main, packs=(pack,), workspace_bytes=packed_bytes, splits=splits, may_split=True
-        )
+        reduced = 1 if layouts.in_sums else splits  # the sums' reader adds up their planes
+        program = assemble(problem, pass_, main, (pack,), packed_bytes, reduced, may_split=not layouts.in_sums)
+        program = replace(program, splits=splits)
         program = reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
         if not config.back:
             return program
