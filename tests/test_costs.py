@@ -41,7 +41,7 @@ def test_terms_are_attributes_that_cannot_change() -> None:
     assert costs("grouped_gemm", H200) is terms
     with pytest.raises(UnknownTermError, match="'grouped_gemm' of the costs of sm_90a has no term 'slots'"):
         terms.slots  # noqa: B018
-    with pytest.raises(UnknownTermError, match="no section 'gathered'; there are direct_channels, "):
+    with pytest.raises(UnknownTermError, match="no section 'gathered'; there are col2im, "):
         costs("gathered", H200)
     with pytest.raises(TypeError, match="cannot be changed"):
         terms.slot = 1.0

@@ -450,11 +450,11 @@ def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
                 if not program.main.tensor_maps:
                     continue
                 assert_driver_takes(program.main.tensor_maps[0])
-                if candidate.schedule == "tap_gemm_tma":
+                if program.main.source.kernel == "tap_gemm_tma":
                     chunk = dict(program.main.source.constants)["CHUNK"]
                     assert math.prod(program.main.tensor_maps[0].box) <= candidate.config.rows * chunk
                     continue
-                assert candidate.schedule == "implicit_gemm"
+                assert program.main.source.kernel == "implicit_gemm"
                 count, pixels = params(program)["boxes"], params(program)["box_pixels"]
                 assert count >= 1
                 stage = math.prod(program.main.tensor_maps[0].box) * DTYPE_BYTES[dtype]

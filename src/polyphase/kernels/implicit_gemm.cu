@@ -415,7 +415,7 @@ __device__ __forceinline__ Operands operands_of(const Shared& shared, const Work
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
-                  const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
+                  const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, result_t* __restrict__ dst,
                   const __grid_constant__ Params params) {
   extern __shared__ __align__(TMA_OPERANDS ? 1024 : 128) unsigned char shared_memory[];
   __shared__ __align__(8) Shared shared;

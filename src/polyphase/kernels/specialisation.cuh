@@ -43,3 +43,4 @@ constexpr int PIXELS = 64, PIXEL_BLOCKS = 1, CONSUMERS = 2;
 constexpr bool COOPERATIVE = false, PING_PONG = false, RESIDENT = false;
 constexpr int LOADER_GROUPS = 2, LOADER_THREADS = 256, GIVEN_REGISTERS = 0, TRANSPOSE_GROUPS = 1, STAGES = 4;
 constexpr int STORE_VECTOR = 0, COPY_BYTES = 0, RAW_STAGES = 2, PIECE = 16;
+constexpr bool IN_SUMS = false;  // the destination is accum_t

@@ -44,6 +44,7 @@ struct Params {
   int lanes[4];     // cells of a tile along n, d, h, w; their product is at most the rows of a block
   int tiles[4];     // tiles along n, d, h, w
   int splits;       // of a work tile's stages
+  int sums;         // whether results stay accum_t, a plane for each split
   int vector;       // whether two neighbouring channels are stored together
   long long plane;  // elements of a plane of partial sums
 };
@@ -163,7 +164,10 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
       if (targets[i] < 0) continue;
       const float* const pair = sums.of[i / 2] + 4 * tile + i % 2 * 2;
       const long long to = targets[i] + of_all * apart;
-      if (params.splits > 1) {
+      if (params.sums && params.vector) {
+        const Vector<accum_t, 2> both = {{add_bias(pair[0], terms[0]), add_bias(pair[1], terms[1])}};
+        if (exists[0]) *(Vector<accum_t, 2>*)(partial + to) = both;
+      } else if (params.sums) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
           if (exists[j]) partial[to + j * apart] = add_bias(pair[j], terms[j]);

@@ -22,13 +22,15 @@ class Layouts:
 
     ``input`` are the strides of the input or its gradient, ``output`` those of the output or its gradient.
     ``weight_channels_last``: the weight's memory order is ``(C_in, *kernel_size, C_out / groups)``, else as its shape.
-    ``aligned``: the tensors that are read start at a multiple of `ALIGNMENT` bytes.
+    ``aligned``: the tensors that are read start at a multiple of `ALIGNMENT` bytes. ``in_sums``: what is written stays
+    in the accumulator's type, for another step of the same program.
     """
 
     input: Strides
     output: Strides
     weight_channels_last: bool = False
     aligned: bool = True
+    in_sums: bool = False
 
     @classmethod
     def dense(cls, problem: ConvTransposeProblem) -> Layouts:

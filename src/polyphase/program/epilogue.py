@@ -1,7 +1,7 @@
 """A program with an epilogue: the operations go into the step that narrows, and their operands to it.
 
-That is the main step, or the split-K reduction where sums come in parts, so that they are computed once. Where that
-step writes channels_last for a result that is transposed behind it, a residual is transposed before.
+That is the step that adds the bias, or the split-K reduction where sums come in parts, so that they are computed once.
+Where that step writes channels_last for a result that is transposed behind it, a residual is transposed before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def with_epilogue(
         reduction = finish_splits(problem.dtype, elements, program.splits, whole, problem.out_channels, strides)
         steps[behind] = replace(reduction, operands=steps[behind].operands)
     else:
-        behind = main_index
+        behind = max(i for i, step in enumerate(steps) if BIAS in step.operands)
         steps[behind] = _fused(steps[behind], of_kernel)
     before: list[Step] = []
     if last:

@@ -1,10 +1,11 @@
-"""The ten schedules. Several of them have more than one kernel, each described by a class of its own.
+"""The eleven schedules. Several of them have more than one kernel, each described by a class of its own.
 
 `polyphase.plan.planner` chooses by cost among the kernels of all schedules, `SCHEDULES`.
 """
 
 from itertools import chain
 
+from polyphase.schedules.col2im.schedule import Col2im, Col2imTma
 from polyphase.schedules.direct.channels import DirectChannels
 from polyphase.schedules.direct.general import DirectGeneral
 from polyphase.schedules.direct.tiled import DirectTiled
@@ -32,6 +33,7 @@ KERNELS: dict[str, tuple[Schedule, ...]] = {
     "implicit_gemm": (ImplicitGemm(),),
     "grouped_gemm": (GroupedGemm(),),
     "overlap_gemm": (OverlapGemm(),),
+    "col2im": (Col2im(), Col2imTma()),
     "phase_gemm": (PhaseGemm(), PhaseGemmPixels()),
     "window_dgrad": (WindowDgradMma(), WindowDgradWgmma(), WindowDgradTma(), WindowDgradTransposed()),
     "dot_dgrad": (DotDgrad(),),

@@ -16,6 +16,7 @@ from typing import Any
 from polyphase.jit.source import Constant
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts, Strides, channels_innermost, extent, five
+from polyphase.problem.problem import accumulator_bytes
 
 #: Destination elements of a cell, or of a thread, that straight-line code may have.
 MAX_PHASES = 512
@@ -93,6 +94,7 @@ class Gather:
     weight_channels_last: bool
     aligned: bool
     rounded: bool = False  # to TF32, by kernels that could do without
+    in_sums: bool = False  # the destination is of the accumulator's type
     mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
 
     def __hash__(self) -> int:
@@ -123,8 +125,14 @@ class Gather:
             weight_channels_last=layouts.weight_channels_last,
             aligned=layouts.aligned,
             rounded=forward and problem.tf32_as_pytorch and problem.uses_tf32,
+            in_sums=layouts.in_sums,
             mirrored=mirrored,
         )
+
+    @property
+    def dst_bytes(self) -> int:
+        """Of an element of the destination."""
+        return accumulator_bytes(self.dtype) if self.in_sums else DTYPE_BYTES[self.dtype]
 
     @property
     def forward(self) -> bool:

@@ -17,6 +17,8 @@
 #include "ptx/named_barrier.cuh"
 #include "mainloop/gemm_tile.cuh"
 
+typedef scalar_t result_t;  // of the destination
+
 constexpr int PARTIAL_ROWS = most_rows();
 constexpr int CELLS = CELL_SHARES * GROUP_CELLS;  // of a work tile, those in its halo included
 static_assert(SETS == 1 ? ROUND_PIXELS == CELLS : WHOLE_IMAGES && DST_CHANNELS_LAST && CHANNEL_BLOCKS % SETS == 0,

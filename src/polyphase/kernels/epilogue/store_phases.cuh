@@ -12,9 +12,20 @@
 #include "ptx/registers.cuh"
 #include "mainloop/gemm_tile.cuh"
 
+// The destination's type: the tensors', or that of sums, for a step that reads them.
+template <bool>
+struct Result {
+  typedef scalar_t Type;
+};
+template <>
+struct Result<true> {
+  typedef accum_t Type;
+};
+typedef Result<IN_SUMS>::Type result_t;
+
 // PIECE cells of the run are stored at once.
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
-constexpr int WIDE = 16 / (int)sizeof(scalar_t);  // elements of the widest store
+constexpr int WIDE = 16 / (int)sizeof(result_t);  // elements of the widest store
 constexpr int COLUMNS = DST_W / WIDTH_PARTS;      // elements of a cell's line, or of its part of the width
 static_assert(WIDTH_PARTS == 1 || !DST_CHANNELS_LAST, "parts of lines of pixels");
 // Whether a work tile's two warpgroups have the two parts of the same lines: two warps then transpose these together.
@@ -29,7 +40,7 @@ constexpr int STAGING_PITCH =
                       : round_up(PIECE * ROW_COLUMNS, (PIECE * ROW_COLUMNS > 16 * WIDE ? 32 : 16) * WIDE) + 4 * STAGED;
 constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
-constexpr int STAGING_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(scalar_t);
+constexpr int STAGING_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(result_t);
 
 // Where a cell's first element goes, from the tile's batch entry and the channel; and how many elements are ours from
 // there on along depth, height and width: none of a cell that is not stored.
@@ -57,7 +68,7 @@ struct BitsOf<2> {
   typedef Vector<unsigned short, 1> Type;
 };
 template <int COUNT>
-using Bits = typename BitsOf<COUNT*(int)sizeof(scalar_t)>::Type;
+using Bits = typename BitsOf<COUNT*(int)sizeof(result_t)>::Type;
 
 // Stores what one warp has summed: 16 channels of each row block, all cells of its warpgroup's part of the run.
 struct Epilogue {
@@ -65,19 +76,19 @@ struct Epilogue {
   const WorkTile& work;
   const Sums& sums;
   int first_cell;                         // of the warpgroup, among the tile's
-  scalar_t* dst;                          // the work tile's first channel, the tile's first batch entry
-  scalar_t* staging;                      // of the warp, or the warpgroup
+  result_t* dst;                          // the work tile's first channel, the tile's first batch entry
+  result_t* staging;                      // of the warp, or the warpgroup
   Target* targets;                        // of the warpgroup's cells
   ChannelTerms terms[CHANNEL_BLOCKS][2];  // of the thread's rows
 
   __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
-                                      scalar_t* dst, const EpilogueOperands& operands, unsigned char* memory)
+                                      result_t* dst, const EpilogueOperands& operands, unsigned char* memory)
       : params(params),
         work(work),
         sums(sums),
         first_cell(first_cell),
         dst(dst),
-        staging((scalar_t*)memory + (JOINT ? warp() : threadIdx.x / STAGERS) * STAGING),
+        staging((result_t*)memory + (JOINT ? warp() : threadIdx.x / STAGERS) * STAGING),
         targets((Target*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS) {
     find_places();
 #pragma unroll
@@ -154,7 +165,7 @@ struct Epilogue {
         const int cell = piece * PIECE + 8 * j + lane() % 4 * 2 + i;
         const Target target = targets[cell < GROUP_CELLS ? cell : 0];
         const bool exists = cell < GROUP_CELLS && of < DST_CHANNELS && Target::has_line(target.reach, depth, height);
-        found.first[i] = dst + of * params.dst.stride[1] + depth * params.dst.stride[2] +
+        found.first[i] = (const scalar_t*)dst + of * params.dst.stride[1] + depth * params.dst.stride[2] +
                          height * params.dst.stride[3] + target.offset + first * params.dst.stride[4];
         found.columns[i] = exists ? Target::columns(target.reach) - first : 0;
       }
@@ -249,21 +260,21 @@ struct Epilogue {
     constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE, VECTORS = Share<COUNT>::VECTORS;
     constexpr int STORED = JOINT ? 8 / ROW_SHARES : 8;                          // rows
     const int ahead = lane() / LANES + (JOINT ? first / COLUMNS * STORED : 0);  // of those
-    scalar_t* to[VECTORS];                                                      // in the warp's first row
+    result_t* to[VECTORS];                                                      // in the warp's first row
     bool exists[VECTORS];
     {
       Share<COUNT> share;
       describe(piece, JOINT ? 0 : first, share);
-      scalar_t* const line = dst + depth * params.dst.stride[2] + height * params.dst.stride[3];
+      result_t* const line = dst + depth * params.dst.stride[2] + height * params.dst.stride[3];
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         to[i] = line + (channel(0, 0) + ahead) * params.dst.stride[1] + share.offset[i];
         exists[i] = share.has_line(i, depth, height);
       }
     }
-    scalar_t* const to_shared =
+    result_t* const to_shared =
         staging + lane() / 4 * STAGING_PITCH + lane() % 4 * 2 * ROW_COLUMNS + (JOINT ? first : 0);
-    const scalar_t* const from = staging + ahead * STAGING_PITCH + lane() % LANES * COUNT;
+    const result_t* const from = staging + ahead * STAGING_PITCH + lane() % LANES * COUNT;
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block)
 #pragma unroll
@@ -275,7 +286,7 @@ struct Epilogue {
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
           float value[2 * COLUMNS];
-          alignas(16) scalar_t narrowed[2 * COLUMNS];
+          alignas(16) result_t narrowed[2 * COLUMNS];
           run<LINE>(value, block, piece * (PIECE / 8) + j, half, terms[block][half],
                     places(piece, j, block, half, depth, height, first));
 #pragma unroll
@@ -324,7 +335,7 @@ struct Epilogue {
   __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
     Share<WIDE> share;
     if constexpr (COUNT == WIDE) describe(piece, 0, share);
-    scalar_t* const line = dst + depth * params.dst.stride[2] + height * params.dst.stride[3];
+    result_t* const line = dst + depth * params.dst.stride[2] + height * params.dst.stride[3];
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
       const int first_channel = (work.channel_group * CHANNEL_BLOCKS + block) * ROWS;
@@ -340,15 +351,15 @@ struct Epilogue {
                       places(piece, j, block, half, depth, height, 0));
 #pragma unroll
           for (int cell = 0; cell < 2; ++cell) {
-            Vector<scalar_t, 2> pair;
+            Vector<result_t, 2> pair;
 #pragma unroll
             for (int half = 0; half < 2; ++half) narrow(value[half][cell * DST_W + phase], pair.value[half]);
-            *(Vector<scalar_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + 16 * warp() +
+            *(Vector<result_t, 2>*)(staging + (8 * j + lane() % 4 * 2 + cell) * STAGING_PITCH + 16 * warp() +
                                     lane() / 4 * 2) = pair;
           }
         }
         group_sync();
-        scalar_t* const to = line + phase * params.dst.stride[4] + first_channel;
+        result_t* const to = line + phase * params.dst.stride[4] + first_channel;
         if constexpr (COUNT == WIDE)
           store_wide(share, to, DST_CHANNELS - first_channel, phase, depth, height);
         else
@@ -359,11 +370,11 @@ struct Epilogue {
   }
 
   // What a warpgroup has put down of a phase, 16 bytes at a time.
-  __device__ __forceinline__ void store_wide(const Share<WIDE>& share, scalar_t* to, int channels, int phase, int depth,
+  __device__ __forceinline__ void store_wide(const Share<WIDE>& share, result_t* to, int channels, int phase, int depth,
                                              int height) const {
     constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
     const int of_channel = lane() % LANES * WIDE;
-    const scalar_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + of_channel;
+    const result_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + of_channel;
     to += of_channel;
     bool exists[VECTORS];
 #pragma unroll
@@ -380,7 +391,7 @@ struct Epilogue {
 
   // The same, COUNT elements at a time: lanes run along the channels that there are, and on to the next cell.
   template <int COUNT>
-  __device__ __forceinline__ void store_narrow(int piece, scalar_t* to, int channels, int phase, int depth,
+  __device__ __forceinline__ void store_narrow(int piece, result_t* to, int channels, int phase, int depth,
                                                int height) const {
     constexpr int OF_CELL = ceil_div(DST_CHANNELS < ROWS ? DST_CHANNELS : ROWS, COUNT);
 #pragma unroll 4

@@ -113,7 +113,7 @@ class GemmConfig(NamedTuple):
         """Cells whose results pass through shared memory at once, on their way to the destination."""
         if gather.dst.channels_last:
             return 32
-        cell_bytes, cells = self.row_columns(gather) * DTYPE_BYTES[gather.dtype], 128
+        cell_bytes, cells = self.row_columns(gather) * gather.dst_bytes, 128
         while cells > 8 and (cells * cell_bytes > self.piece_bytes or cells >= 2 * self.group_cells):
             cells //= 2
         return cells
@@ -131,7 +131,7 @@ class GemmConfig(NamedTuple):
         sums = self.parts * Product.of(gather, self).row_blocks * self.group_cells // 2
         held = held_by_stores(Taps.of(gather.axes).owned_w, self.lines, gather.dst_channels, gather.src.channels_last)
         held += _BIAS_REGISTERS * gather.bias
-        cell_bytes = stride * DTYPE_BYTES[gather.dtype]
+        cell_bytes = stride * gather.dst_bytes
         pieces = [self._replace(piece_bytes=size) for size in (1024, 512, 256)]
         for longer, shorter in pairwise(pieces):
             cells = longer.piece(gather)

@@ -242,7 +242,7 @@ class ImplicitGemm(Schedule):
             *(
                 [("SETS", config.sets_at_once(gather)), ("ROUND_PIXELS", config.round_pixels(gather))]
                 if config.taps_in_rows
-                else [("PIECE", config.piece(gather))]
+                else [("PIECE", config.piece(gather)), ("IN_SUMS", gather.in_sums)]
             ),
         )
 

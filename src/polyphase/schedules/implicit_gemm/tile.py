@@ -101,7 +101,7 @@ def needs_wide_offsets(gather: Gather) -> bool:
 
 def _store_bytes(gather: Gather, config: GemmConfig) -> int:
     """What results pass on their way to the destination (``STORE_BYTES`` in the kernel)."""
-    size = DTYPE_BYTES[gather.dtype]
+    size = gather.dst_bytes
     if config.taps_in_rows:
         sets, columns = config.sets_at_once(gather), config.round_pixels(gather)
         pitch = math.ceil((columns + (2 if sets > 1 else 0) - 8) / 32) * 32 + 8
@@ -236,7 +236,7 @@ def tensor_map(gather: Gather, config: GemmConfig, tile: Tile) -> TensorMap:
 
 def store_vector(gather: Gather, config: GemmConfig, tile: Tile) -> int:
     """Elements of a store, the most that every row of the tile allows: each exists as a whole or not at all."""
-    widest = 16 // DTYPE_BYTES[gather.dtype]
+    widest = 16 // gather.dst_bytes
     batch, channel, depth, height, width = gather.dst.strides
     if gather.dst.channels_last:
         wide = _vector_of_channels(gather, config, widest)

@@ -166,6 +166,7 @@ class TapGemmTma(Schedule):
             lanes=lanes,
             tiles=tiles,
             splits=splits,
+            sums=layouts.in_sums or splits > 1,
             vector=even and layouts.aligned and gather.dst.strides[1] == 1,
             plane=math.prod(gather.dst.shape),
         )
@@ -177,10 +178,9 @@ class TapGemmTma(Schedule):
             params=params,
             tensor_maps=read.maps,
         )
-        program = assemble(
-            problem, pass_, main, packs=(pack,), workspace_bytes=packed_bytes, splits=splits, may_split=True
-        )
-        program = read.before(program, problem.dtype)
+        reduced = 1 if layouts.in_sums else splits  # the sums' reader adds up their planes
+        program = assemble(problem, pass_, main, (pack,), packed_bytes, reduced, may_split=not layouts.in_sums)
+        program = read.before(replace(program, splits=splits), problem.dtype)
         if not config.back:
             return program
         return writing_channels_last(program, problem.dtype, _shape(problem, pass_))

@@ -1,0 +1,229 @@
+"""Few output channels, many taps: a layer of one tap, and ``kernels/steps/col2im.cu``, which adds up its results.
+
+The product of all positions with all columns (output channel, tap) is the forward pass of a layer of one tap, so that
+the schedules of such layers compute it: nothing is padded or multiplied for nothing, whatever kernel, stride and
+dilation are. It stays in the accumulator's type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from polyphase.costs import costs
+from polyphase.jit.source import KernelSource
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts, Strides, dense_strides, five
+from polyphase.problem.problem import DTYPE_BYTES, accumulator_bytes
+from polyphase.program.params import params_of
+from polyphase.program.program import Buffer, Program
+from polyphase.program.step import BIAS, DST, Step, plain_step
+from polyphase.schedules.cells import Gather
+from polyphase.schedules.cost import slower_of
+from polyphase.schedules.implicit_gemm.config import GemmConfig
+from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
+from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tap_gemm.tma import TapGemmTma
+
+_PRODUCT = "product"
+_THREADS = 256
+_LINES = 4  # outputs of a thread, where a layer has more than one dimension
+_MOST_BYTES = 1 << 30  # of the product
+_MOST_OUTPUTS = 1 << 30  # that are counted
+# Output channels of a group: more fill the tiles of a phase, and so do half as many where taps are few.
+_MOST_CHANNELS, _FEW_TAPS = 64, 64
+_LEAST_INPUTS = 32  # channels of a group; for fewer, writing and reading a product takes longer than multiplying
+
+
+class _Col2im(Schedule):
+    """What both have in common: all but the schedule of the layer of one tap."""
+
+    passes = (Pass.FORWARD,)
+    on_tensor_cores = True
+    kept = True
+    _gemm: Schedule
+    _last: bool  # whether the columns of the product are innermost whatever the format
+
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if problem.taps == 1:
+            return "one tap leaves nothing to add up"
+        most = _MOST_CHANNELS if problem.taps >= _FEW_TAPS else _MOST_CHANNELS // 2
+        if (channels := problem.out_channels_per_group) > most:
+            return f"{channels} output channels are many (here at most {most})"
+        if (inputs := problem.in_channels_per_group) < _LEAST_INPUTS:
+            return f"{inputs} input channels are few (here at least {_LEAST_INPUTS})"
+        return self._gemm.supports(self._of_one_tap(problem), pass_, device)
+
+    def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+        return False
+
+    def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
+        return self._gemm.nothing_fits(self._of_one_tap(problem), device)
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Any:
+        """None, too, where the product would take too much memory, or has more outputs than are counted."""
+        inner, lie = self._gemm_of(problem, layouts)
+        if _product_bytes(inner) > _MOST_BYTES or problem.elements[2] > _MOST_OUTPUTS:
+            return None
+        return self._gemm.ranked_at(inner, pass_, lie)
+
+    def configs(self, at: Any, pass_: Pass, device: DeviceInfo) -> Iterable[Any]:
+        return self._gemm.configs(at, pass_, device)
+
+    def seconds(self, at: Any, pass_: Pass, device: DeviceInfo, config: Any) -> float:
+        return self._gemm.seconds(at, pass_, device, config)
+
+    def search(
+        self, at: Any, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
+    ) -> dict[Any, float]:
+        return self._gemm.search(at, pass_, device, most, below)
+
+    def others(self, at: Any) -> Sequence[Any]:
+        return self._gemm.others(at)
+
+    def score(self, at: Any, seconds: Sequence[float]) -> float:
+        return self._gemm.score(at, seconds)
+
+    def own(self, at: Any) -> Sequence[Any]:
+        return self._gemm.own(at)
+
+    def arranged(self, order: list[Any]) -> list[Any]:
+        return self._gemm.arranged(order)
+
+    def refined(self, at: Any, device: DeviceInfo, config: Any) -> Any:
+        return self._gemm.refined(at, device, config)
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: Any
+    ) -> Cost | None:
+        """What the layer of one tap costs, and the step, which reads the product and writes the output."""
+        inner, lie = self._gemm_of(problem, layouts)
+        cost = self._gemm.cost(inner, pass_, device, lie, config)
+        if cost is None:
+            return None
+        product, size = _product_bytes(inner), DTYPE_BYTES[problem.dtype]
+        moved = product + inner.bytes - inner.elements[2] * size
+        seconds, bound = slower_of(cost[0], moved / device.copy_bytes_per_second)
+        terms, moved = costs("col2im", device), product + problem.elements[2] * size
+        return seconds + terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second), bound
+
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: Any
+    ) -> Program:
+        inner, lie = self._gemm_of(problem, layouts)
+        gemm = self._gemm.program(inner, pass_, device, lie, config)
+        steps = [
+            replace(step, operands=tuple(_PRODUCT if name == DST else name for name in step.operands))
+            for step in gemm.steps
+        ]
+        lies = dense_strides((problem.batch, inner.out_channels, *problem.input_size), inner.channels_last)
+        product = Buffer(_PRODUCT, "float32", gemm.splits * inner.elements[2])
+        return replace(
+            gemm,
+            steps=(*steps, _col2im(problem, layouts, inner.out_channels, lies, gemm.splits)),
+            buffers=(*gemm.buffers, product),
+            splits=1,
+        )
+
+    def _of_one_tap(self, problem: ConvTransposeProblem) -> ConvTransposeProblem:
+        """The layer whose output channels are the columns; its images are rows."""
+        return replace(
+            problem,
+            out_channels=problem.out_channels * problem.taps,
+            input_size=(1, math.prod(problem.input_size)),
+            kernel_size=(1, 1),
+            stride=(1, 1),
+            padding=(0, 0),
+            output_padding=(0, 0),
+            dilation=(1, 1),
+            bias=False,
+            tf32=problem.uses_tf32,
+            channels_last=problem.channels_last or self._last,
+        )
+
+    def _gemm_of(self, problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
+        """That layer, and how its tensors lie; its images are as they are where their rows are not one.
+
+        The weight, in either order, is one of other columns.
+        """
+        inner = self._of_one_tap(problem)
+        input = _as_row(five(problem.input_shape), layouts.input)
+        if input is None:
+            ones, zeros = (1,) * problem.dims, (0,) * problem.dims
+            inner = replace(inner, input_size=problem.input_size, kernel_size=ones, stride=ones, dilation=ones)
+            inner, input = replace(inner, padding=zeros, output_padding=zeros), layouts.input
+        output = dense_strides(inner.output_shape, inner.channels_last)
+        return inner, Layouts(input, output, aligned=layouts.aligned, in_sums=True)
+
+
+class Col2im(_Col2im):
+    """By ``implicit_gemm``, which reads the input as it lies."""
+
+    name = "col2im"
+    _gemm = ImplicitGemm()
+    _last = False
+    compared = 16
+    best = ImplicitGemm.best
+    prunes = ImplicitGemm.prunes
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
+    ) -> Cost | None:
+        """None, too, for rows that are taps: their results are narrowed."""
+        return None if config.taps_in_rows else super().cost(problem, pass_, device, layouts, config)
+
+
+class Col2imTma(_Col2im):
+    """By ``tap_gemm_tma``: the columns of the product are innermost."""
+
+    name = "col2im_tma"
+    _gemm = TapGemmTma()
+    _last = True
+
+    def configs(self, at: Any, pass_: Pass, device: DeviceInfo) -> Iterable[Any]:
+        return [config for config in super().configs(at, pass_, device) if not config.back]
+
+
+def _as_row(shape: tuple[int, int, int, int, int], strides: Strides) -> Strides | None:
+    """The strides of a tensor whose images are rows, of one whose rows follow one another; None where they do not."""
+    _, _, depth, height, width = shape
+    image, channel, slab, row, column = strides
+    if (height > 1 and row != width * column) or (depth > 1 and slab != height * width * column):
+        return None
+    whole = depth * height * width * column
+    return image, channel, whole, whole, column
+
+
+def _product_bytes(inner: ConvTransposeProblem) -> int:
+    return inner.elements[2] * accumulator_bytes(inner.dtype)
+
+
+def _col2im(problem: ConvTransposeProblem, layouts: Layouts, columns: int, lies: Strides, splits: int) -> Step:
+    """The step that adds up the products, which lie in so many ``splits`` planes."""
+    gather = Gather.of(problem, Pass.FORWARD, layouts)
+    lines = _LINES if problem.dims > 1 else 1
+    constants = dict(gather.constants(THREADS=_THREADS, LINES=lines, MIN_BLOCKS=1))
+    names: tuple[str, ...] = ("AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD", "DST_CHANNELS", "DST_CHANNELS_LAST")
+    names += ("WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "HAS_BIAS", "THREADS", "LINES")
+    settings = tuple((name, constants[name]) for name in (*names, "MIN_BLOCKS"))
+    source = KernelSource("col2im", problem.dtype, True, settings, folder="steps")
+    batch, _, *sizes = gather.src.shape
+    depth, height, width = gather.dst.shape[2:]
+    stride = problem.axes3[1].stride
+    cells = -(-height // (stride * lines))
+    along = depth, cells * stride if cells > 1 else min(stride, height), width
+    threads = batch * problem.out_channels * math.prod(along)
+    params = params_of(source).pack(
+        dst=gather.dst,
+        sizes=along,
+        channels=problem.out_channels,
+        threads=threads,
+        product=lies,
+        product_size=sizes,
+        splits=splits,
+        plane=batch * columns * math.prod(sizes),
+    )
+    return plain_step(source, -(-threads // _THREADS), _THREADS, params, (_PRODUCT, BIAS, DST))

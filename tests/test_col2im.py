@@ -1,0 +1,81 @@
+"""GEMM + col2im, by both GEMMs, executed by the emulator."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+import pytest
+
+import emulator
+from kernel_harness import H200, Emulator, assert_exact, cases, choices, offers
+from polyphase.plan.shortlist import refusal
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.schedules.col2im import schedule as col2im
+from polyphase.schedules.col2im.schedule import Col2im, Col2imTma
+from polyphase.schedules.schedule import Schedule
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
+make = ConvTransposeProblem.make
+
+LAYERS = {
+    "many taps, 3-D": make((2, 36, 3, 4, 5), 3, (7, 5, 7), 2, bias=True),
+    "kernel = stride": make((2, 40, 5, 3, 6), 5, 3, 3, bias=True),
+    "kernel < stride": make((2, 32, 4, 5), 3, 2, (3, 4), 0, 1, bias=True),
+    "dilation and stride": make((2, 40, 6, 7), 4, 3, 4, 1, 2, dilation=2),
+    "dilation only": make((1, 32, 7, 9), 4, 3, 1, (1, 2), dilation=(1, 2)),
+    "cropped": make((1, 34, 6, 7), 2, 5, 2, 6),
+    "grouped": make((2, 105, 6, 9), 12, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=3, bias=True),
+    "rounded": make((2, 64, 6, 9), 16, 4, 2, 1, tf32=True),
+    "one channel": make((2, 37, 9, 11), 1, 9, 4, 4, 3, bias=True),
+    "long kernel": make((2, 36, 23), 1, 96, 32, 40, bias=True),
+    "long kernel, batch 1": make((1, 33, 40), 2, 64, 16, 4),
+    "one pixel": make((70, 48, 1, 1), 2, 4, bias=True),
+    "long sums, few positions": make((1, 400, 2, 3), 2, 5, 2, 2, bias=True),
+    "a large stride": make((1, 32, 2, 3), 3, 2, (300, 5)),
+    "empty batch": make((0, 32, 4, 4), 3, 3),
+}
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("schedule", [Col2im(), Col2imTma()], ids=lambda each: each.name)
+@pytest.mark.parametrize("problem", list(cases(LAYERS)))
+def test_layers(problem: ConvTransposeProblem, schedule: Schedule) -> None:
+    order = zlib.crc32(str(problem).encode())
+    for layouts, candidate, program in choices(schedule, problem):
+        assert program.steps[-1].source.kernel == "col2im"
+        assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(order))
+
+
+def test_planes_are_added() -> None:
+    """Few positions and long sums: the GEMM leaves several planes of partial sums."""
+    problem = make((1, 2100, 2, 3), 2, 5, 2, 2, bias=True, dtype="bfloat16")
+    found = [(candidate, program) for candidate, program in offers(Col2imTma(), problem)]
+    candidate, program = max(found, key=lambda each: each[1].buffers[-1].elements)
+    assert program.buffers[-1].elements > 6 * 50
+    assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(3))
+
+
+def test_no_races() -> None:
+    problem = replace(LAYERS["grouped"], channels_last=True)
+    candidate, program = offers(Col2imTma(), problem)[0]
+    assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order=None))
+
+
+def test_where_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make((2, 32, 8, 8), 3, 4, 2, 1)
+    for schedule in (Col2im(), Col2imTma()):
+        wanted = {
+            replace(layer, out_channels=80): "are many",
+            replace(layer, out_channels=40): "at most 32",
+            replace(layer, in_channels=24): "are few",
+            replace(layer, kernel_size=(1, 1)): "one tap",
+            replace(layer, dtype="float64"): "do not take float64",
+        }
+        for problem, reason in wanted.items():
+            assert reason in (refusal(schedule, problem, Pass.FORWARD, H200) or "")
+        assert "only" in (refusal(schedule, layer, Pass.WEIGHT_GRAD, H200) or "")
+        assert refusal(schedule, layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) is not None
+    monkeypatch.setattr(col2im, "_MOST_BYTES", 4 * 2 * 64 * 3 * 16 - 1)
+    assert "lie" in (refusal(Col2im(), layer, Pass.FORWARD, H200) or "")
