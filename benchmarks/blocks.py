@@ -11,23 +11,20 @@ allows is ``wrong``, and the exit status 1. Kernels are compiled before anything
 from __future__ import annotations
 
 import copy
-import csv
-import datetime
 import itertools
-import shlex
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 import typer
+from shared import ROOT, copy_rate, error, problems_met, sources_of, timed, write
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyphase
 from polyphase import fused
@@ -36,12 +33,9 @@ from polyphase.bench.report import make_console
 from polyphase.bench.timing import Timer
 from polyphase.jit.ahead import compile_ahead
 from polyphase.jit.launcher import quiet
-from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.epilogue import NONE, Epilogue, decoded
 
-ROOT = Path(__file__).parent.parent
 LAYERS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -264,8 +258,8 @@ def built(block: Block) -> nn.Module:
     model = block.build()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.running_mean, -0.5, 0.5)
-            nn.init.uniform_(module.running_var, 0.5, 1.5)
+            module.register_buffer("running_mean", torch.rand(module.num_features) - 0.5)
+            module.register_buffer("running_var", torch.rand(module.num_features) + 0.5)
     return model.eval().requires_grad_(False)
 
 
@@ -278,61 +272,15 @@ def fuse(block: Block, model: nn.Module) -> Callable[..., Tensor]:
 
 def kernels_of(block: Block, dtype: torch.dtype, device: DeviceInfo) -> list[Any]:
     """The kernels that a block's swapped and fused layers will ask for, found on meta tensors."""
-    met: list[ConvTransposeProblem] = []
-    name = str(dtype).removeprefix("torch.")
-
-    def note(
-        input: Tensor, weight: Tensor, bias: Tensor | None, constants: tuple[Any, ...], epilogue: Epilogue
-    ) -> None:
-        shape = (input.shape[0], input.shape[1], weight.shape[1] * constants[4])
-        sizes = (tuple(input.shape[2:]), tuple(weight.shape[2:]))
-        found = ConvTransposeProblem(*shape, *sizes, *constants)
-        tf32 = name == "float32"
-        met.append(replace(found, bias=bias is not None, dtype=name, tf32=tf32, epilogue=epilogue))
-
-    class Watched(TorchDispatchMode):
-        """Takes down the calls of polyphase's operators."""
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.polyphase.conv_transpose.default:
-                note(args[0], args[1], args[2], tuple(map(_tuple, args[3:])), NONE)
-            if func is torch.ops.polyphase.conv_transpose_epilogue.default:
-                note(args[0], args[1], args[2], tuple(map(_tuple, args[5:])), decoded(args[4]))
-            return func(*args, **(kwargs or {}))
-
     inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in block.inputs]
+    met: list[ConvTransposeProblem] = []
     for fusing in (False, True):
         model = built(block).to("meta", dtype)
         call = fuse(block, model) if fusing else model
         if not fusing:
             polyphase.accelerate(model)
-        with Watched(), torch.no_grad():  # type: ignore[no-untyped-call]
-            call(*inputs)
-    plans = [plan(problem, Pass.FORWARD, device) for problem in met]
-    return [source for each in plans for program in each.programs[:1] for source in program.sources]
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def graphed(call: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], object]:
-    """A CUDA graph of a call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call(*inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(*inputs)
-    return graph.replay
-
-
-def error(found: Tensor, wanted: Tensor) -> float:
-    """``‖found - wanted‖ / ‖wanted‖`` of the first of the batch."""
-    return ((found[: len(wanted)].double() - wanted).norm() / wanted.norm()).item()
+        met += problems_met(partial(call, *inputs), dtype)
+    return sources_of(met, device, (Pass.FORWARD,))
 
 
 def measured(name: str, block: Block, dtype: torch.dtype, timer: Timer, rate: float, modes: list[str]) -> list[Row]:
@@ -360,9 +308,8 @@ def measured(name: str, block: Block, dtype: torch.dtype, timer: Timer, rate: fl
         times: dict[str, float] = {}
         for who, call in calls.items():
             try:
-                ready = torch.compile(call, fullgraph=True) if "compile" in mode else call
-                run = graphed(ready, inputs) if "graph" in mode else lambda ready=ready: ready(*inputs)
-                times[who] = timer.measure(run).ms
+                torch._dynamo.reset()
+                times[who] = timed(call, inputs, mode, timer, who == "fused")
             except Exception as failure:
                 row.status, row.reason = "failed", f"{row.reason} {who}: {environment.first_line(failure)}".strip()
         row.torch_ms, row.swapped_ms, row.fused_ms = times.get("torch"), times.get("swapped"), times.get("fused")
@@ -372,29 +319,9 @@ def measured(name: str, block: Block, dtype: torch.dtype, timer: Timer, rate: fl
     return rows
 
 
-def copy_rate(timer: Timer) -> float:
-    """Bytes read and written in a second by a large copy."""
-    one, other = (torch.empty(1 << 28, device="cuda") for _ in range(2))
-    return 2 * one.nbytes / (1e-3 * timer.measure(lambda: other.copy_(one)).ms)
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    """All rows, with the machine."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([field.name for field in fields(Row)])
-        for row in rows:
-            row.gpu, row.driver = environment.device_name("cuda"), environment.driver()
-            row.torch, row.cuda, row.commit = torch.__version__, torch.version.cuda or "", environment.commit()
-            row.date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-            row.command = shlex.join(["python", *sys.argv])
-            writer.writerow([f"{x:.6g}" if isinstance(x, float) else "" if x is None else x for x in astuple(row)])
-
-
 def main(
     csv_path: Annotated[Path, typer.Option("--csv")] = ROOT / "benchmarks" / "results" / "blocks.csv",
-    only: Annotated[str, typer.Option(help="Blocks whose names contain this.")] = "",
+    only: Annotated[str, typer.Option(help="Blocks whose names contain one of these, comma-separated.")] = "",
     dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
     modes: Annotated[str, typer.Option(help="Comma-separated.")] = "eager,compile,graph,compile graph",
     seconds: Annotated[float, typer.Option(help="No block is begun after so many.")] = 330.0,
@@ -404,7 +331,7 @@ def main(
         raise typer.BadParameter("blocks are timed on an NVIDIA GPU, and PyTorch finds none here")
     warnings.simplefilter("ignore")
     started, console = time.perf_counter(), make_console()
-    chosen = {name: block for name, block in BLOCKS.items() if only in name}
+    chosen = {name: block for name, block in BLOCKS.items() if any(part in name for part in only.split(","))}
     kinds = [getattr(torch, dtype) for dtype in dtypes.split(",")]
     device = DeviceInfo.of(torch.device("cuda", 0))
     sources = [source for block in chosen.values() for dtype in kinds for source in kernels_of(block, dtype, device)]

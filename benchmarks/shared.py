@@ -1,0 +1,119 @@
+"""What `blocks.py` and `models.py` have in common: the kernels a model asks for, its times, its error, the CSV."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import itertools
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import astuple, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polyphase
+from polyphase.bench import environment
+from polyphase.bench.timing import Timer
+from polyphase.plan.planner import plan
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import NONE, Epilogue, decoded
+
+ROOT = Path(__file__).parent.parent
+
+
+def problems_met(run: Callable[[], object], dtype: torch.dtype) -> list[ConvTransposeProblem]:
+    """The forward passes that a call of a model on meta tensors asks of polyphase."""
+    met: list[ConvTransposeProblem] = []
+    name = str(dtype).removeprefix("torch.")
+
+    def note(
+        input: Tensor, weight: Tensor, bias: Tensor | None, constants: tuple[Any, ...], epilogue: Epilogue
+    ) -> None:
+        shape = (input.shape[0], input.shape[1], weight.shape[1] * constants[4])
+        sizes = (tuple(input.shape[2:]), tuple(weight.shape[2:]))
+        found = ConvTransposeProblem(*shape, *sizes, *constants)
+        tf32 = name == "float32"
+        met.append(replace(found, bias=bias is not None, dtype=name, tf32=tf32, epilogue=epilogue))
+
+    class Watched(TorchDispatchMode):
+        """Takes down the calls of polyphase's operators."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.polyphase.conv_transpose.default:
+                note(args[0], args[1], args[2], tuple(map(_tuple, args[3:])), NONE)
+            if func is torch.ops.polyphase.conv_transpose_epilogue.default:
+                note(args[0], args[1], args[2], tuple(map(_tuple, args[5:])), decoded(args[4]))
+            return func(*args, **(kwargs or {}))
+
+    with Watched(), torch.no_grad():  # type: ignore[no-untyped-call]
+        run()
+    return met
+
+
+def sources_of(problems: list[ConvTransposeProblem], device: DeviceInfo, passes: tuple[Pass, ...]) -> list[Any]:
+    """The kernels that passes of these problems launch."""
+    found = []
+    for problem, pass_ in itertools.product(problems, passes):
+        asked = problem if pass_ is Pass.FORWARD else replace(problem, bias=False, epilogue=NONE)
+        found += [source for program in plan(asked, pass_, device).programs[:1] for source in program.sources]
+    return found
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def timed(call: Callable[..., object], inputs: list[Tensor], mode: str, timer: Timer, fusing: bool) -> float:
+    """Milliseconds of a call: eager, by `torch.compile`, as a CUDA graph of either; ``fusing``: compiled, fused."""
+    with polyphase.enable_compile_fusion() if fusing and "compile" in mode else nullcontext():
+        ready: Callable[..., object] = torch.compile(call, fullgraph=True) if "compile" in mode else call
+        run = graphed(ready, inputs) if "graph" in mode else partial(ready, *inputs)
+        milliseconds: float = timer.measure(run).ms
+    return milliseconds
+
+
+def graphed(call: Callable[..., object], inputs: list[Tensor]) -> Callable[[], object]:
+    """A CUDA graph of a call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call(*inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(*inputs)
+    return graph.replay
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """``‖found - wanted‖ / ‖wanted‖`` of the first of the batch."""
+    return float((found[: len(wanted)].double() - wanted).norm() / wanted.norm())
+
+
+def copy_rate(timer: Timer) -> float:
+    """Bytes read and written in a second by a large copy."""
+    one, other = (torch.empty(1 << 28, device="cuda") for _ in range(2))
+    return 2 * one.nbytes / (1e-3 * timer.measure(lambda: other.copy_(one)).ms)
+
+
+def write(path: Path, rows: Sequence[Any]) -> None:
+    """All rows, of one dataclass that ends in the machine's columns as `Row` does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([field.name for field in fields(rows[0])])
+        for row in rows:
+            row.gpu, row.driver = environment.device_name("cuda"), environment.driver()
+            row.torch, row.cuda, row.commit = torch.__version__, torch.version.cuda or "", environment.commit()
+            row.date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+            row.command = shlex.join(["python", *sys.argv])
+            writer.writerow([f"{x:.6g}" if isinstance(x, float) else "" if x is None else x for x in astuple(row)])
