@@ -352,9 +352,10 @@ def test_a_writer_that_is_killed_leaves_nothing_behind(directory: Path) -> None:
     assert list((directory / "tmp").iterdir()) == []
 
 
-def test_32_processes_at_once(directory: Path) -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(32, marks=pytest.mark.slow)])
+def test_many_processes_at_once(count: int, directory: Path) -> None:
     """All begin with no cache folder, at the same moment, with the same kernel."""
-    script = """
+    script = f"""
     import multiprocessing, os
     from polyphase.jit import compiler
     from test_jit import ARCH, SOURCE
@@ -365,14 +366,14 @@ def test_32_processes_at_once(directory: Path) -> None:
         results.put(hash(compiler.compile_kernel(SOURCE, ARCH)))
 
     context = multiprocessing.get_context("fork")  # nothing of CUDA is imported yet
-    barrier, results = context.Barrier(32), context.Queue()
-    children = [context.Process(target=work, args=(barrier, results)) for _ in range(32)]
+    barrier, results = context.Barrier({count}), context.Queue()
+    children = [context.Process(target=work, args=(barrier, results)) for _ in range({count})]
     for child in children:
         child.start()
-    found = {results.get(timeout=100) for _ in children}
+    found = {{results.get(timeout=100) for _ in children}}
     for child in children:
         child.join()
-    assert [child.exitcode for child in children] == [0] * 32
+    assert [child.exitcode for child in children] == [0] * {count}
     assert len(found) == 1
     """
     run_python(script, directory)
