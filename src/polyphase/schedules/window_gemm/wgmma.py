@@ -114,22 +114,7 @@ class _WindowWgmma(Gradient):
             length, planes = parted(tiling.total, _splits(flattened, config, tiling, device))
             of_pass = _weight_grad_params(flattened, tiling, length)
             grid = blocks * planes
-        constants: tuple[tuple[str, Constant], ...] = (
-            *layer_constants(flattened, pass_),
-            ("WARPS", 4 * GROUPS + LOADERS // 32),
-            ("LOAD_WARPS", LOADERS // 32),
-            ("FIRST_LOAD_WARP", 4 * GROUPS),
-            *constants_of(config, "row_tiles out_chunk"),
-            ("STAGES", config.buffers),
-            ("COLUMN_TILES", config.columns // 8),
-            ("PAIRS", in_pairs(flattened)),
-            ("MN_MAJOR", problem.channels_last),
-            *((("FLUSH", _stages_summed(flattened, config)),) if pass_ is Pass.INPUT_GRAD else ()),
-            ("MIN_BLOCKS", 1),
-            ("WGMMA", True),
-        )
-        form = WgmmaForm(config.columns, problem.dtype, a_in_registers=True, transpose_b=problem.channels_last)
-        source = KernelSource(self.name, problem.dtype, True, constants, (form,))
+        source = self._source(problem, flattened, pass_, config)
         params = params_of(source).pack(
             x=x,
             g=grad,
@@ -155,6 +140,27 @@ class _WindowWgmma(Gradient):
         )
         last, narrowed = problem.channels_last and problem.taps > 1, bool(of_pass.get("narrowed"))
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=last, narrowed=narrowed)
+
+    def _source(
+        self, problem: ConvTransposeProblem, flattened: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig
+    ) -> KernelSource:
+        """The kernel of a layer that it reads ``flattened``."""
+        constants: tuple[tuple[str, Constant], ...] = (
+            *layer_constants(flattened, pass_),
+            ("WARPS", 4 * GROUPS + LOADERS // 32),
+            ("LOAD_WARPS", LOADERS // 32),
+            ("FIRST_LOAD_WARP", 4 * GROUPS),
+            *constants_of(config, "row_tiles out_chunk"),
+            ("STAGES", config.buffers),
+            ("COLUMN_TILES", config.columns // 8),
+            ("PAIRS", in_pairs(flattened)),
+            ("MN_MAJOR", problem.channels_last),
+            *((("FLUSH", _stages_summed(flattened, config)),) if pass_ is Pass.INPUT_GRAD else ()),
+            ("MIN_BLOCKS", 1),
+            ("WGMMA", True),
+        )
+        form = WgmmaForm(config.columns, problem.dtype, a_in_registers=True, transpose_b=problem.channels_last)
+        return KernelSource(self.name, problem.dtype, True, constants, (form,))
 
 
 class WindowDgradWgmma(_WindowWgmma):
