@@ -32,10 +32,11 @@ LAYERS = (
     "2x128x64x64 -> 128, k=4, s=2, p=1",
     "2x8x16x16 -> 8, k=4, s=2, g=4, channels_last",
     "1x64x8x8 -> 32, k=16, s=16",
+    "8x8x53 -> 8, k=256, s=64, g=2, bfloat16",
     "16x32x128x256 -> 64, k=3x5, s=2x3, p=1x2, d=2x1, g=4, tf32",
 )
 NAMES = sorted(path.stem for path in KERNELS.rglob("*.cu"))
-WITHOUT = {"copy_weights", "pack_columns", "pack_tap_groups", "pack_taps", "pack_weights"}
+WITHOUT = {"copy_weights", "pack_columns", "pack_runs", "pack_tap_groups", "pack_taps", "pack_weights"}
 
 SOURCE = """
 struct Divisor { int value; unsigned reciprocal; int shift; operator int() const { return value; } };

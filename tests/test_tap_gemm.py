@@ -245,6 +245,16 @@ def test_long_sums_of_a_weight_gradient_by_tma(mirrored: bool) -> None:
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_residues(dtype: str) -> None:
+    """Planes of many residues share reads; one split's sums are narrowed at once."""
+    problem = make((1, 12, 70), 10, 40, 40, 3, dtype=dtype, tf32=True)
+    candidate, program = offers(WGRAD_TMA, problem, Pass.WEIGHT_GRAD)[0]
+    assert dict(program.steps[0].source.constants)["GRAD_WAY"] == 3
+    assert [step.source.kernel for step in program.steps] == ["flatten_positions", WGRAD_TMA.name, "transpose"]
+    assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
+
+
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_images_in_shares(dtype: str, batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:

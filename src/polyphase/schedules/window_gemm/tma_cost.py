@@ -58,6 +58,19 @@ def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, devi
     return (seconds**terms.beside + moving**terms.beside) ** (1 / terms.beside) + end, bound
 
 
+def weight_planes(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> int:
+    """Planes of partial sums that a weight gradient leaves; 0 where it writes the result itself."""
+    lanes = tile_lanes(problem, Pass.WEIGHT_GRAD, config)
+    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
+    splits = weight_splits(problem, config, tiles, device)[0]
+    return 0 if splits == 1 and (DTYPE_BYTES[problem.dtype] == 4 or tiles <= _flush(lanes)) else splits
+
+
+def _flush(lanes: tuple[int, ...]) -> int:
+    """Stages of a weight gradient between flushes."""
+    return max(1, FLUSH // math.prod(lanes))
+
+
 def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, terms: Costs) -> float:
     """Of a multiprocessor, for a block."""
     size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
@@ -123,7 +136,7 @@ def weight_splits(
     terms = _terms(Pass.WEIGHT_GRAD, device)
     stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, config, terms)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
-    flush = max(1, FLUSH // math.prod(config.lanes))
+    flush = _flush(config.lanes)
     results, once = config.rows * config.block_columns, terms.item / config.resident
 
     def seconds(splits: int) -> tuple[float, float]:

@@ -8,11 +8,12 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
-from polyphase.program.program import Program, between_transposes
+from polyphase.program.program import Program, between_transposes, transpose_reduces
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import TmaConfig
+from polyphase.schedules.window_gemm.tma_cost import weight_planes
 
 _MOST_BYTES = 512 << 20  # of the tensors in channels_last
 
@@ -61,7 +62,13 @@ class _Transposed(Schedule):
         """What the TMA kernel costs, and the transposes around it."""
         last = _last(problem, pass_)
         moved = _transposed_bytes(problem, pass_) + _transposed_bytes(last, pass_)
-        transposes = transpose_seconds(moved, device, self._reads + 1)
+        tensors = self._reads + 1
+        if pass_ is Pass.WEIGHT_GRAD and last.weight_shape == problem.weight_shape:
+            planes = weight_planes(last, config, device)
+            if planes and transpose_reduces(problem, planes):  # the reduction transposes
+                moved -= 2 * problem.elements[1] * DTYPE_BYTES[problem.dtype]
+                tensors -= 1
+        transposes = transpose_seconds(moved, device, tensors)
         seconds, bound = self._tma.cost(last, pass_, device, self._layouts(problem, pass_, layouts), config)
         return seconds + transposes, bound
 
