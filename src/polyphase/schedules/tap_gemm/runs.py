@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from polyphase.problem import Axis
 from polyphase.problem.integers import round_up
 from polyphase.program.planes import Planes, padded_channels
 from polyphase.program.tensor_map import TensorMap
@@ -121,6 +122,13 @@ class Runs:
         return most, self.tensor_map(pitch, lanes, fewer) if differ else most
 
 
+def side_by_side(axis: Axis, forward: bool) -> bool:
+    """Whether the elements that a phase's taps make a cell read are neighbours."""
+    divisor = math.gcd(axis.stride, axis.dilation)
+    taps = -(-axis.kernel * divisor // axis.stride) if forward else axis.kernel
+    return taps <= 1 or (axis.dilation // divisor if forward else axis.dilation) == 1
+
+
 @lru_cache(maxsize=4096)
 def runs_of(product: Product, chunk: int) -> Runs | None:
     """None where taps along the width do not lie side by side.
@@ -128,15 +136,12 @@ def runs_of(product: Product, chunk: int) -> Runs | None:
     Residues are channels where each has as many taps, and tap groups become fewer.
     """
     gather = product.gather
-    axis, others = gather.axes[2], [FlatAxis.of(axis) for axis in gather.axes[:2]]
-    apart = FlatAxis.of(axis).shift if gather.forward else axis.dilation
-    if apart > 1 and max(product.axis_taps[2]) > 1:
+    if not side_by_side(gather.axes[2], gather.forward):
         return None
     plain = Runs(product, chunk, (1, 1))
     if gather.forward:
         return plain
-    depth, height = (
-        each.residues if each.residues * each.taps == axis.kernel else 1 for each, axis in zip(others, gather.axes)
-    )
+    others = [(axis.kernel, FlatAxis.of(axis)) for axis in gather.axes[:2]]
+    depth, height = (each.residues if each.residues * each.taps == kernel else 1 for kernel, each in others)
     inner = Runs(product, chunk, (depth, height))
     return inner if sum(inner.stages) < sum(plain.stages) else plain

@@ -44,7 +44,7 @@ from polyphase.schedules.tap_gemm.product import (
     seconds_before,
     step_of,
 )
-from polyphase.schedules.tap_gemm.runs import Runs, runs_of
+from polyphase.schedules.tap_gemm.runs import Runs, runs_of, side_by_side
 from polyphase.schedules.tiles import Four, affordable_planes, tiles_of
 
 _GROUPS = 2  # warpgroups that multiply
@@ -90,7 +90,7 @@ class TapGemmTma(Schedule):
         if not device.has_wgmma:
             return f"{device.arch} has no wgmma"
         layouts = Layouts.dense(problem)
-        if (step := step_of(problem, pass_, layouts)) > MOST_STEP and _runs(problem, pass_, layouts) is None:
+        if (step := step_of(problem, pass_, layouts)) > MOST_STEP and not _may_run(problem, pass_, layouts):
             return f"TMA brings every {MOST_STEP}-th element at most, not every {step}-th"
         return common_limits(problem)
 
@@ -99,7 +99,7 @@ class TapGemmTma(Schedule):
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         """None, too, where a layer of one output channel cannot be folded, and its stride is too large."""
-        apart = step_of(problem, pass_, layouts) > MOST_STEP and _runs(problem, pass_, layouts) is None
+        apart = step_of(problem, pass_, layouts) > MOST_STEP and not _may_run(problem, pass_, layouts)
         return None if apart else standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaTapConfig]:
@@ -220,10 +220,10 @@ def _constants(
     return {"RUNS": runs, "JOINED": joined, "PADDED_CHANNELS": padded, "INNER_D": inner_d, "INNER_H": inner_h}
 
 
-def _runs(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Runs | None:
-    """The source of a layer as runs, if it can be."""
-    product = product_of(problem, pass_, layouts)
-    return runs_of(product, product.piece)
+def _may_run(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> bool:
+    """Whether the source of a layer can be runs."""
+    gather = product_of(problem, pass_, layouts).gather
+    return side_by_side(gather.axes[2], gather.forward)
 
 
 def _of_config(product: Product, config: TmaTapConfig) -> Runs | None:
