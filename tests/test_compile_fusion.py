@@ -14,6 +14,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 import polyphase
+from polyphase.torch_op.operators import TAGS
 
 
 @pytest.fixture(autouse=True)
@@ -144,13 +145,15 @@ def test_by_inductor() -> None:
         nn.Conv2d(3, 32, 3), nn.ReLU(), nn.ConvTranspose2d(32, 32, 2, 2), nn.Tanh(), nn.Conv2d(32, 4, 3)
     )
     x = torch.randn(2, 3, 4, 4)
-    with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:
+    with torch.no_grad(), config.patch(fx_graph_cache=False), polyphase.enable_compile_fusion() as fusion:
         expected = model.eval()(x)
         polyphase.accelerate(model)
         found, (code,) = run_and_get_code(torch.compile(model, fullgraph=True), x)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert fusion.chains == ["conv_transpose → tanh"]
     assert re.search(r"buf(\d+) = torch.ops.polyphase.*\n(.*\n)*?.*extern_kernels.convolution\(buf", code)
+    if not TAGS:
+        return  # PyTorch decides
     strides = re.findall(r"assert_size_stride\(buf\d+, \(2, 32, 4, 4\), (\(.*?\))", code)
     assert set(strides) <= {"(512, 1, 128, 32)"}
 

@@ -28,7 +28,8 @@ from polyphase.torch_op.operators import conv_transpose
 class CompileFusion:
     """The pass, while it is enabled. A context: at its end it is disabled.
 
-    ``chains``: what was fused in each graph that was compiled since, such as "conv_transpose → batch_norm → relu".
+    ``chains``: what was fused in each graph that was compiled since, such as "conv_transpose → batch_norm → relu". Of a
+    graph that Inductor finds in its cache on disk, fused, nothing is told.
     """
 
     def __init__(self, before: Any) -> None:
