@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from polyphase import elementwise, fused
-from polyphase.elementwise import change_between, name_of, per, read, read_as, step_of
+from polyphase.elementwise import change_between, changes_other, name_of, per, read, read_as, step_of
 from polyphase.problem.epilogue import encoded
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
 from polyphase.torch_op.operators import conv_transpose
@@ -215,7 +215,7 @@ def _step_of(call: Node, value: Node, layer: Node) -> _Step | None:
         return _norm(call, value)
     name = _name(call)
     reading = read(name, value, call.args, call.kwargs) if name else None
-    if reading is None:
+    if reading is None or changes_other(call.target, value, call.args, call.kwargs):
         return None
     if reading.other is None:
         return _Step(fused.Step(reading.kind, reading.constants) if reading.kind else None, ())

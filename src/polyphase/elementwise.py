@@ -113,24 +113,47 @@ def change_between(
     """The first of the ``nodes`` behind a layer's that may change in place what the layer reads; or None.
 
     ``taken``: those that the layer computes; ``module_of``: the module that a node calls. What one of these nodes has
-    made anew was not there when the layer was called, and may change.
+    made anew was not there when the layer was called, and may change until a call that is taken reads it.
     """
     made: set[Any] = set()
     for node in nodes:
         module = module_of(node)
         if module is not None:
-            changes, new = bool(getattr(module, "inplace", False)), isinstance(module, _MAKE_NEW)
+            changed = node.args[:1] if getattr(module, "inplace", False) else ()
+            new = isinstance(module, _MAKE_NEW)
         else:
             call = node.op in ("call_function", "call_method")
-            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            changes = call and (is_in_place(node.target, node.kwargs) or "out" in node.kwargs or "setitem" in name)
+            changed = _may_change(node) if call else ()
             new = call and getattr(node.target, "__name__", "").partition(".")[0] in _NEW_OF_FUNCTIONS
-        changed = node.args[0] if node.args else None
-        if changes and changed not in made:
+        if not made.issuperset(changed):
             return node
-        if new or changes or node in taken:
+        if node in taken and len(node.all_input_nodes) > 1:  # what it reads beside its value is read later
+            made.clear()
+        if new or changed or node in taken:
             made.add(node)
     return None
+
+
+def _may_change(node: Any) -> Sequence[Any]:
+    """What a call may change of its arguments."""
+    target, kwargs = node.target, node.kwargs
+    if isinstance(target, torch._ops.OpOverload):
+        mutable = target._schema.is_mutable
+    elif isinstance(target, torch._ops.OpOverloadPacket):
+        mutable = any(getattr(target, each)._schema.is_mutable for each in target.overloads())
+    else:
+        mutable = isinstance(target, torch._ops.HigherOrderOperator)
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if mutable or "out" in kwargs or "setitem" in name or name.startswith("_foreach"):
+        return node.all_input_nodes  # type: ignore[no-any-return]
+    # F.relu(x, True): a flag by its position
+    flag = getattr(target, "__module__", "") == "torch.nn.functional" and any(each is True for each in node.args)
+    return node.all_input_nodes[:1] if flag or is_in_place(target, kwargs) else ()
+
+
+def changes_other(target: Any, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call changes in place a tensor that it reads beside ``value``: ``skip += y``."""
+    return bool(args) and args[0] is not value and is_in_place(target, kwargs)
 
 
 _MAKE_NEW = (torch.nn.modules.conv._ConvNd, torch.nn.modules.batchnorm._NormBase, torch.nn.Linear)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from polyphase import functional, fused
-from polyphase.elementwise import change_between, name_of, read
+from polyphase.elementwise import change_between, changes_other, name_of, read
 from polyphase.modules import APART_FOR, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, StandIn
 from polyphase.pending import Pending, Waiting
 from polyphase.torch_op.validate import Layer, output_size
@@ -114,9 +114,12 @@ class Chain:
         """Whether none of it was restored, and no hook would see what is not computed."""
         if any(vars(each).get("_chain") is not self for each in (self.layer, *self.all_modules)):
             return False
-        if self.layer._forward_hooks:
+        hooks = torch.nn.modules.module
+        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
             return False
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.all_modules)
+        if self.layer._forward_hooks or self.layer._backward_hooks or self.layer._backward_pre_hooks:
+            return False
+        return not any(_has_hooks(module) for module in self.all_modules)
 
     # To Dynamo a constant, as `torch.compiler.assume_constant_result` marks it (which would import Dynamo): its guards
     # took longer than all others of a model, and `restore` changes classes, which are guarded in any case.
@@ -132,11 +135,11 @@ class Chain:
         layer: Any = self.layer
         if self.then and _can_wait(input, len(layer.stride)):
             return self._pending(input, output_padding)
-        return self._run(input, output_padding, self.steps() if self.modules else [])
+        return self._run((input, layer.weight, layer.bias), output_padding, self.steps() if self.modules else [])
 
-    def _run(self, input: Tensor, output_padding: Any, steps: list[fused.Step]) -> Tensor:
+    def _run(self, tensors: tuple[Tensor, Tensor, Tensor | None], output_padding: Any, steps: list[fused.Step]) -> Tensor:
         layer: Any = self.layer
-        dims, tensors = len(layer.stride), (input, layer.weight, layer.bias)
+        dims, input = len(layer.stride), tensors[0]
         constants = (layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
         if input.is_floating_point():
             return _FUSED[dims](*tensors, *constants, epilogue=steps)
@@ -147,28 +150,33 @@ class Chain:
         return output
 
     def _pending(self, input: Tensor, output_padding: Any) -> Pending:
-        version = None if input.is_inference() else input._version
+        layer: Any = self.layer
+        tensors = (input, layer.weight, layer.bias)
         dtype, cast = input.dtype, None
         if torch._C._is_any_autocast_enabled():
             dtype, device = functional.autocast(input).dtype, input.device.type
             cast = partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
         def compute(steps: list[fused.Step]) -> Tensor:
-            if version is not None and input._version != version:
-                raise RuntimeError(
-                    "a layer's input has changed in place before the functions behind the layer were called"
-                )
             if cast is None and not torch._C._is_any_autocast_enabled():
-                return self._run(input, output_padding, steps)
+                return self._run(tensors, output_padding, steps)
             with torch.autocast(input.device.type, enabled=False) if cast is None else cast():
-                return self._run(input, output_padding, steps)
+                return self._run(tensors, output_padding, steps)
 
         def size() -> tuple[int, ...]:
-            layer: Any = self.layer
             known = Layer(layer.kernel_size, layer.stride, layer.padding, output_padding, layer.dilation, layer.groups)
             return (input.shape[0], layer.out_channels, *output_size(input.shape[2:], known))
 
-        return Pending(Waiting(compute, self.then, size, dtype, input.device), self.steps())
+        reads = tensors if tensors[2] is not None else tensors[:2]
+        return Pending(Waiting(compute, reads, self.then, size, dtype, input.device), self.steps())
+
+
+def _has_hooks(module: Module) -> bool:
+    """Whether something sees what the module is given, gives, or has as gradients."""
+    hooks: Any = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    )  # fmt: skip
+    return any(hooks)
 
 
 def _step(module: Any) -> fused.Step | None:
@@ -198,6 +206,8 @@ def _forward(module: Any, input: Any) -> Any:
     chain = module._chain
     active = chain.is_active()
     if any(each is module for each in chain.modules):  # the layer has computed it
+        if active and torch.is_grad_enabled():
+            _check_derivatives(module, input)
         return input if active else type(module)._stands_for.forward(module, input)
     if type(input) is Pending:
         passed = input.pass_through(module, _step(module)) if active else None
@@ -205,6 +215,19 @@ def _forward(module: Any, input: Any) -> Any:
             return passed
         input = input.tensor()
     return type(module)._stands_for.forward(module, input)
+
+
+def _check_derivatives(module: Module, output: Tensor) -> None:
+    """Raise RuntimeError where the layer has computed without derivatives what is to have some."""
+    if torch.compiler.is_compiling() or (type(output) is not Pending and (type(output) is not Tensor or output.requires_grad)):
+        return
+    if torch._C._are_functorch_transforms_active():
+        return
+    if any(each.requires_grad for each in module.parameters()):
+        raise RuntimeError(
+            f"{type(module).__name__.removeprefix('Taken')} was computed by the fused layer before it, which ran without "
+            "derivatives (torch.no_grad), and its parameters require them: restore the model, or call both in one mode"
+        )
 
 
 def _extra_repr(module: Any) -> str:
@@ -383,6 +406,8 @@ class _Trace:
             return f"{name} reads it, which no epilogue computes"
         if call in self._taken:
             return f"another layer computes {name}()"
+        if changes_other(call.target, value, call.args, call.kwargs):
+            return f"{name} changes another tensor in place"
         if read(name, value, call.args, call.kwargs) is None:
             return f"{name} reads it with arguments that no epilogue takes"
         path = str(layer.target).split(".")
@@ -404,7 +429,7 @@ def _why_not(module: Any, node: torch.fx.Node, calls: list[Any], shared: set[int
         return "takes further arguments"
     if "forward" in vars(module):
         return "has a forward of its own on the instance"
-    if module._forward_hooks or module._forward_pre_hooks:
+    if _has_hooks(module):
         return "has hooks"
     if _STEPS[type(module)] is _norm and module.running_mean is None:
         return "has no running statistics"

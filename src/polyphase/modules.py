@@ -97,8 +97,9 @@ def _forward(
         output_padding = module._output_padding(
             input, list(output_size), module.stride, module.padding, module.kernel_size, dims, module.dilation
         )
-    if module._chain is not None and module._chain.is_active():
-        fused: Tensor = module._chain.run(input, output_padding)
+    chain = module._chain
+    if chain is not None and chain.layer is module and chain.is_active():  # not in a shallow copy of the layer
+        fused: Tensor = chain.run(input, output_padding)
         return fused
     return function(
         input,

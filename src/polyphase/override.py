@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from polyphase import functional
+from polyphase.torch_op.derivatives import run_operator
+from polyphase.torch_op.validate import check
 
 _lock = threading.Lock()
 _libraries: dict[str, tuple[torch.library.Library, int]] = {}  # by device, with how many overrides want it
@@ -27,10 +29,10 @@ class Override:
 
     def undo(self) -> None:
         """PyTorch computes them again, unless another override of that device is left. A second call does nothing."""
-        device, self._device = self._device, None
-        if device is None:
-            return
         with _lock:
+            device, self._device = self._device, None
+            if device is None:
+                return
             library, count = _libraries.pop(device)
             if count > 1:
                 _libraries[device] = library, count - 1
@@ -89,6 +91,13 @@ def _kernel(dims: int) -> Callable[..., Tensor]:
     def kernel(input: Tensor, weight: Tensor, bias: Tensor | None = None, *constants: Any) -> Tensor:
         """The dispatcher gives lists, and leaves out what has its default at the end."""
         function: Callable[..., Tensor] = getattr(functional, f"conv_transpose{dims}d")
-        return function(input, weight, bias, *(tuple(each) if isinstance(each, list) else each for each in constants))
+        constants = tuple(tuple(each) if isinstance(each, list) else each for each in constants)
+        if torch._C._are_functorch_transforms_active():  # amid a transform, which takes an operator, but no Function
+            given = (*constants, *(1, 0, 0, 1, 1)[len(constants) :])
+            layer = check(function.__name__, dims, input, weight, bias, *given)
+            batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
+            output = run_operator((batch, weight, None), bias, layer)
+            return output if batch is input else output.squeeze(0)
+        return function(input, weight, bias, *constants)
 
     return kernel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyphase import fused
-from polyphase.elementwise import Reading, is_in_place, name_of, per, read, read_as, step_of
+from polyphase.elementwise import Reading, changes_other, is_in_place, name_of, per, read, read_as, step_of
 
 _CONSTANTS = (int, float, bool, str)
 _READ: dict[Any, Reading | None] = {}  # calls that were read before
@@ -25,11 +25,13 @@ _MOST_READ = 1024
 class Waiting(NamedTuple):
     """What a layer is to compute, and when.
 
-    ``compute`` gives the tensor of the steps behind the layer; ``expected``: the kinds of the calls in order, or
+    ``compute`` gives the tensor of the steps behind the layer, from tensors that must not change before, ``reads``
+    and those of the steps; ``expected``: the kinds of the calls in order, or
     modules, which tell by `Pending.pass_through` that they are called; what the tensor will be.
     """
 
     compute: Callable[[list[fused.Step]], Tensor]
+    reads: Sequence[Tensor]
     expected: Sequence[Any]
     size: Callable[[], tuple[int, ...]]
     dtype: torch.dtype
@@ -39,10 +41,13 @@ class Waiting(NamedTuple):
 class Pending:
     """A layer's output of which further calls are expected: PyTorch's functions and methods take it for a tensor."""
 
-    __slots__ = ("_place", "_steps", "_value", "_waiting")
+    __slots__ = ("_place", "_steps", "_value", "_versions", "_waiting")
 
-    def __init__(self, waiting: Waiting, steps: list[fused.Step], place: int = 0) -> None:
+    def __init__(
+        self, waiting: Waiting, steps: list[fused.Step], place: int = 0, versions: list[int] | None = None
+    ) -> None:
         self._waiting = waiting
+        self._versions = _versions(waiting.reads, steps) if versions is None else versions
         self._steps = steps
         self._place = place  # how many of those expected have been called
         self._value: Tensor | None = None
@@ -55,6 +60,11 @@ class Pending:
     def tensor(self) -> Tensor:
         """What it stands for so far, computed once."""
         if self._value is None:
+            if self._versions != _versions(self._waiting.reads, self._steps):
+                raise RuntimeError(
+                    "a tensor that a fused layer reads (its input, a parameter, what is added) has changed in place "
+                    "before the functions behind the layer were called"
+                )
             if torch.is_grad_enabled():  # which it was not when the layer was called
                 with torch.no_grad():
                     self._value = self._waiting.compute(self._steps)
@@ -64,7 +74,9 @@ class Pending:
 
     def pass_through(self, module: Any, step: fused.Step | None) -> Pending | Tensor | None:
         """What a module gives of it, whose step is ``step``; None if another call is expected."""
-        return self._next(step, False) if self._expects(module) else None
+        if not self._expects(module) or (step is not None and (_is_wider(step.kind) or _is_recorded(step))):
+            return None
+        return self._next(step, False)
 
     def _expects(self, part: Any) -> bool:
         expected = self._waiting.expected
@@ -73,17 +85,21 @@ class Pending:
         return expected[self._place] is part or (type(part) is str and expected[self._place] == part)
 
     def _next(self, step: fused.Step | None, in_place: bool) -> Pending | Tensor:
-        steps = self._steps if step is None else [*self._steps, step]
+        steps, versions = self._steps, self._versions
+        if step is not None:
+            steps, versions = [*steps, step], [*versions, *_versions((), (step,))]
         if in_place:
-            self._place, self._steps = self._place + 1, steps
-        later = self if in_place else Pending(self._waiting, steps, self._place + 1)
+            self._place, self._steps, self._versions = self._place + 1, steps, versions
+        later = self if in_place else Pending(self._waiting, steps, self._place + 1, versions)
         return later if later._place < len(self._waiting.expected) else later.tensor()
 
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A function of it: taken down if it is the next one expected, else computed of tensors."""
         name = name_of(function)
-        if name and self._expects(name):
+        if name and self._expects(name) and not changes_other(function, self, args, kwargs):
             reading = self._read(name, args, kwargs)
+            if reading is not None and type(reading.other) is Pending:
+                reading = reading._replace(other=reading.other.tensor())
             step = None if reading is None else self._step(reading)
             if step is not None:
                 return self._next(step if step.kind else None, is_in_place(function, kwargs))
@@ -109,8 +125,7 @@ class Pending:
         """The step of a call that gives what it gives of the tensor: of its dtype and shape, without derivatives."""
         other, waiting = reading.other, self._waiting
         if other is None:
-            wide = reading.kind == "softplus" and torch._C._is_any_autocast_enabled()  # which makes it float32
-            return None if wide else fused.Step(reading.kind, reading.constants)
+            return None if _is_wider(reading.kind) else fused.Step(reading.kind, reading.constants)
         if not isinstance(other, Tensor) or (other.requires_grad and torch.is_grad_enabled()):
             return None
         size = waiting.size()
@@ -148,6 +163,24 @@ class Pending:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.tensor().__reduce_ex__(protocol)
+
+
+def _versions(reads: Sequence[Tensor], steps: Sequence[fused.Step]) -> list[int]:
+    """How often each tensor has been changed in place; those of inference mode do not count it."""
+    found = [0 if each.is_inference() else each._version for each in reads]
+    for step in steps:
+        found += [0 if each.is_inference() else each._version for _, each in step.tensors]
+    return found
+
+
+def _is_wider(kind: str) -> bool:
+    """Whether the result would have another dtype: autocast makes this one float32 on a GPU."""
+    return kind == "softplus" and torch._C._is_any_autocast_enabled()
+
+
+def _is_recorded(step: fused.Step) -> bool:
+    """Whether autograd would record the step of a value without derivatives."""
+    return torch.is_grad_enabled() and any(each.requires_grad for _, each in step.tensors)
 
 
 def _computed(values: Any) -> Any:
