@@ -77,6 +77,13 @@ CHAINS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     "two readers": (lambda m, y, x: F.relu(y) + y, []),
     "the input changes": (lambda m, y, x: (F.relu(y * m.factor), x.add_(1))[0], ["conv_transpose → mul → relu"]),
     "the input changes before": (lambda m, y, x: (x.add_(1), F.relu(y))[1], []),
+    "changed by a flag's position": (lambda m, y, x: (F.relu(x, True), F.relu(y))[1], []),
+    "changed by an operator": (lambda m, y, x: (torch.ops.aten.neg_(x), F.relu(y))[1], []),
+    "into another tensor": (lambda m, y, x: (z := torch.ones_like(y), z.add_(y))[0], []),
+    "the sum changes later": (
+        lambda m, y, x: (s := m.up(x) * 1, z := y + s, s.zero_(), torch.tanh(z))[3],
+        ["conv_transpose → add", "conv_transpose → mul"],
+    ),
     "another dtype": (lambda m, y, x: F.relu(y.double()).float(), []),
     "no epilogue": (lambda m, y, x: torch.softmax(F.gelu(y), 1), ["conv_transpose → gelu"]),
 }
@@ -91,6 +98,23 @@ def test_chains(name: str) -> None:
         found = lowered(fusion.chains, model, *(x.clone() for x in inputs))
         torch.testing.assert_close(found, [model(x) for x in inputs], rtol=1e-4, atol=1e-5)
         assert sorted(fusion.chains) == sorted(chains)
+
+
+def test_where_derivatives_are_recorded_again_nothing_is_fused() -> None:
+    """Else the layer would be computed there, and have some."""
+
+    def behind(model: Block, y: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = model.up(x)
+        return torch.relu(y)
+
+    model = Block(behind).eval()
+    with polyphase.enable_compile_fusion() as fusion:
+        with polyphase.enable_compile_fusion():
+            pass
+        (found,) = lowered(fusion.chains, model, torch.randn(2, 3, 4, 5))  # still enabled
+    assert not found.requires_grad
+    assert not fusion.chains
 
 
 def test_more_behind_what_accelerate_has_fused() -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -219,3 +220,38 @@ def test_what_is_left_alone() -> None:
     shared = nn.ReLU()
     model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), shared, nn.Conv2d(4, 4, 1), shared)
     assert polyphase.accelerate(model, fuse=True).blocks[0].reason == "1 is called more than once"
+
+
+def test_hooks_of_all_modules_and_of_gradients_see_what_pytorch_gives() -> None:
+    model, x = (
+        nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.BatchNorm2d(4), nn.Tanh()).eval(),
+        torch.randn(1, 3, 3, 3),
+    )
+    plain = copy.deepcopy(model)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("1", "2")
+    hooks = torch.nn.modules.module
+    ways: list[Callable[[nn.Module, Callable[..., None]], Any]] = [
+        lambda model, hook: hooks.register_module_forward_hook(hook),
+        lambda model, hook: hooks.register_module_full_backward_hook(hook),
+        lambda model, hook: model[0].register_full_backward_hook(hook),  # type: ignore[index]
+        lambda model, hook: model[1].register_full_backward_hook(hook),  # type: ignore[index]
+    ]
+    for way in ways:
+        seen: dict[nn.Module, list[Tensor]] = {model: [], plain: []}
+        for each, found in seen.items():
+            handle = way(each, lambda module, given, result, found=found: found.append(result))
+            each(x).square().sum().backward()
+            handle.remove()
+        assert len(seen[model]) == len(seen[plain]) > 0
+        for one, other in zip(seen[model], seen[plain]):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_of_data_parallel_compute_of_their_own_parameters() -> None:
+    model, x = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.ReLU()).eval(), torch.randn(1, 3, 3, 3)
+    polyphase.accelerate(model, fuse=True)
+    replica: Any = model._replicate_for_data_parallel()  # type: ignore[operator]
+    for name, module in model.named_children():
+        replica._modules[name] = module._replicate_for_data_parallel()  # type: ignore[operator]
+    replica[0].weight, replica[0].bias = torch.zeros(3, 4, 2, 2), torch.ones(4)
+    assert torch.equal(replica(x), torch.ones(1, 4, 6, 6))

@@ -88,6 +88,8 @@ REASONS: dict[str, tuple[Callable[..., Any], str]] = {
     "twice": (lambda m, y, x: y + y, "add reads it with arguments that no epilogue takes"),
     "a tensor of limits": (lambda m, y, x: torch.clamp(y, m.slope.sum()), "clamp reads it with arguments that no ep"),
     "in place between": (lambda m, y, x: (x.relu_(), F.relu(y))[1], "relu_ changes a tensor in place before relu()"),
+    "in place by out=": (lambda m, y, x: (torch.add(x, 1, out=x), F.relu(y))[1], "add changes a tensor in place"),
+    "into another tensor": (lambda m, y, x: m.skip(x).add_(y), "add changes another tensor in place"),
     "dropout": (lambda m, y, x: F.dropout(y, 0.5, True), "dropout reads it with arguments that no epilogue takes"),
 }
 
@@ -209,3 +211,74 @@ def test_compiled_and_traced() -> None:
                      torch.fx.symbolic_trace(model), torch.export.export(model, (x,)).module(),
                      copy.deepcopy(model)):  # fmt: skip
             torch.testing.assert_close(call(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_that_changes_after_it_was_added() -> None:
+    """One that the trace shows ends the chain; one that it does not show is an error."""
+
+    def behind(m: Up, y: Tensor, x: Tensor) -> Tensor:
+        skip = m.skip[0](x)
+        z = y + skip
+        if m.shown:
+            skip.zero_()
+        return F.relu(z)
+
+    for shown in (True, False):
+        model, x = Up(behind).eval(), torch.randn(1, 6, 3, 3)
+        model.shown = shown  # type: ignore[assignment]
+        with torch.no_grad():
+            expected = model(x)
+            block = polyphase.accelerate(model, fuse=True).blocks[0]
+            assert block.fused == (("norm", "add()") if shown else ("norm", "add()", "relu()"))
+            torch.testing.assert_close(model(x), expected)
+            if not shown:
+                model.shown = True  # type: ignore[assignment]
+                with pytest.raises(RuntimeError, match="changed in place"):
+                    model(x)
+
+
+def test_parameters_that_are_replaced_between() -> None:
+    replaced = [False]
+
+    def behind(m: Up, y: Tensor, x: Tensor) -> Tensor:
+        if replaced[0]:
+            m.up.weight = nn.Parameter(torch.zeros_like(m.up.weight))
+        return F.relu(y)
+
+    model, x = Up(behind).eval(), torch.randn(1, 6, 3, 3)
+    with torch.no_grad():
+        expected = model(x)
+        polyphase.accelerate(model, fuse=True)
+        replaced[0] = True
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_two_that_wait_for_each_other() -> None:
+    other = [False]
+    model = Up(lambda m, y, x: F.relu(y) + (m.skip[0](x) if other[0] else torch.tanh(m.skip[0](x)))).eval()
+    plain, x = copy.deepcopy(model), torch.randn(1, 6, 3, 3)
+    one, two = polyphase.accelerate(model, fuse=True).blocks
+    assert one.fused == ("norm", "relu()", "add()")
+    assert two.fused == ("tanh()",)
+    with torch.no_grad():
+        for other[0] in (False, True):
+            torch.testing.assert_close(model(x), plain(x))
+
+
+def test_derivatives_that_begin_behind_the_layer() -> None:
+    """A norm that is to be trained behind a layer that is not."""
+
+    class Half(Up):
+        def forward(self, x: Tensor) -> Any:
+            with torch.no_grad():
+                y = self.behind(self, self.up(x), x)
+            return self.norm(y)
+
+    x = torch.randn(1, 6, 3, 3)
+    model = Half(lambda m, y, x: F.relu(y), nn.BatchNorm2d(4)).eval()
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("relu()", "norm")
+    assert model(x).requires_grad
+    model = Half(lambda m, y, x: y, nn.BatchNorm2d(4)).eval()
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("norm",)
+    with pytest.raises(RuntimeError, match="parameters require gradients"):
+        model(x)

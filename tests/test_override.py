@@ -109,6 +109,20 @@ def test_nested_and_undone_twice(seen: list[int]) -> None:
     assert seen == [1]
 
 
+def test_transforms_and_other_layouts_are_pytorchs() -> None:
+    x, weight = torch.randn(2, 3, 5, 5), torch.randn(3, 4, 3, 3)
+
+    def loss(weight: Tensor) -> Tensor:
+        return F.conv_transpose2d(x, weight, stride=2).square().mean()
+
+    expected = torch.func.grad(loss)(weight), torch.func.jvp(loss, (weight,), (weight,))
+    with polyphase.override("cpu"):
+        found = torch.func.grad(loss)(weight), torch.func.jvp(loss, (weight,), (weight,))
+        if torch.backends.mkldnn.is_available():
+            assert F.conv_transpose2d(x.to_mkldnn(), weight).shape == (2, 4, 7, 7)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_device_that_is_none_is_named() -> None:
     with pytest.raises(ValueError, match="'cuda' or 'cpu', not 'meta'"):
         polyphase.override("meta")

@@ -36,25 +36,25 @@ class CompileFusion:
         self.chains: list[str] = []
         self._before = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
         self._found = before
-        self._is_enabled = True
+        self._enabled = 1  # by how many calls of `enable_compile_fusion` whose ``with`` has not ended
 
     def __call__(self, graph: Graph) -> None:
         """Change a graph of PyTorch's functions. Called by Inductor."""
         for each in self._before:
             each(graph)
-        if self._is_enabled:
+        if self._enabled:
             self.chains += _fuse(graph)
 
     def uuid(self) -> Any:
         """What this does, for the key of compiled graphs on disk. None, as others', keeps them from it."""
         others = [each.uuid() if hasattr(each, "uuid") else None for each in self._before]
-        return None if None in others else (_digest(), self._is_enabled, *others)
+        return None if None in others else (_digest(), self._enabled > 0, *others)
 
     def disable(self) -> None:
         """Leave graphs that are compiled from now on as they are."""
         from torch._inductor import config
 
-        self._is_enabled = False
+        self._enabled = 0
         if config.pre_grad_custom_pass is self:
             config.pre_grad_custom_pass = self._found
         _restore_layouts()
@@ -63,7 +63,9 @@ class CompileFusion:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.disable()
+        self._enabled -= 1
+        if self._enabled <= 0:  # the last of those that are nested
+            self.disable()
 
 
 def enable_compile_fusion() -> CompileFusion:
@@ -80,7 +82,8 @@ def enable_compile_fusion() -> CompileFusion:
     from torch._inductor import config
 
     found = config.pre_grad_custom_pass
-    if isinstance(found, CompileFusion) and found._is_enabled:
+    if isinstance(found, CompileFusion) and found._enabled:
+        found._enabled += 1
         return found
     fusion = _pass_class()(found)
     config.pre_grad_custom_pass = fusion
@@ -143,6 +146,7 @@ def _digest() -> str:
 
 
 _LAYERS = (conv_transpose, conv_transpose_epilogue)
+_MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
 def _fuse(graph: Graph) -> list[str]:
@@ -195,6 +199,8 @@ def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[No
         between = nodes[order[layer] + 1 : order[reader]]
         if step is None or change_between(between, {*chain, *taken}, lambda each: None) is not None:
             break
+        if any(getattr(each.target, "__name__", "") in _MODES for each in between):
+            break  # the layer would be computed where the mode is another, and be recorded for derivatives
         if not _is_valid(layer, [*steps, step]):
             break
         chain.append(reader)

@@ -114,8 +114,10 @@ class Chain:
         """Whether none of it was restored, and no hook would see what is not computed."""
         if any(vars(each).get("_chain") is not self for each in (self.layer, *self.all_modules)):
             return False
-        hooks = torch.nn.modules.module
+        hooks: Any = torch.nn.modules.module  # of all modules
         if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+            return False
+        if hooks._global_backward_hooks or hooks._global_backward_pre_hooks:
             return False
         if self.layer._forward_hooks or self.layer._backward_hooks or self.layer._backward_pre_hooks:
             return False
@@ -137,7 +139,7 @@ class Chain:
             return self._pending(input, output_padding)
         return self._run((input, layer.weight, layer.bias), output_padding, self.steps() if self.modules else [])
 
-    def _run(self, tensors: tuple[Tensor, Tensor, Tensor | None], output_padding: Any, steps: list[fused.Step]) -> Tensor:
+    def _run(self, tensors: tuple[Any, Any, Any], output_padding: Any, steps: list[fused.Step]) -> Tensor:
         layer: Any = self.layer
         dims, input = len(layer.stride), tensors[0]
         constants = (layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
@@ -219,14 +221,15 @@ def _forward(module: Any, input: Any) -> Any:
 
 def _check_derivatives(module: Module, output: Tensor) -> None:
     """Raise RuntimeError where the layer has computed without derivatives what is to have some."""
-    if torch.compiler.is_compiling() or (type(output) is not Pending and (type(output) is not Tensor or output.requires_grad)):
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return
-    if torch._C._are_functorch_transforms_active():
+    waits = type(output) is Pending  # type: ignore[comparison-overlap]
+    if not waits and (type(output) is not Tensor or output.requires_grad):
         return
     if any(each.requires_grad for each in module.parameters()):
         raise RuntimeError(
-            f"{type(module).__name__.removeprefix('Taken')} was computed by the fused layer before it, which ran without "
-            "derivatives (torch.no_grad), and its parameters require them: restore the model, or call both in one mode"
+            f"a {module._get_name()} is fused into a layer that was called within torch.no_grad(), and is called "
+            "outside of it, where its parameters require gradients: polyphase.restore(model), or call both in one mode"
         )
 
 
@@ -306,7 +309,8 @@ def _free(module: Module) -> None:
 
 def _join(layer: Module, parts: Sequence[Module | str]) -> None:
     """Have a layer compute modules and calls of these kinds behind it."""
-    calls = [place for place, part in enumerate(parts) if isinstance(part, str)]
+    # A Softplus waits as calls do: under autocast it may have to compute for itself.
+    calls = [place for place, part in enumerate(parts) if isinstance(part, (str, torch.nn.Softplus))]
     first = calls[0] if calls else len(parts)
     chain = Chain(layer, tuple(parts[:first]), tuple(parts[first:]))  # type: ignore[arg-type]
     vars(layer)["_chain"] = chain

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from polyphase import functional
-from polyphase.torch_op.derivatives import run_operator
-from polyphase.torch_op.validate import check
 
 _lock = threading.Lock()
 _libraries: dict[str, tuple[torch.library.Library, int]] = {}  # by device, with how many overrides want it
@@ -55,8 +53,9 @@ def override(device: str = "cuda") -> Override:
     models that are not built yet. PyTorch's operators ``aten::conv_transpose1d/2d/3d`` get polyphase as their kernel in
     PyTorch's dispatcher, so autograd, autocast and ``torch.compile`` work as with `conv_transpose2d`. What was compiled
     or captured before stays as it was, and so does what is compiled meanwhile. A ``torch.export`` program keeps
-    PyTorch's operator, which is polyphase's wherever an override is active. ``torch.func.vmap`` goes past it, to
-    PyTorch's.
+    PyTorch's operator, which is polyphase's wherever an override is active. PyTorch still computes calls within the
+    transforms of `torch.func` (``grad``, ``vmap``, ``jvp``), tensors of other layouts, such as MKL-DNN's, and calls of
+    ``torch.convolution`` itself.
 
         with polyphase.override():
             audio = third_party_vocoder(mel)
@@ -88,16 +87,15 @@ def _register(device: str) -> torch.library.Library:
 
 
 def _kernel(dims: int) -> Callable[..., Tensor]:
+    packet: Any = getattr(torch.ops.aten, f"conv_transpose{dims}d")
+    theirs = packet.default if dims == 1 else packet.input
+
     def kernel(input: Tensor, weight: Tensor, bias: Tensor | None = None, *constants: Any) -> Tensor:
         """The dispatcher gives lists, and leaves out what has its default at the end."""
         function: Callable[..., Tensor] = getattr(functional, f"conv_transpose{dims}d")
         constants = tuple(tuple(each) if isinstance(each, list) else each for each in constants)
-        if torch._C._are_functorch_transforms_active():  # amid a transform, which takes an operator, but no Function
-            given = (*constants, *(1, 0, 0, 1, 1)[len(constants) :])
-            layer = check(function.__name__, dims, input, weight, bias, *given)
-            batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
-            output = run_operator((batch, weight, None), bias, layer)
-            return output if batch is input else output.squeeze(0)
+        if torch._C._are_functorch_transforms_active() or input.layout is not torch.strided:
+            return theirs.decompose(input, weight, bias, *constants)  # type: ignore[no-any-return]
         return function(input, weight, bias, *constants)
 
     return kernel
