@@ -87,7 +87,7 @@ __device__ __forceinline__ void load_source(const Params& params, const scalar_t
   const int box_bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * params.lanes[3] * PITCH;
   if (RUNS) {
     const RunPlace at(phase, index);
-    const TensorMap& box = JOINED && phase.w.count < RUN_TAPS ? params.shorter_box : params.source_box;
+    const TensorMap& box = phase.w.count < RUN_TAPS ? params.shorter_box : params.source_box;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       const int plane = (part * params.groups + work.group) * (PLANES_D * PLANES_H) + at.plane;

@@ -118,7 +118,7 @@ class Runs:
     def maps(self, pitch: int, lanes: Four) -> tuple[TensorMap, TensorMap]:
         """Of phases of most taps along the width, and of those of one less."""
         most, fewer = self.tensor_map(pitch, lanes, self.taps), self.taps - 1
-        differ = self.joined and fewer > 0 and fewer in self.product.axis_taps[2]
+        differ = fewer > 0 and fewer in self.product.axis_taps[2]
         return most, self.tensor_map(pitch, lanes, fewer) if differ else most
 
 
