@@ -107,6 +107,8 @@ RUNS = (
     make((70, 18, 1, 1), 16, 4, tf32=True),
     make((1, 24, 40), 70, 12, 9, 2, tf32=True),
     make((1, 20, 4, 9), 36, (4, 3), (2, 3), dilation=(3, 3), groups=2, dtype="bfloat16"),
+    make((1, 16, 6, 10), 5, 9, 4, 4, 3, bias=True, dtype="bfloat16"),  # whole tap groups, phases of fewer taps
+    make((1, 5, 3, 4), 8, (2, 3), (9, 4), (0, 1), (7, 2), dtype="bfloat16"),  # whole tap groups of several residues
 )
 
 

@@ -48,8 +48,8 @@ class Runs:
 
     @property
     def joined(self) -> bool:
-        """Whether taps and channels are one dimension of the sum."""
-        return self.channels % self.chunk > 0
+        """Whether taps and channels are one dimension of the sum: where whole tap groups are no channels of one tap."""
+        return self.channels % self.chunk > 0 or self.inner != (1, 1)
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
