@@ -28,8 +28,9 @@ def test_models_on_meta_tensors(name: str) -> None:
     with torch.device("meta"):
         module = models.built(model)
         inputs = [torch.empty(shape) for shape in models.shapes(model, 1)]
-        wanted = module(*inputs)
-        blocks = polyphase.accelerate(module, fuse=True).blocks
-        assert (len(blocks), sum(bool(block.fused) for block in blocks)) == CHAINS[name]
-        with torch.no_grad():
-            assert module(*inputs).shape == wanted.shape
+    # Not within the mode: what PyTorch decomposes batch norms into, it then computes on two devices, if Dynamo has run.
+    wanted = module(*inputs)
+    blocks = polyphase.accelerate(module, fuse=True).blocks
+    assert (len(blocks), sum(bool(block.fused) for block in blocks)) == CHAINS[name]
+    with torch.no_grad():
+        assert module(*inputs).shape == wanted.shape

@@ -34,7 +34,7 @@ _MAX_HELD = 16  # input channels, and taps a stride apart, of a thread
 _MAX_UNROLLED = 1024  # products of a step, in straight-line code
 _MAX_REGISTERS = 216  # by estimate
 _MAX_ROW_TILES = 4
-_MAX_X_LOADS = 96  # of a step, which the compiler moves to its beginning; with more some would spill
+_MAX_SUMS_AND_LOADS = 160  # of x in a step, which the compiler moves to its beginning; with more some would spill
 _LOADED_CHANNELS = 4  # input channels whose elements a thread has in registers together
 _CHAIN = 2048  # terms of a sum
 _LEAST_STEPS = 4  # of a thread in a part
@@ -247,7 +247,7 @@ def _configs(problem: ConvTransposeProblem) -> Iterator[LongWgradConfig]:
         registers = 40 + words * (config.sums + met) + loaded + (positions * vector if size == 2 else 0)
         if words * config.sums > _MAX_SUMS or words * config.sums * positions > _MAX_UNROLLED:
             continue
-        if registers > _MAX_REGISTERS or in_held * config.x_met > _MAX_X_LOADS:
+        if registers > _MAX_REGISTERS or words * (config.sums + in_held * config.x_met) > _MAX_SUMS_AND_LOADS:
             continue
         columns = _columns(problem, config, _QUAD)
         lanes = math.ceil(columns / math.ceil(columns / _THREADS))
