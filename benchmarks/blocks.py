@@ -58,13 +58,6 @@ class Row:
     swapped_error: float | None = None
     fused_error: float | None = None
     megabytes: float | None = None
-    gpu: str = ""
-    driver: str = ""
-    torch: str = ""
-    cuda: str = ""
-    commit: str = ""
-    date: str = ""
-    command: str = ""
 
 
 @dataclass(frozen=True)

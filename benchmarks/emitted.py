@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shlex
 import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from shared import ROOT, write
 
-from polyphase.bench import environment
 from polyphase.bench.check import Options
 from polyphase.bench.check_emitted import EmittedResult, check_emitted, load_emitted
 from polyphase.bench.check_report import show_emitted
 from polyphase.bench.model_file import ModelFile
-from polyphase.bench.records import write_rows
 from polyphase.bench.report import make_console
 
-ROOT = Path(__file__).parent.parent
 MODELS = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "benchmarks" / "kernelbench").glob("*.py"))]
 
 
@@ -49,13 +46,6 @@ class Row:
     speedup: float | None = None
     gradients: str = ""  # against float64
     build_seconds: float | None = None
-    gpu: str = ""
-    driver: str = ""
-    torch: str = ""
-    cuda: str = ""
-    commit: str = ""
-    date: str = ""
-    command: str = ""
 
 
 def emit_and_build(job: tuple[Path, Path, str]) -> tuple[Path, float, str]:
@@ -92,16 +82,6 @@ def row_of(model: Path, dtype: str, result: EmittedResult, seconds: float) -> Ro
     row.gradients = "" if worst is None else f"worst {worst:.2f} of what is allowed"
     row.build_seconds = seconds
     return row
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    """All rows, with the machine."""
-    facts = environment.facts("cuda") | {"command": shlex.join(["python", *sys.argv])}
-    for row in rows:
-        for name in ("gpu", "driver", "torch", "cuda", "commit", "date", "command"):
-            setattr(row, name, facts[name])
-    texts = ([f"{x:.6g}" if isinstance(x, float) else "" if x is None else x for x in astuple(row)] for row in rows)
-    write_rows(path, [field.name for field in fields(Row)], texts)
 
 
 def main(

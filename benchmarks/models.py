@@ -61,13 +61,6 @@ class Row:
     swapped_error: float | None = None
     fused_error: float | None = None
     fused_chains: str = ""
-    gpu: str = ""
-    driver: str = ""
-    torch: str = ""
-    cuda: str = ""
-    commit: str = ""
-    date: str = ""
-    command: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
-"""What `blocks.py` and `models.py` have in common: the kernels a model asks for, its times, its error, the CSV."""
+"""What `blocks.py`, `models.py` and `emitted.py` share: the kernels a model asks for, its times, its error, the CSV."""
 
 from __future__ import annotations
 
-import csv
-import datetime
 import itertools
 import shlex
 import sys
@@ -20,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyphase
 from polyphase.bench import environment
+from polyphase.bench.records import write_rows
 from polyphase.bench.timing import Timer
 from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -106,14 +105,10 @@ def copy_rate(timer: Timer) -> float:
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:
-    """All rows, of one dataclass that ends in the machine's columns as `Row` does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([field.name for field in fields(rows[0])])
-        for row in rows:
-            row.gpu, row.driver = environment.device_name("cuda"), environment.driver()
-            row.torch, row.cuda, row.commit = torch.__version__, torch.version.cuda or "", environment.commit()
-            row.date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-            row.command = shlex.join(["python", *sys.argv])
-            writer.writerow([f"{x:.6g}" if isinstance(x, float) else "" if x is None else x for x in astuple(row)])
+    """All rows, of one dataclass, each with the machine and the command."""
+    facts = environment.facts("cuda") | {"command": shlex.join(["python", *sys.argv])}
+    machine = {name: facts[name] for name in ("gpu", "driver", "torch", "cuda", "commit", "date", "command")}
+    texts = ([f"{x:.6g}" if isinstance(x, float) else "" if x is None else x for x in astuple(row)] for row in rows)
+    write_rows(
+        path, [*(field.name for field in fields(rows[0])), *machine], ([*row, *machine.values()] for row in texts)
+    )

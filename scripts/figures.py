@@ -6,9 +6,10 @@ python scripts/figures.py --check    # exit status 1 where a figure is not what 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
+
+from generated import write_or_check
 
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 PHASES = ("#2f6fbb", "#d9822b", "#3a9a5b", "#b3466b")
@@ -123,20 +124,9 @@ def tile() -> Drawing:
     return drawing
 
 
-def main() -> int:
-    """Writes or checks all figures."""
-    parser = argparse.ArgumentParser(description="Draw the figures of the docs.")
-    parser.add_argument("--check", action="store_true", help="write nothing; say what is out of date")
-    check, stale = parser.parse_args().check, 0
-    for draw in (phases, tile):
-        path, text = FOLDER / f"{draw.__name__}.svg", str(draw())
-        if not check:
-            path.write_text(text, encoding="utf-8")
-        elif not path.exists() or path.read_text(encoding="utf-8") != text:
-            print(f"{path} is out of date: python scripts/figures.py", file=sys.stderr)
-            stale = 1
-    return stale
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        write_or_check(
+            "the figures of the docs", {FOLDER / f"{draw.__name__}.svg": str(draw()) for draw in (phases, tile)}
+        )
+    )

@@ -8,12 +8,13 @@ Pages are the source, and `scripts/snippets.py` runs them; notebooks are for tho
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from generated import write_or_check
 
 ROOT = Path(__file__).parent.parent
 _FENCE = re.compile(r"^```(?P<info>\w+[^\n`]*)\n(?P<code>.*?)^```\n", re.MULTILINE | re.DOTALL)
@@ -61,20 +62,7 @@ def notebook(text: str) -> str:
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
 
-def main() -> int:
-    """Writes or checks the notebooks of all tutorials."""
-    parser = argparse.ArgumentParser(description="Make notebooks of the tutorials.")
-    parser.add_argument("--check", action="store_true", help="write nothing; say what is out of date")
-    check, stale = parser.parse_args().check, 0
-    for page in sorted((ROOT / "docs" / "tutorials").glob("*.md")):
-        path, text = page.with_suffix(".ipynb"), notebook(page.read_text(encoding="utf-8"))
-        if not check:
-            path.write_text(text, encoding="utf-8")
-        elif not path.exists() or path.read_text(encoding="utf-8") != text:
-            print(f"{path} is out of date: python scripts/notebooks.py", file=sys.stderr)
-            stale = 1
-    return stale
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    pages = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+    made = {page.with_suffix(".ipynb"): notebook(page.read_text(encoding="utf-8")) for page in pages}
+    sys.exit(write_or_check("a notebook of each tutorial", made))

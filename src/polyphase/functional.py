@@ -204,12 +204,19 @@ def while_traced(checks: Callable[..., T], *arguments: Any) -> T:
 
 
 def autocast(tensor: Tensor) -> Tensor:
-    """The tensor in autocast's dtype for its device, as PyTorch casts for convolutions: all floats but float64."""
+    """The tensor in `autocast_dtype`."""
+    dtype = autocast_dtype(tensor)
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Autocast's dtype for the tensor's device, to which PyTorch casts all floats but float64 for convolutions.
+
+    None where it is left as it is.
+    """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
+        return None
     device = tensor.device.type
     if not torch.compiler.is_compiling() and not torch.amp.autocast_mode.is_autocast_available(device):
-        return tensor  # the device "meta", for one, of which is_autocast_enabled would not hear
-    if not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
+        return None  # the device "meta", for one, of which is_autocast_enabled would not hear
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

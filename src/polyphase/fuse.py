@@ -156,7 +156,7 @@ class Chain:
         tensors = (input, layer.weight, layer.bias)
         dtype, cast = input.dtype, None
         if torch._C._is_any_autocast_enabled():
-            dtype, device = functional.autocast(input).dtype, input.device.type
+            dtype, device = functional.autocast_dtype(input) or input.dtype, input.device.type
             cast = partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
         def compute(steps: list[fused.Step]) -> Tensor:

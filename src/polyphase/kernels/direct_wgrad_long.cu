@@ -39,7 +39,7 @@ struct Loaded {
   long long image;  // as Rows has them
   int first;
 
-  // `grad` is of the thread's channel, `column` what its first r meets at y = 0 of the thread's first j.
+  // `grad` and `column` are those of `go_to`.
   __device__ __forceinline__ void load(const Params& params, const scalar_t* grad, const Column& at, int column,
                                        int step) {
     const Rows rows(params, grad, at, step);
@@ -137,10 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int lane = threadIdx.x % LANES, walker = threadIdx.x / LANES;
   const bool owns = walker < WALKERS && block.column + lane < COLUMNS;
   const Column at(block.column + lane);
-  x += ((long long)block.group * IN_CHANNELS + block.in) * params.x.stride[1];
-  grad += ((long long)block.group * OUT_CHANNELS + at.channel) * params.g.stride[1];
-  partial += block.part * params.plane + (long long)block.group * IN_CHANNELS * (OUT_CHANNELS * TAPS);
-  const int column = block.tap * AXIS_W.stride + at.first - AXIS_W.padding;
+  const int column = go_to(params, block, at, x, grad, partial);
 
   int first = block.part * params.part_length;
   const int end = min(first + params.part_length, params.steps);

@@ -134,10 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const Block block(params);
   const int warp = threadIdx.x / 32, walker = warp / COLUMN_WARPS;
   const Column at(block.column + warp % COLUMN_WARPS * 8 + fragment_row());
-  x += ((long long)block.group * IN_CHANNELS + block.in) * params.x.stride[1];
-  grad += ((long long)block.group * OUT_CHANNELS + at.channel) * params.g.stride[1];
-  partial += block.part * params.plane + (long long)block.group * IN_CHANNELS * (OUT_CHANNELS * TAPS);
-  const int column = block.tap * AXIS_W.stride + at.first - AXIS_W.padding;
+  const int column = go_to(params, block, at, x, grad, partial);
   const InputRows rows(params, block.in);
 
   int first = block.part * params.part_length;

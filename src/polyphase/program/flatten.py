@@ -10,13 +10,13 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Strides, channels_innermost
 from polyphase.program.params import params_of
-from polyphase.program.step import GRAD, Step, X, plain_step
+from polyphase.program.step import GRAD, MANY_BLOCKS, Step, X, plain_step
 
 _THREADS = 256
 _CHANNELS, _TILE = 8, 64  # of a block: channels, and what a tile has either way
 _RESIDUES_FROM = {1: 4, 2: 6}  # planes along the width from which a block has several, by elements of four bytes
 # Of such a block: positions, 16 bytes in shared memory, planes, channels; and blocks wanted.
-_MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _STRIP_CHANNELS, _MANY = 512, 2176, 32, (32, 16, 8, 4), 264
+_MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _STRIP_CHANNELS = 512, 2176, 32, (32, 16, 8, 4)
 _ROWS, _CHANNELS_LAST, _BATCH, _RESIDUES = range(4)  # the kernel's index mappings
 
 #: The planes.
@@ -116,9 +116,9 @@ def _strip(how: Flattened, word: int) -> _Strip:
 
     for channels in _STRIP_CHANNELS:
         fits = channels * residues * (positions // piece + pad) <= _MOST_PIECES and channels < 2 * how.shape[1]
-        if fits and blocks(channels) >= _MANY:
+        if fits and blocks(channels) >= MANY_BLOCKS:
             break
-    while positions > run and blocks(channels) < _MANY:
+    while positions > run and blocks(channels) < MANY_BLOCKS:
         positions = round_up(positions // 2, run)
     return _Strip(residues, positions // piece, channels, positions + pad * piece)
 

@@ -18,15 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.program.split_k import reduce_splits
-from polyphase.program.step import BIAS, DST, GRAD, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
+from polyphase.program.step import BIAS, DST, GRAD, MANY_BLOCKS, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
 from polyphase.program.transpose import to_channels_last, to_contiguous, transpose_blocks, transpose_source
 
 if TYPE_CHECKING:
     from polyphase.jit.source import KernelSource
     from polyphase.problem.layouts import Layouts, Strides
-
-# Several planes of partial sums are added up as they are transposed where a transpose has so many blocks.
-_MANY_BLOCKS = 264
 
 
 class Transposed(NamedTuple):
@@ -190,7 +187,7 @@ def writing_weight_channels_last(inner: Program, problem: ConvTransposeProblem) 
 def transpose_reduces(problem: ConvTransposeProblem, splits: int) -> bool:
     """Whether the transpose of a weight gradient adds up its partial sums, too."""
     pixels = problem.in_channels * problem.out_channels_per_group
-    return splits == 1 or transpose_blocks(problem.dtype, problem.taps, pixels) >= _MANY_BLOCKS
+    return splits == 1 or transpose_blocks(problem.dtype, problem.taps, pixels) >= MANY_BLOCKS
 
 
 def _written_by(inner: Program, dtype: str, elements: int, back: Step) -> Program:

@@ -60,6 +60,17 @@ struct Column {
   }
 };
 
+// Moves the operands to what a thread reads of its column, and `partial` to the plane and group of its block. Returns
+// the place in a row of g that its first r meets at y = 0 of its first j.
+template <class T>
+__device__ __forceinline__ int go_to(const Params& params, const Block& block, const Column& at,
+                                     const scalar_t* __restrict__& x, const scalar_t* __restrict__& grad, T*& partial) {
+  x += ((long long)block.group * IN_CHANNELS + block.in) * params.x.stride[1];
+  grad += ((long long)block.group * OUT_CHANNELS + at.channel) * params.g.stride[1];
+  partial += block.part * params.plane + (long long)block.group * IN_CHANNELS * (OUT_CHANNELS * TAPS);
+  return block.tap * AXIS_W.stride + at.first - AXIS_W.padding;
+}
+
 // Where a step lies.
 struct Rows {
   long long image;       // elements to its row of x

@@ -14,7 +14,7 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides, extent
 from polyphase.program.planes import Planes
 from polyphase.program.program import Transposed
-from polyphase.program.step import Step, plain_step
+from polyphase.program.step import MANY_BLOCKS, Step, plain_step
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.tensor_cores import parts_of
@@ -26,7 +26,6 @@ _PADDED = 1.15  # source channels padded to whole chunks, at most, for each that
 _PACK_THREADS = 256
 _PACK_RUN = 64  # elements that lie side by side in memory and a block that packs reads together, at most
 _PACK_ITEMS = (1024, 512, 256)  # pieces of 16 bytes of such a block, the most of which there are so many blocks
-_PACK_BLOCKS = 264
 
 #: Elements from one that TMA brings to the next, at most.
 MOST_STEP = 8
@@ -218,7 +217,7 @@ def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[in
     """Rows and taps of a thread block that packs, so that runs of both orders are long and blocks are many."""
     taps, pieces = product.problem.taps, chunk // product.piece
     all_items = rows * taps * pieces * chunks
-    items = next((each for each in _PACK_ITEMS if all_items >= each * _PACK_BLOCKS), _PACK_ITEMS[-1])
+    items = next((each for each in _PACK_ITEMS if all_items >= each * MANY_BLOCKS), _PACK_ITEMS[-1])
     pairs = max(1, items // pieces)
     if not product.gather.weight_channels_last:
         tile_taps = -(-taps // -(-taps // min(pairs, _PACK_RUN)))

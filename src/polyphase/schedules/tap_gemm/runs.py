@@ -1,6 +1,6 @@
 """The source of ``tap_gemm_tma`` as runs: what the taps along the width make a cell read lies side by side.
 
-Rows are written with their borders, channels innermost (`polyphase.program.transpose.Planes`). What a cell reads of a
+Rows are written with their borders, channels innermost (`polyphase.program.planes.Planes`). What a cell reads of a
 row is then so many elements one behind the other, and neighbouring cells' begin a stride apart. To TMA that is a tensor
 that overlaps itself, of runs and cells. Groups, parts and residues of the stride along the other dimensions have planes
 of their own. The kernel's side is ``kernels/core/run_groups.cuh``.
