@@ -4,7 +4,7 @@ A chain is a transposed convolution and what reads its output alone, one after t
 dropouts and sums, as modules or as calls of PyTorch's functions. It is found by symbolic tracing (`torch.fx`) of the
 model, or of the parts of it that can be traced, as they run in evaluation mode. Nothing is copied, no parameter moves
 and no code is rewritten: the layer keeps a list of the modules behind it and reads their parameters at every call, and
-these hand on what they are given. Where functions are called the layer computes when the last of them is
+these return their input as it is. Where functions are called the layer computes when the last of them is
 (`polyphase.pending`). All of that holds while the whole chain is in evaluation mode and without hooks; else each
 computes what it always did.
 """
@@ -244,7 +244,7 @@ def _taken(cls: type[Module]) -> Any:
     namespace = {
         "__module__": __name__,
         "__qualname__": f"Taken{cls.__name__}",
-        "__doc__": f"A `torch.nn.{cls.__name__}` that hands on what the layer before it has computed of it.",
+        "__doc__": f"A `torch.nn.{cls.__name__}` that returns its input, of which the layer before has computed it.",
         "_stands_for": cls,
         # Who merges modules by their types would merge a norm that the layer computes already.
         "_apart_for": (*APART_FOR, "torch.ao.", "torch.fx."),

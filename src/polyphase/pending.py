@@ -1,9 +1,9 @@
 """An output that is not computed yet, because functions that the layer can compute too are about to be called of it.
 
 ``F.relu(self.up(x))`` calls a function, which no swapped module can stand for. Where `polyphase.fuse` has traced a
-model and found such a call behind a layer, the layer returns a `Pending` instead of a tensor. It takes down the calls
+model and found such a call behind a layer, the layer returns a `Pending` instead of a tensor. It records the calls
 that were found, in order, and behind the last of them computes layer and calls as one. Any other use of it computes at
-once what was taken down, and goes on with the tensor: whatever `forward` does then, the values are those it asked for.
+once what was recorded, and goes on with the tensor: whatever `forward` does then, the values are those it asked for.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Pending:
         return later if later._place < len(self._waiting.expected) else later.tensor()
 
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A function of it: taken down if it is the next one expected, else computed of tensors."""
+        """A function of it: recorded if it is the next one expected, else computed of tensors."""
         name = name_of(function)
         if name and self._expects(name) and not changes_other(function, self, args, kwargs):
             reading = self._read(name, args, kwargs)
@@ -149,7 +149,7 @@ class Pending:
         return first._call(function, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """A tensor's attribute: a method that may be taken down, or the tensor's own."""
+        """A tensor's attribute: a method that may be recorded, or the tensor's own."""
         if name_of(name):
             method = getattr(Tensor, name)
             return lambda *args, **kwargs: self._call(method, (self, *args), kwargs)
