@@ -51,10 +51,13 @@ _ALIGN = r"(?:(?:__align__|alignas)\s*\([^;]*\)\s*)?"
 _DYNAMIC_SHARED = re.compile(rf"extern\s+{_ALIGN}__shared__\s+{_ALIGN}([\w\s]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
 _COMMON = ("-std=c++20", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{_HERE}")  # fortified jumps refuse to change stacks
 _KERNEL = (
-    *("-Og", "-gdwarf-4", "-g1", "-w", "-march=native", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing"),
+    *("-Og", "-w", "-march=native", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing"),
     "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow",
     "-fno-sanitize-recover=all",
 )
+# A fault only traps, and the library knows no lines, which saves a quarter of g++'s time. A launch that fails is
+# repeated with a library that names the fault and its line.
+_QUICK, _EXPLAINING = ("-fsanitize-undefined-trap-on-error",), ("-gdwarf-4", "-g1")
 # Checks of overflow are a third of the time that g++ takes. Indices are the same in half precision, where they are left
 # out: what is emulated there is in float32, too.
 _HALF = ("typedef float16 scalar_t;", "typedef bfloat16 scalar_t;")
@@ -143,7 +146,7 @@ def _runtime() -> tuple[Path, Any]:
 
     def make(made: Path) -> None:
         _gcc(*_COMMON, "-O2", "-shared", _HERE / "runtime.cpp", "-o", made / "runtime.so")
-        _gcc(*_COMMON, *_KERNEL, "-x", "c++-header", _HERE / "cuda_shim.h", "-o", made / "cuda_shim.h.gch")
+        _gcc(*_COMMON, *_KERNEL, *_QUICK, "-x", "c++-header", _HERE / "cuda_shim.h", "-o", made / "cuda_shim.h.gch")
 
     path = _made_once(folder / "runtime", make)
     launch = ctypes.PyDLL(
@@ -154,7 +157,7 @@ def _runtime() -> tuple[Path, Any]:
 
 
 @functools.cache
-def _compile(source: str, name: str) -> Path:
+def _compile(source: str, name: str, build: tuple[str, ...] = _QUICK) -> Path:
     folder, _ = _runtime()
 
     def make(made: Path) -> None:
@@ -166,13 +169,14 @@ def _compile(source: str, name: str) -> Path:
             f'#include "cuda_shim.h"\nnamespace {{\n#include "{name}.cu"\n}}\n'
             f'extern "C" const emulator::Program emulated = emulator::Emulated<&{name}>::program;\n'
         )
-        flags = (*_KERNEL, _UNCHECKED) if any(line in source for line in _HALF) else _KERNEL
+        flags = (*_KERNEL, *build, *([_UNCHECKED] if any(line in source for line in _HALF) else []))
         _gcc(f"-I{folder / 'runtime'}", *_COMMON, *flags, "-c", made / "emulated.cpp", "-o", made / "kernel.o")
         # Linked without -fsanitize: the runtime answers for the sanitizer's library.
         _gcc("-shared", "-Wl,-Bsymbolic", made / "kernel.o", "-o", made / "kernel.so")
         (made / "kernel.o").unlink()
 
-    return _made_once(folder / f"{name}-{hashlib.sha256(source.encode()).hexdigest()[:16]}", make) / "kernel.so"
+    digest = hashlib.sha256("\0".join((source, *build)).encode()).hexdigest()[:16]
+    return _made_once(folder / f"{name}-{digest}", make) / "kernel.so"
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
@@ -196,7 +200,7 @@ def _machine() -> str:
     """What else decides what g++ makes: its version, the processor (-march=native), options, the emulator's files."""
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     flags = re.search(r"^flags.*$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    parts = [version, flags[0] if flags else "", *_COMMON, *_KERNEL]
+    parts = [version, flags[0] if flags else "", *_COMMON, *_KERNEL, *_QUICK]
     parts += [(_HERE / name).read_text(encoding="utf-8") for name in ("__init__.py", "cuda_shim.h", "runtime.cpp")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -213,9 +217,8 @@ class EmulatedKernel:
     """The kernel ``name`` of a CUDA C++ ``source``, compiled for the CPU (once; it is kept in build/emulator)."""
 
     def __init__(self, source: str, name: str) -> None:
-        self.name = name
-        self._path, self._run = _compile(source, name), _runtime()[1]
-        self._program = _Program.in_dll(ctypes.PyDLL(str(self._path)), "emulated")
+        self.name, self._source = name, source
+        self._program = _program(_compile(source, name))
         parameters = itertools.takewhile(lambda parameter: parameter.kind != b"\0", self._program.parameters)
         self._parameters = [(parameter.kind.decode(), parameter.size) for parameter in parameters]
 
@@ -265,13 +268,14 @@ class EmulatedKernel:
             raise ValueError("two tensors share memory; each is copied on its own, so pass separate ones")
         number = {"forward": -1, "reversed": -2}[order] if isinstance(order, str) else order
         three = ctypes.c_uint * 3
-        message = self._run(
-            ctypes.byref(self._program),
-            *(three(*grid), three(*block), shared_bytes),
-            *(number, packed, len(args), ctypes.c_long(timeout)),
-        )
-        if message:
-            raise EmulationError(f"{self.name}, " + re.sub(r"@(0x[0-9a-f]+)", self._line, message.decode()))
+        launch = (three(*grid), three(*block), shared_bytes, number, packed, len(args), ctypes.c_long(timeout))
+        _, run = _runtime()
+        message = run(ctypes.byref(self._program), *launch)
+        if message:  # so the tensors are as they were, and the same launch meets the same
+            path = _compile(self._source, self.name, _EXPLAINING)
+            message = run(ctypes.byref(_program(path)), *launch) or message
+            line = functools.partial(self._line, path)
+            raise EmulationError(f"{self.name}, " + re.sub(r"@(0x[0-9a-f]+)", line, message.decode()))
 
     def launch_in_every_order(
         self, grid: int | Sequence[int], block: int | Sequence[int], shared_bytes: int, args: Sequence[Any]
@@ -289,11 +293,15 @@ class EmulatedKernel:
                 if results.setdefault(i, result) != result:
                     raise EmulationError(f"{self.name} races: argument {i} depends on the order of threads ({order!r})")
 
-    def _line(self, address: re.Match[str]) -> str:
+    def _line(self, library: Path, address: re.Match[str]) -> str:
         """The kernel's line at an address in its library, and the lines of the calls that were inlined around it."""
-        found = subprocess.run(["addr2line", "-i", "-e", self._path, address[1]], capture_output=True, text=True)
+        found = subprocess.run(["addr2line", "-i", "-e", library, address[1]], capture_output=True, text=True)
         line, *calls = re.findall(rf"\b{self.name}\.cu:(\d+)", found.stdout) or ["(line unknown)"]
         return f"{self.name}.cu:{line}" + (f" (called in {', '.join(calls)})" if calls else "")
+
+
+def _program(library: Path) -> _Program:
+    return _Program.in_dll(ctypes.PyDLL(str(library)), "emulated")
 
 
 def _three(what: str, size: int | Sequence[int], limits: Sequence[int]) -> tuple[int, ...]:

@@ -358,6 +358,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   access = registers.gregs[REG_ERR] & 2 ? "write" : "read";
 #endif
   if (signal == SIGVTALRM) fail(current ? site : nullptr, "still running when the time was up");
+  if (signal == SIGILL || signal == SIGTRAP) fail(site, "a fault that -fsanitize finds");
   const auto address = static_cast<const char*>(info->si_addr);
   if (const Guarded* memory = running->owner(address))
     fail(site, "illegal %s at byte %td of %s (%zu bytes)", access, address - memory->data, memory->name.c_str(),
@@ -430,7 +431,7 @@ void emulator::later(Async queue, void (*run)(const void*), const void* work, st
   std::memcpy(waiting.emplace_back(Task{run, committed, {}}).work, work, bytes);
 }
 
-// What the compiler calls where -fsanitize finds a fault; ours, so that no sanitizer library is needed.
+// What a build that explains faults calls where -fsanitize finds one; ours, so that no sanitizer library is needed.
 #define ON_FAULT(name, text) \
   extern "C" void __ubsan_handle_##name##_abort() { fail(__builtin_return_address(0), text); }
 ON_FAULT(type_mismatch_v1, "misaligned address")
@@ -452,7 +453,7 @@ extern "C" const char* emulator_launch(const emulator::Program* kernel, const di
   launcher = pthread_self();
   emulator::dynamic_shared = state.shared.data;
 
-  constexpr int signals[] = {SIGSEGV, SIGBUS, SIGVTALRM};
+  constexpr int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGVTALRM};
   struct sigaction action = {}, before[std::size(signals)];
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;  // the fiber's own stack may be what overflowed
