@@ -101,13 +101,17 @@ def emitted_file(path: Path, *archs: str) -> str:
     return _text(model_of_file(path, "float32", True), archs, path.name)
 
 
-def _text(model: Model, archs: Sequence[str], title: str) -> str:
-    """What is emitted, for as many resident blocks as the planner hopes for.
+def as_planned(patch: pytest.MonkeyPatch) -> None:
+    """Kernels are emitted for as many resident blocks as the planner hopes for.
 
-    How many leave no register spilled takes the compiler half of the time. The command line's tests ask it.
+    How many leave no register spilled takes the compiler half of the time. Some of the command line's tests ask it.
     """
+    patch.setattr(emit_file, "settled", lambda source, arch: source)
+
+
+def _text(model: Model, archs: Sequence[str], title: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emit_file, "settled", lambda source, arch: source)
+        as_planned(patch)
         return emit_file.emit(model, [DeviceInfo.for_arch(arch) for arch in archs], title, "this test").text
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import emulator
-from emitted import ROOT, TWO_LAYERS, emitted_file, load, on_the_emulator
+from emitted import ROOT, TWO_LAYERS, as_planned, emitted_file, load, on_the_emulator
 from polyphase.__main__ import app
 from polyphase.bench.check import Options
 from polyphase.bench.check_emitted import check_emitted, load_emitted
@@ -116,7 +116,7 @@ def test_what_is_timed_are_the_largest_inputs(
 # The command line
 
 
-def test_emit_on_the_command_line(tmp_path: Path) -> None:
+def test_emit_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "new" / "out.py"
     result = invoke("emit", ROOT / "examples" / "grouped_strided.py", "--arch", "sm_80,sm_90", "-o", output)
     assert result.exit_code == 0, result.output
@@ -126,6 +126,7 @@ def test_emit_on_the_command_line(tmp_path: Path) -> None:
     assert "float32 is not rounded to TF32" in text  # nor does PyTorch round it, in narrow groups
     assert list(load(text).KERNELS) == ["sm_80", "sm_90a"]
 
+    as_planned(monkeypatch)
     result = invoke("emit", "--layer", "2x64x8x8 -> 64, k=3, bias", "-o", output)
     assert result.exit_code == 0, result.output
     text = output.read_text(encoding="utf-8")
