@@ -401,3 +401,41 @@ def test_a_file_that_is_no_model_file(tmp_path: Path, text: str, message: str) -
     path.write_text(text)
     with pytest.raises(ModelFileError, match=message):
         ModelFile.load(path)
+
+
+CHAIN = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.ConvTranspose2d(3, 4, 4, stride=2, padding=1), nn.BatchNorm2d(4)
+    def forward(self, x):
+        return torch.relu(self.norm(self.up(x))) + 1
+
+def get_inputs():
+    return [torch.randn(2, 3, 5, 6)]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def test_a_fused_copy_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(CHAIN)
+    file = ModelFile.load(path)
+    result = check_model(file, Options(CPU, time=True, trials=1))
+    assert result.ok
+    assert [str(found.what) for found in result.findings if "fused" in found.what] == ["output, fused"]
+    assert [race.what for race in result.races][-1] == "forward, fused, in evaluation mode"
+    assert result.fused is not None
+    assert [block.fused for block in result.fused.blocks] == [("norm", "relu()", "add()")]
+    assert check_model(file, Options(CPU, time=False, trials=1, fuse=False)).fused is None
+
+    from polyphase.torch_op import epilogue
+
+    monkeypatch.setitem(epilogue._ACTIVATIONS, "relu", torch.sigmoid)
+    result = check_model(file, Options(CPU, time=False, trials=1))
+    assert [problem.partition(":")[0] for problem in result.problems] == ["fused"]

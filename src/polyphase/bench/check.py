@@ -64,11 +64,15 @@ class Race:
 
 @dataclass
 class CheckResult:
-    """All that a check found out. ``problems`` names what is wrong; a model without any is as it should be."""
+    """All that a check found out. ``problems`` names what is wrong; a model without any is as it should be.
+
+    ``fused``: the report of the fused copy, where that was asked for.
+    """
 
     cut: Cut
     swapped: polyphase.Report
     plans: list[tuple[str, str, str, str]] = field(default_factory=list)
+    fused: polyphase.Report | None = None
     findings: list[Finding] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -82,7 +86,10 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is checked. ``scale`` of None cuts inputs on a CPU only, and as little as will do."""
+    """How a model is checked. ``scale`` of None cuts inputs on a CPU only, and as little as will do.
+
+    ``fuse``: whether a fused copy is checked, too, in evaluation mode and without derivatives.
+    """
 
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -91,6 +98,7 @@ class Options:
     grad: bool = True
     time: bool = True
     seed: int = 42
+    fuse: bool = True
 
 
 def check_model(file: ModelFile, options: Options, progress: Callable[[str], None] = lambda stage: None) -> CheckResult:
@@ -98,6 +106,8 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
 
     Raises `ModelFileError` with the model's own line where PyTorch does not run it either.
     """
+    from polyphase.bench.check_fused import check_fused  # which has trials, too
+
     progress("building the model")
     model = file.build(options.device, options.dtype, options.seed)
     polyphase.restore(model)  # a file may use polyphase's modules itself; what it is compared with must be PyTorch's
@@ -124,6 +134,8 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
         trial.run(number, inputs)
         if number == 1 and options.time and result.ok:
             trial.race(inputs)
+        if number == 1 and options.fuse and result.ok:
+            check_fused(file.path, model, inputs, options, result, progress)
         if number == options.trials:
             break
         progress(f"making the inputs of trial {number + 1}")

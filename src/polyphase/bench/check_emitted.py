@@ -151,5 +151,10 @@ def _against_float64(
 ) -> None:
     found = CheckResult(Cut(), polyphase.Report("emitted", ()))
     Trial(path, model, fast, options, found, lambda stage: None).run(1, inputs)
+    gradients, found.findings = found.findings, []
+    evaluating = copy.deepcopy(model).eval(), copy.deepcopy(fast).eval()
+    Trial(path, *evaluating, replace(options, grad=False), found, lambda stage: None).run(1, inputs)
+    evaluated = [replace(each, what=f"{each.what}, in evaluation mode, without derivatives") for each in found.findings]
+    found.findings = [*gradients, *evaluated]
     result.findings += found.findings
     result.problems += found.problems

@@ -20,6 +20,8 @@ def show(console: Console, result: CheckResult) -> None:
             console.print(table)
     if result.races:
         console.print(_races(result))
+    for block in result.fused.blocks if result.fused else ():
+        console.print(f"· fusion, {block}", style="dim", markup=False)
     for remark in result.remarks:
         console.print(f"· {remark}", style="dim", markup=False)
     for problem in result.problems:

@@ -36,6 +36,12 @@ def check(
     grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Compare and time gradients too.")] = True,
     time: Annotated[bool, typer.Option("--time/--no-time", help="Time both.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of weights, inputs and projections.")] = 42,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse/--no-fuse", help="Compare and time a fused copy too, in evaluation mode and without derivatives."
+        ),
+    ] = True,
     emitted: Annotated[
         Path | None,
         typer.Option(
@@ -60,7 +66,7 @@ def check(
     import torch
 
     place = device_of(device)
-    options = Options(place, getattr(torch, dtype.value), scale, trials, grad, time, seed)
+    options = Options(place, getattr(torch, dtype.value), scale, trials, grad, time, seed, fuse)
     console = report.make_console()
     if emitted is not None:
         _check_emitted(console, emitted, paths, options)

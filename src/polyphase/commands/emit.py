@@ -39,6 +39,12 @@ def emit(
         bool,
         typer.Option("--strict-fp32", help="No TF32. Without, forward passes round where PyTorch does by default."),
     ] = False,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse/--no-fuse", help="Without derivatives, layers compute what stands behind them in their kernel."
+        ),
+    ] = True,
 ) -> None:
     """Write a model with its kernels as one file: no dependency but PyTorch, which builds it with nvcc when it runs.
 
@@ -68,8 +74,9 @@ def emit(
     words += ["--arch", ",".join(device.arch for device in devices)]
     words += ["--dtype", dtype.value] if dtype else []
     words += ["--strict-fp32"] if strict_fp32 else []
+    words += [] if fuse else ["--no-fuse"]
     try:
-        model = _model(file, layer, dtype, not strict_fp32)
+        model = _model(file, layer, dtype, not strict_fp32, fuse)
         emitted = emitter.emit(
             model, devices, str(file or f"A layer ({layer})"), shlex.join([*words, "-o", str(output)])
         )
@@ -94,7 +101,7 @@ def emit(
     console.print(f"written to {output}: {len(emitted.text.splitlines())} lines", markup=False)
 
 
-def _model(file: Path | None, layer: str | None, dtype: Dtype | None, tf32: bool) -> Model:
+def _model(file: Path | None, layer: str | None, dtype: Dtype | None, tf32: bool, fuse: bool) -> Model:
     from polyphase.emit.model import model_of_file, model_of_layer
 
     if (file is None) == (layer is None):
@@ -103,7 +110,7 @@ def _model(file: Path | None, layer: str | None, dtype: Dtype | None, tf32: bool
         return model_of_layer(layer, None if dtype is None else dtype.value, tf32)
     assert file is not None
     model_files([file])
-    return model_of_file(file, (dtype or Dtype.FLOAT32).value, tf32)
+    return model_of_file(file, (dtype or Dtype.FLOAT32).value, tf32, fuse)
 
 
 def _devices(arch: str | None) -> list[DeviceInfo]:

@@ -7,6 +7,7 @@ Nothing of it is written here but the seams: CUDA comes from ``kernels/``, host 
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any
 
 import polyphase
 from polyphase.costs import table
-from polyphase.emit import support
+from polyphase.emit import chains, support
 from polyphase.emit.collect import (
     Found,
     Key,
@@ -39,12 +40,14 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import typical
 from polyphase.program import params
+from polyphase.program.epilogue import with_epilogue
+from polyphase.program.program import Program
 
 _HERE = Path(__file__).parent
-_SUPPORT = support.__name__
+_SUPPORT, _CHAINS = support.__name__, chains.__name__
 # What runs an emitted file calls these by name, or PyTorch does.
 _CALLED = {"program", "forward", "backward"}
-_FILLED_IN = {"FILES", "KERNELS", "BINDING", "LAUNCHER", "STRUCTS", "COSTS", "LAYERS", "CLASSES"}
+_FILLED_IN = {"FILES", "KERNELS", "EPILOGUES", "BINDING", "LAUNCHER", "STRUCTS", "COSTS", "LAYERS", "CLASSES"}
 # The structs of kernels are read in their sources by the first, and looked up by the second in an emitted file.
 _READ, _LOOKED_UP = (params.__name__, "params_of"), (_SUPPORT, "params_of")
 
@@ -82,12 +85,16 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         CompilationError: a kernel does not compile.
     """
     layers, kernels, plans = _planned(model, devices)
-    remarks: list[str] = []
+    remarks: list[str] = list(model.fusion.remarks)
     settled_kernels = {arch: _settled(sources, arch, remarks) for arch, sources in kernels.items()}
     all_sources = [source for sources in settled_kernels.values() for source in sources]
     structs = {source.kernel: params.params_of(source) for source in all_sources}
+    epilogues = {
+        arch: {number: source.epilogue for number, source in enumerate(sources) if source.epilogue}
+        for arch, sources in settled_kernels.items()
+    }
     literals = _Literals()
-    literals.of([layers, structs])  # notes what it names
+    literals.of([layers, structs, epilogues])  # notes what it names
     found, names = _collected(model, literals.roots)
     host = _host(found, names)
     parts = [
@@ -104,6 +111,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         *host,
         _section("What the kernels take as their last parameter, as read in their sources"),
         f"STRUCTS = {literals.of(structs, names)}",
+        f"EPILOGUES = {literals.of(epilogues, names)}",
         _section("What forecasts are made of: by them launches choose tiles and splits"),
         f"COSTS = {literals.of(_costs_of(host, devices))}",
         _section("What was emitted: layers, and what computes their passes"),
@@ -112,7 +120,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         _UNLISTED,
         _section("The model"),
         model.source.strip("\n"),
-        _model_new(names),
+        _model_new(model, names),
     ]
     return Emitted("\n\n".join(parts) + "\n", plans, remarks)
 
@@ -121,16 +129,20 @@ def _planned(
     model: Model, devices: Sequence[DeviceInfo]
 ) -> tuple[list[support.Layer], dict[str, list[KernelSource]], list[tuple[str, str, str, str]]]:
     """A model's layers with what computes them, the kernels of each architecture, and the plans."""
-    plans, layers = [], []
+    plans: list[tuple[str, str, str, str]] = []
+    layers: list[support.Layer] = []
     kernels: dict[str, list[KernelSource]] = {device.arch: [] for device in devices}
-    for name, problem in model.layers.items():
+    wanted = [(name, problem, support.Layer, list(Pass)) for name, problem in model.layers.items()]
+    for chain in model.fusion.chains:
+        wanted.append((" → ".join((chain.layer, *chain.names)), chain.problem, chains.Chain, [Pass.FORWARD]))
+    for name, problem, kind, passes in wanted:
         choices: dict[str, dict[Pass, support.Choice]] = {device.arch: {} for device in devices}
-        for device, pass_ in itertools.product(devices, Pass):
+        for device, pass_ in itertools.product(devices, passes):
             chosen, sources = _choose(problem, pass_, device)
             choices[device.arch][pass_] = support.Choice(chosen.schedule, chosen.candidate.config)
             kernels[device.arch] += [source for source in sources if source not in kernels[device.arch]]
             plans.append((name, device.arch, pass_.value, chosen.candidate.describe()))
-        layers.append(support.Layer(problem, choices))
+        layers.append(kind(problem, choices))
     return layers, kernels, plans
 
 
@@ -138,7 +150,8 @@ def _collected(model: Model, roots: set[Key]) -> tuple[Found, dict[Key, str]]:
     """The host code that ``roots``, and all that runs, use; and what has another name in the file."""
     modules = {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
     given = {_READ, *((module, name) for module in (_SUPPORT, table.__name__) for name in _FILLED_IN)}
-    found = collect([*roots, *modules, (_SUPPORT, "use_kernels"), _LOOKED_UP], _CALLED, given)
+    used = [(_CHAINS, name) for name in ("run_chain", "runs_in_inference")] if model.fusion.chains else []
+    found = collect([*roots, *modules, (_SUPPORT, "use_kernels"), _LOOKED_UP, *used], _CALLED, given)
     found.imports["sys"] = "import sys"
     names = distinct_names(found, model.defined | set(model.imported))
     if _LOOKED_UP in names:
@@ -153,21 +166,24 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
     Of a layer's two kernels it is the one that serves any size. How even rows of the output or the input are, and how
     tensors are aligned, decides about some.
     """
-    problem = problem.of_pass(pass_)
-    selected = plan(typical(problem), pass_, device, by_prediction=True).selected
+    given, problem = problem, problem.of_pass(pass_)
+    at_typical = replace(typical(problem), epilogue=given.epilogue) if pass_ is Pass.FORWARD else typical(problem)
+    selected = plan(at_typical, pass_, device, by_prediction=True).selected
     chosen = next(each for each in selected if each.schedule.any_size(problem, pass_, device))
+
+    def program(sized: ConvTransposeProblem, layouts: Layouts | None = None) -> Program:
+        layouts = layouts or Layouts.of_call(sized, pass_)
+        plain = chosen.schedule.program(sized, pass_, device, layouts, chosen.candidate.config)
+        return with_epilogue(plain, replace(sized, epilogue=at_typical.epilogue), sized, layouts)
+
     programs = [chosen.program]
     if not chosen.program.main.tensor_maps:  # TMA's tensors are copied
-        unaligned = replace(Layouts.of_call(typical(problem), pass_), aligned=False)
-        program = chosen.schedule.program(typical(problem), pass_, device, unaligned, chosen.candidate.config)
-        if program.main.source == chosen.program.main.source:  # and those of which another kernel reads unaligned ones
-            programs.append(program)
+        other = program(typical(problem), replace(Layouts.of_call(typical(problem), pass_), aligned=False))
+        if other.main.source == chosen.program.main.source:  # and those of which another kernel reads unaligned ones
+            programs.append(other)
     *others, width = typical(problem).input_size
     for wider in (width + 1, width + 2):
-        sized = replace(typical(problem), input_size=(*others, wider))
-        programs.append(
-            chosen.schedule.program(sized, pass_, device, Layouts.of_call(sized, pass_), chosen.candidate.config)
-        )
+        programs.append(program(replace(typical(problem), input_size=(*others, wider))))
     *others, last = problem.output_padding
     for padding in (last, last ^ 1):
         if padding >= max(problem.stride[-1], problem.dilation[-1]):
@@ -175,7 +191,7 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
         padded = replace(problem, output_padding=(*others, padding))
         layouts = Layouts.of_call(padded, pass_)
         if padding == last or _offered(chosen, padded, pass_, device, layouts):
-            programs.append(chosen.schedule.program(padded, pass_, device, layouts, chosen.candidate.config))
+            programs.append(program(padded, layouts))
     sources = (source for program in programs for source in program.sources)
     return chosen, list(dict.fromkeys(sources))
 
@@ -224,6 +240,8 @@ class _Literals:
             return _bracketed(self._name(type(value), names) + "(", items, ")", indent)
         if isinstance(value, str):
             return f'"{value}"'
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
         if isinstance(value, tuple):
             return "(" + ", ".join(self.of(item, names) for item in value) + ",)"[len(value) != 1 :]
         if value is None or isinstance(value, (bool, int, float)):
@@ -271,7 +289,8 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
         "nvcc 11.7 and newer; sm_90a takes nvcc 12 and PyTorch 2.2, newer architectures take versions that know them.",
         "",
     ]
-    for name, problem in model.layers.items():
+    fused = {" → ".join((chain.layer, *chain.names)): chain.problem for chain in model.fusion.chains}
+    for name, problem in (model.layers | fused).items():
         lines.append(f"Layer {name or 'Model itself'}: {replace(problem, tf32=False)}")
         lines += [f"    {arch}, {pass_}: {described}" for layer, arch, pass_, described in plans if layer == name]
         if problem.dtype == "float32":
@@ -381,12 +400,28 @@ def _classes(model: Model, names: dict[Key, str]) -> str:
     return f"CLASSES = {{{pairs}}}"
 
 
-def _model_new(names: dict[Key, str]) -> str:
+def _model_new(model: Model, names: dict[Key, str]) -> str:
+    """ModelNew, a class as Model is, or a function: then what it makes is of a class that is made for it."""
     use_kernels = names.get((_SUPPORT, "use_kernels"), "use_kernels")
-    return f'''
+    fusion, first = model.fusion, len(model.layers)
+    methods = fusion.methods(first, lambda name: names.get((_CHAINS, name), name)) if fusion.methods else ""
+    if model.is_class:
+        text = f'''
 class ModelNew(Model):
     """`Model` with its transposed convolutions computed by the kernels above."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # the same parameters, made of the same random numbers
         {use_kernels}(self)'''
+        return text + (f"\n\n{methods}" if methods else "")
+    text = f'''
+def ModelNew(*args: Any, **kwargs: Any) -> nn.Module:
+    """What `Model` makes, with its transposed convolutions computed by the kernels above."""
+    model = Model(*args, **kwargs)  # the same parameters, made of the same random numbers
+    {use_kernels}(model)'''
+    if not methods:
+        return f"{text}\n    return model"
+    head = f'\nclass Fused:\n    """The forward of what ModelNew makes."""\n\n{methods}\n\n'
+    return (
+        f"{head}{text}\n    model.__class__ = type(type(model).__name__, (Fused, type(model)), {{}})\n    return model"
+    )

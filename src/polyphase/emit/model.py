@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from polyphase.bench.layers import LayerSyntaxError, parse_layer
 from polyphase.bench.model_file import ON_SHAPES, ModelFile, ModelFileError, naming_the_line, trace
+from polyphase.emit.fusion import Fusion, fusion_of
 from polyphase.emit.rewrite import rewrite
 from polyphase.emit.support import constants
 from polyphase.problem import ConvTransposeProblem
@@ -25,16 +26,24 @@ class EmitError(ValueError):
 
 @dataclass(frozen=True)
 class Model:
-    """A model as it is emitted: its text, and its layers by name, those of equal constants once."""
+    """A model as it is emitted: its text, and its layers by name, those of equal constants once.
+
+    ``defined``: names in its text; ``imported``: others, and what they stand for. ``is_class``: whether Model is one,
+    and not a function.
+    """
 
     source: str
     layers: dict[str, ConvTransposeProblem]
     defined: frozenset[str]
-    imported: dict[str, str]  # names, and what they stand for
+    imported: dict[str, str]
+    is_class: bool = True
+    fusion: Fusion = field(default_factory=Fusion)
 
 
-def model_of_file(path: Path, dtype: str, tf32: bool) -> Model:
+def model_of_file(path: Path, dtype: str, tf32: bool, fuse: bool = True) -> Model:
     """The model in a file of KernelBench's form.
+
+    ``fuse``: whether layers compute what stands behind them in their own kernel, where no derivatives are asked for.
 
     Raises `EmitError`, and `ModelFileError` where the file does not load.
     """
@@ -49,7 +58,13 @@ def model_of_file(path: Path, dtype: str, tf32: bool) -> Model:
         raise EmitError(str(failure)) from failure
     except Exception as failure:  # whatever else the model raises
         raise EmitError(f"{path} does not run on shapes alone: {type(failure).__name__}: {failure}") from failure
-    return _model(str(path), path.read_text(encoding="utf-8"), model, run.problems, tf32)
+    found = _model(str(path), path.read_text(encoding="utf-8"), model, run.problems, tf32)
+    found = replace(found, is_class=isinstance(file.make_model, type))
+    if not fuse:
+        return found
+    problems = {name: replace(each, tf32=tf32, tf32_as_pytorch=tf32) for name, each in run.problems if each is not None}
+    called = getattr(file.get_inputs, "__globals__", {})
+    return replace(found, fusion=fusion_of(model, inputs, problems, called))
 
 
 def model_of_layer(text: str, dtype: str | None, tf32: bool) -> Model:

@@ -22,6 +22,7 @@ from polyphase.errors import UnsupportedError
 from polyphase.jit.source import SPECIALISATION, KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import NONE, Epilogue
 from polyphase.problem.layouts import ALIGNMENT, Layouts
 from polyphase.program.program import Program
 from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, Step, X
@@ -45,12 +46,21 @@ class Layer:
     problem: ConvTransposeProblem
     choices: dict[str, dict[Pass, Choice]]
 
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, arch: str, device: DeviceInfo, layouts: Layouts
+    ) -> Program:
+        """What computes a pass of the layer at the size of ``problem``."""
+        choice = self.choices[arch][pass_]
+        program: Program = choice.schedule.program(problem, pass_, device, layouts, choice.config)
+        return program
+
 
 # Filled in when a file is emitted.
 FILES: dict[str, str] = {}  # CUDA, by path
 # By architecture: each kernel's name, the files that are generated for it, and the paths of all its files in order.
 KERNELS: dict[str, list[tuple[str, dict[str, str], tuple[str, ...]]]] = {}
 BINDING = LAUNCHER = ""
+EPILOGUES: dict[str, dict[int, Epilogue]] = {}  # by architecture, those of kernels that have one, by their number
 STRUCTS: dict[str, Struct] = {}  # the kernels' last parameters, by the kernel's name
 LAYERS: list[Layer] = []
 CLASSES: dict[type, type] = {}  # PyTorch's modules, to those that take their place
@@ -116,7 +126,8 @@ def kernel_number(arch: str, source: KernelSource) -> int:
 
     wanted = significant(source.specialisation)
     for number, (name, generated, _) in enumerate(KERNELS[arch]):
-        if name == source.kernel and significant(generated[SPECIALISATION]) == wanted:
+        same = name == source.kernel and EPILOGUES[arch].get(number, NONE) == source.epilogue
+        if same and significant(generated[SPECIALISATION]) == wanted:
             return number
     raise UnsupportedError(
         f"this file has no {source.kernel} for tensors of this size"
@@ -169,11 +180,10 @@ def prepare(
         layer.problem, batch=input_shape[0], input_size=tuple(input_shape[2:]), output_padding=output_padding
     ).of_pass(pass_)
     arch = arch_of(device)
-    choice = layer.choices[arch][pass_]
 
     def program_on(aligned: bool) -> Program:
         layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)
-        return choice.schedule.program(problem, pass_, DeviceInfo.of(device), layouts, choice.config)
+        return layer.program(problem, pass_, arch, DeviceInfo.of(device), layouts)
 
     program = program_on(aligned=True)
     copies = not aligned and bool(program.main.tensor_maps)  # whose tensors must be aligned
@@ -233,10 +243,12 @@ def run(
     first: torch.Tensor,
     second: torch.Tensor,
     bias: torch.Tensor | None = None,
+    operands: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """One computation of layer ``number`` from two of input, weight and gradient of the output.
 
-    Gradients may come as partial sums, of the weight of parts of the input, which are added in a fixed order.
+    ``operands``: what its epilogue reads, by name, residuals as the result lies. Gradients may come as partial sums, of
+    the weight of parts of the input, which are added in a fixed order.
     """
     read = first.data_ptr() if pass_ is Pass.FORWARD else first.data_ptr() | second.data_ptr()  # as it is
     aligned = read % ALIGNMENT == 0
@@ -256,12 +268,13 @@ def run(
         GRAD: second,
         BIAS: bias,
         DST: result,
+        **(operands or {}),
     }
     for name, elements, dtype in call.buffers:
         tensors[name] = torch.empty(elements, dtype=dtype, device=first.device)
-    for arguments, operands in call.steps:
+    for arguments, read_and_written in call.steps:
         if 0 not in arguments[3:6]:  # a grid without blocks
-            call.extension.launch(*arguments, [tensors[name] for name in operands])
+            call.extension.launch(*arguments, [tensors[name] for name in read_and_written])
     return result.movedim(-1, 1) if call.channels_last else result
 
 
@@ -389,7 +402,7 @@ def use_kernels(model: nn.Module) -> None:
 
     Raises `UnsupportedError` for a layer that this file was not emitted for.
     """
-    emitted = {constants(layer.problem): number for number, layer in enumerate(LAYERS)}
+    emitted = {constants(each.problem): number for number, each in enumerate(LAYERS) if not each.problem.epilogue}
     for name, module in model.named_modules():
         if type(module) not in CLASSES:
             continue
@@ -397,7 +410,7 @@ def use_kernels(model: nn.Module) -> None:
         if number is None:
             raise UnsupportedError(
                 f"this file has no kernels for {name or 'the model itself'}, {module}: it has them for "
-                + "; ".join(str(layer.problem) for layer in LAYERS)
+                + "; ".join(str(layer.problem) for layer in LAYERS if not layer.problem.epilogue)
             )
         module.emitted_layer = number
         module.__class__ = CLASSES[type(module)]

@@ -1,0 +1,416 @@
+"""The forward method of an emitted file in which layers compute what stands behind them in their own kernel.
+
+The model is traced by `torch.fx`, and the chains are those that `polyphase.fuse` finds. A traced forward is the one of
+this model alone: of its mode, of the numbers that its modules hold, of its own modules. So the method asks for all of
+these before it is used, and the model's own forward stands behind it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Interpreter, Node, Tracer
+
+from polyphase import elementwise, fuse, fused
+from polyphase.problem import ConvTransposeProblem
+from polyphase.problem.epilogue import Epilogue
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_INDENT = " " * 8
+_FREED = re.compile(r";  ((?:\w+ = )+)None$")
+
+
+class NotFused(Exception):  # noqa: N818
+    """Why a model's forward stays as it is."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A layer and what its kernel computes behind it; ``names`` are those of the operations as the model has them."""
+
+    layer: str
+    names: tuple[str, ...]
+    problem: ConvTransposeProblem
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What becomes of a model: its chains, each with another epilogue, the methods that use them, and what is told.
+
+    ``methods`` gives the text, of the number that the first chain has, and of what the functions are called that it
+    uses. Without chains there is none.
+    """
+
+    chains: tuple[Chain, ...] = ()
+    methods: Callable[[int, Callable[[str], str]], str] | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def fusion_of(
+    model: nn.Module, inputs: Sequence[Any], layers: dict[str, ConvTransposeProblem], called: dict[str, Any]
+) -> Fusion:
+    """The chains of a model on shapes alone, and its forward with them.
+
+    Args:
+        model: on the meta device.
+        inputs: what it is called with, there.
+        layers: the problems of its layers that have kernels, by the qualified name.
+        called: what the model's file has under the names that its forward may use.
+    """
+    try:
+        traced = {training: _Forward(model, inputs, layers, called, training) for training in (False, True)}
+    except NotFused as reason:
+        return Fusion(remarks=(f"emitted without fusion: {reason}",))
+    chains: dict[tuple[Any, ...], Chain] = {}
+    for forward in traced.values():
+        for chain in forward.chains.values():
+            chains.setdefault(_kernel_of(chain), chain)
+    evaluating, training = traced[False].blocks, traced[True].blocks
+    remarks = tuple(evaluating)
+    if evaluating != training:
+        remarks = (
+            *(f"in evaluation mode, {each}" for each in evaluating),
+            *(f"in training mode, {each}" for each in training),
+        )
+    if not chains:
+        return Fusion(remarks=remarks)
+    order = list(chains)
+
+    def methods(first: int, called_as: Callable[[str], str]) -> str:
+        def number(chain: Chain) -> int:
+            return first + order.index(_kernel_of(chain))
+
+        texts = {training: forward.text(number, called_as("run_chain")) for training, forward in traced.items()}
+        return _methods(traced, texts, called_as("runs_in_inference"))
+
+    return Fusion(tuple(chains.values()), methods, remarks)
+
+
+def _kernel_of(chain: Chain) -> tuple[Any, ...]:
+    """What chains must have in common to be computed by the same kernels, whatever the size."""
+    problem = replace(
+        chain.problem, batch=1, input_size=(1,) * chain.problem.dims, output_padding=(0,) * chain.problem.dims
+    )
+    return (problem,)
+
+
+def _methods(traced: dict[bool, _Forward], texts: dict[bool, str], inference: str) -> str:
+    """``forward``, and a method for each mode in which there are chains; one for both where they are the same."""
+    evaluating, training = traced[False], traced[True]
+    if texts[False] == texts[True] and evaluating.guards == training.guards:
+        modes = {"_fused": (evaluating, "")}
+    else:
+        modes = {"_fused_evaluation": (evaluating, "not self.training"), "_fused_training": (training, "self.training")}
+        modes = {name: each for name, each in modes.items() if each[0].chains}
+    signature, arguments = evaluating.signature
+    lines = [
+        f"    def forward({signature}):",
+        '        """What `Model` computes; without derivatives, layers compute what stands behind them, too."""',
+        f"        inference = {inference}(self)",
+    ]
+    for name, (forward, mode) in modes.items():
+        tests = ["inference", *filter(None, [mode]), *forward.guards]
+        condition = " and ".join(tests)
+        if len(condition) > 100:
+            condition = "(\n            " + "\n            and ".join(tests) + "\n        )"
+        lines += [f"        if {condition}:", f"            return self.{name}({arguments})"]
+    lines.append(f"        return super().forward({arguments})")
+    for name, (forward, _) in modes.items():
+        lines += ["", f"    def {name}({signature}):", texts[forward.training]]
+    return "\n".join(lines)
+
+
+class _Forward:
+    """The forward method of a model in one mode, with what its layers can compute."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Sequence[Any],
+        layers: dict[str, ConvTransposeProblem],
+        called: dict[str, Any],
+        training: bool,
+    ) -> None:
+        self.training = training
+        self._model = copy.deepcopy(model).train(training)
+        self._layers = layers
+        self._reads: dict[tuple[int, str], Any] = {}
+        self._tensors: dict[int, str] = {}  # as the method has them, by identity
+        self.graph = self._traced()
+        self._lines = _lines_of(self.graph, called)
+        _run_on_shapes(self._model, self.graph, inputs)
+        self.chains: dict[Node, Chain] = {}  # by the last node of each
+        self._parts: dict[Node, tuple[list[Node], list[str]]] = {}  # nodes, and operands as they are written
+        self.blocks: list[str] = []
+        self._find()
+        self.guards = self._guards()
+
+    @property
+    def signature(self) -> tuple[str, str]:
+        """The method's parameters, and how they are passed on."""
+        given = [node for node in self.graph.nodes if node.op == "placeholder"]
+        names = [str(node.target) for node in given]
+        defaults = [f"={node.args[0]!r}" if node.args else "" for node in given]
+        return ", ".join(["self", *map("".join, zip(names, defaults))]), ", ".join(names)
+
+    def _traced(self) -> Graph:
+        """The graph; what is not in it must not have happened."""
+        before = _attributes(self._model)
+        try:
+            with _reading(self._reads):
+                graph = Tracer().trace(self._model)
+            again = Tracer().trace(self._model)
+        except Exception as failure:  # whatever a model does with a proxy
+            what = str(failure).strip().partition("\n")[0]
+            raise NotFused(f"torch.fx does not trace its forward ({type(failure).__name__}: {what})") from None
+        self._tensors = _tensors_of(self._model, graph)
+        if _attributes(self._model) != before:
+            raise NotFused("its forward changes attributes of its modules")
+        if str(graph) != str(again):
+            raise NotFused("its forward is not the same at every call")
+        for node in graph.nodes:
+            if node.op == "placeholder" and str(node.target).startswith("*"):
+                raise NotFused("its forward takes any number of arguments")
+            if node.op == "placeholder" and node.args and type(node.args[0]) not in _PLAIN[:-1]:
+                raise NotFused(f"the default of {node.target} is no constant")
+        return graph
+
+    def _find(self) -> None:
+        trace = fuse._Trace(self.graph, self._model, fuse._shared(self._model))
+        for layer in self.graph.nodes:
+            if layer.op != "call_module" or str(layer.target) not in self._layers:
+                continue
+            nodes, reason = trace.chain_of(layer)
+            if len(layer.args) != 1 or layer.kwargs:
+                nodes, reason = [], "it is called with further arguments"
+            names, why = self._joined(layer, nodes)
+            self.blocks.append(str(fuse.Block(str(layer.target), tuple(names), why or reason)))
+
+    def _joined(self, layer: Node, nodes: list[Node]) -> tuple[list[str], str]:
+        """Note as many nodes behind a layer as its kernel computes here: their names, and why there are no more."""
+        steps: list[fused.Step] = []
+        operands: list[str] = []
+        taken: list[Node] = []
+        why, problem = "", self._layers[str(layer.target)]
+        value = layer
+        for node in nodes:
+            with _reading(self._reads):
+                found = self._step_of(node, value, layer)
+            epilogue = None if found is None else self._epilogue([*steps, *found[0]], layer)
+            why = self._why_not(node, value, layer, taken) or (
+                "" if epilogue is not None else "its operands are of other kinds"
+            )
+            if why or found is None or epilogue is None:
+                why = f"{node.target if node.op == 'call_module' else fuse._name(node)}: {why}"
+                break
+            steps, operands, taken, value = [*steps, *found[0]], [*operands, *found[1]], [*taken, node], node
+        names = [f"{fuse._name(node)}()" if fuse._name(node) else str(node.target) for node in taken]
+        if steps:
+            epilogue = self._epilogue(steps, layer)
+            assert epilogue is not None
+            self.chains[taken[-1]] = Chain(str(layer.target), tuple(names), replace(problem, epilogue=epilogue))
+            self._parts[taken[-1]] = [layer, *taken], operands
+        return names if steps else [], why
+
+    def _why_not(self, node: Node, value: Node, layer: Node, taken: list[Node]) -> str:
+        """Why a node cannot be computed of ``value`` with the layer and what is between, or ""."""
+        if len(value.users) != 1:
+            return f"{len(value.users)} read what it reads"
+        module = self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        drops = isinstance(module, nn.modules.dropout._DropoutNd)
+        if self.training and module is not None and (drops or isinstance(module, nn.modules.batchnorm._NormBase)):
+            return "it computes something else in training mode"
+        order = list(self.graph.nodes)
+        for other in order[order.index(layer) + 1 : order.index(node)]:
+            if other not in taken and self._changes(other):
+                return f"{other.name} may change a tensor before it"
+        return ""
+
+    def _changes(self, node: Node) -> bool:
+        """Whether a node may change a tensor in place."""
+        if node.op == "call_module":
+            return bool(getattr(self._model.get_submodule(str(node.target)), "inplace", False))
+        return node.op in ("call_function", "call_method") and bool(elementwise._may_change(node))
+
+    def _step_of(self, node: Node, value: Node, layer: Node) -> tuple[list[fused.Step], list[str]] | None:
+        """What a node computes, none or one step, and its operands as they are written; None for what none computes."""
+        output = layer.meta["value"]
+        if node.op == "call_module":
+            module: Any = self._model.get_submodule(str(node.target))
+            step = fuse._STEPS[type(module)](module)
+            names = [] if step is None else [self._tensors[id(tensor)] for _, tensor in step.tensors]
+            return ([] if step is None else [step]), names
+        reading = elementwise.read(fuse._name(node), value, node.args, node.kwargs)
+        if reading is None:
+            return None
+        if reading.other is None:
+            return ([fused.Step(reading.kind, reading.constants)] if reading.kind else []), []
+        other: Any = reading.other.meta.get("value") if isinstance(reading.other, Node) else None
+        if not isinstance(other, Tensor) or other.dtype != output.dtype:
+            return None
+        kind = elementwise.per(reading.kind, other.shape, output.shape)
+        if not kind:
+            return None
+        shape = elementwise.read_as(kind, output.shape)
+        step = elementwise.step_of(reading, other if shape is None else other.reshape(shape), kind)
+        return [step], [reading.other.name]
+
+    def _epilogue(self, steps: list[fused.Step], layer: Node) -> Epilogue | None:
+        """The steps as data; None where they cannot be an epilogue of this layer."""
+        value, output = layer.args[0].meta["value"], layer.meta["value"]  # type: ignore[union-attr]
+        if output.dim() != len(self._layers[str(layer.target)].input_size) + 2:  # a single image
+            return None
+        try:
+            return fused._checked("", steps, value, tuple(output.shape), True)
+        except (TypeError, RuntimeError, ValueError):
+            return None
+
+    def _guards(self) -> list[str]:
+        """What must be so of the model for the method to compute what it computes."""
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        found = []
+        for nodes, _ in self._parts.values():
+            for node in nodes[1:]:
+                if node.op == "call_module":
+                    kind = type(self._model.get_submodule(str(node.target)))
+                    found.append(f"type({_attribute('self', str(node.target))}) is nn.{kind.__name__}")
+        for (module, name), value in self._reads.items():
+            text = _constant(value)
+            if text is None:
+                raise NotFused(f"its forward reads {name}, a {type(value).__name__}, which torch.fx makes a constant")
+            found.append(f"{_attribute('self', '.'.join(filter(None, (paths[module], name))))} == {text}")
+        return list(dict.fromkeys(found))
+
+    def text(self, number: Callable[[Chain], int], chain: str) -> str:
+        """The method's body; ``chain`` is the function that runs a chain. Values are freed behind their last use."""
+        pieces = self._pieces(number, chain)
+        last_use = {node: place for place, (_, used) in enumerate(pieces) for node in used}
+        lines: list[str] = []
+        for place, (written, used) in enumerate(pieces):
+            lines += [f"{_INDENT}{line}" for line in written]
+            freed = [node.name for node in used if last_use[node] == place]
+            if freed and place + 1 < len(pieces):  # behind the last the method ends
+                lines.append(f"{_INDENT}{' = '.join(freed)} = None")
+        return "\n".join(lines)
+
+    def _pieces(self, number: Callable[[Chain], int], chain: str) -> list[tuple[list[str], list[Node]]]:
+        """Lines that belong together, in order, and the values that they use up or only have for themselves."""
+        inner = {node for nodes, _ in self._parts.values() for node in nodes}
+        pieces = []
+        for node in self.graph.nodes:
+            if node in self._parts:
+                nodes, operands = self._parts[node]
+                used = dict.fromkeys(each for part in nodes for each in (part, *part.all_input_nodes) if each != node)
+                pieces.append((self._chain_lines(node, number, chain, nodes, operands), list(used)))
+            elif node not in inner and self._lines[node]:
+                pieces.append(([self._lines[node]], list(node.all_input_nodes)))
+        return pieces
+
+    def _chain_lines(
+        self, last: Node, number: Callable[[Chain], int], chain: str, nodes: list[Node], operands: list[str]
+    ) -> list[str]:
+        layer, listed = nodes[0], ", ".join(operands)
+        target = _attribute("self", str(layer.target))
+        return [
+            f"{last.name} = {chain}({number(self.chains[last])}, {target}, {layer.args[0]}, [{listed}])",
+            f"if {last.name} is None:  # tensors of other shapes or dtypes",
+            *(f"    {self._lines[node]}" for node in nodes),
+        ]
+
+
+@contextmanager
+def _reading(found: dict[tuple[int, str], Any]) -> Iterator[None]:
+    """Notes which plain attributes of modules are read: torch.fx takes them for constants."""
+
+    def read(module: Any, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        if name not in _OF_MODULES and name in object.__getattribute__(module, "__dict__"):
+            found[id(module), name] = value
+        return value
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
+
+
+def _attributes(model: nn.Module) -> list[dict[str, Any]]:
+    """What modules hold, by identity, but for the constants that torch.fx makes of tensors."""
+    held = (vars(module).items() for module in model.modules())
+    return [{name: id(value) for name, value in each if not name.startswith("_tensor_constant")} for each in held]
+
+
+def _constant(value: Any) -> str | None:
+    """A value as text, or None for what has none."""
+    if isinstance(value, tuple):
+        items = [_constant(each) for each in value]
+        return None if None in items else f"({', '.join(map(str, items))}{',' if len(items) == 1 else ''})"
+    if type(value) is float and not math.isfinite(value):
+        return f'float("{value}")' if value == value else None
+    return repr(value) if type(value) in _PLAIN else None
+
+
+def _attribute(root: str, path: str) -> str:
+    """``root.path``, where a part of the path may be no identifier."""
+    for part in filter(None, path.split(".")):
+        root = f"{root}.{part}" if part.isidentifier() else f'getattr({root}, "{part}")'
+    return root
+
+
+def _tensors_of(model: nn.Module, graph: Graph) -> dict[int, str]:
+    """Parameters and buffers, by identity, as the method has them."""
+    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    for node in graph.nodes:
+        if node.op == "get_attr" and str(node.target) not in named:
+            raise NotFused("its forward makes a tensor of its own, which torch.fx takes for a constant")
+    return {id(tensor): _attribute("self", name) for name, tensor in named.items()}
+
+
+class _Shapes(Interpreter):
+    """Leaves at each node the value that it has."""
+
+    def run_node(self, n: Node) -> Any:
+        """The value of a node."""
+        n.meta["value"] = value = super().run_node(n)
+        return value
+
+
+def _run_on_shapes(model: nn.Module, graph: Graph, inputs: Sequence[Any]) -> None:
+    try:
+        with torch.no_grad():
+            _Shapes(GraphModule(copy.deepcopy(model), graph)).run(*inputs)
+    except Exception as failure:  # whatever the model does on shapes alone
+        what = str(failure).strip().partition("\n")[0]
+        raise NotFused(f"what torch.fx traced does not run ({type(failure).__name__}: {what})") from None
+
+
+def _lines_of(graph: Graph, called: dict[str, Any]) -> dict[Node, str]:
+    """The line of each node; the names in them are torch, builtins, and those of the model's file."""
+    code = graph.python_code("self")
+    body = code.src[code.src.index("def forward(") :].splitlines()[1:]
+    lines = [line.strip() for line in body if line.strip()]
+    found: dict[Node, str] = {}
+    for node in graph.nodes:
+        has_none = node.op == "placeholder" and node.name == str(node.target)
+        found[node] = "" if has_none else _FREED.sub("", lines.pop(0))
+    if lines:
+        raise NotFused("torch.fx writes its forward in a way that is not known")
+    names = {node.name for node in graph.nodes} | {str(node.target) for node in graph.nodes if node.op == "placeholder"}
+    for line in found.values():
+        for used in (each for each in ast.walk(ast.parse(line.removeprefix("return "))) if isinstance(each, ast.Name)):
+            known = used.id in names or used.id in ("self", "torch") or hasattr(builtins, used.id)
+            if not known and called.get(used.id) is not code.globals.get(used.id, called):
+                raise NotFused(f"its forward calls {used.id}, which the file does not have under that name")
+    return found
