@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+SCRIPTS = {"src/polyphase/bench/sort.js": "assets/sort.js"}
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]*)(#[^)\s]*)?(\))")
 
@@ -56,7 +57,9 @@ def linked(pages: Iterable[tuple[str, str]]) -> set[Path]:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages and files from outside docs/."""
+    """Adds the pages, scripts and files from outside docs/."""
+    for name, script in SCRIPTS.items():
+        files.append(File.generated(config, script, content=(ROOT / name).read_text(encoding="utf-8")))
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=page_text(name)))
     pages = [(file.src_uri, file.content_string) for file in files.documentation_pages()]

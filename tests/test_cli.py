@@ -389,7 +389,7 @@ def test_explain_prints_the_plan_of_every_pass_without_a_gpu() -> None:
         assert word in result.output
 
 
-def test_explain_foretells_random_layers_beside_their_floors() -> None:
+def test_explain_predicts_random_layers_beside_their_floors() -> None:
     result = invoke("explain", "--random", 2, "--seed", 5, "--over", 0, "--device", "sm_90a", "--layouts", "nchw")
     assert result.exit_code == 0, result.output
     for words in (

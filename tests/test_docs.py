@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from polyphase import api
+from polyphase.commands.app import app
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -94,3 +95,48 @@ def test_messages_of_errors_are_in_the_guide() -> None:
         parts = [part.strip(" ,:;(") for part in re.split(r"\{[^}]*\}", message)]
         words = [" ".join(part.split()[:4]).rstrip(",;:") for part in parts if len(part.split()) >= 3]
         assert any(each in guide for each in words), f"{message!r}: {words!r}"
+
+
+_LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    found: dict[str, int] = {}
+    for title in re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()
+        slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {slug if number == 0 else f"{slug}-{number}" for slug, count in found.items() for number in range(count + 1)}
+
+
+def test_links_lead_somewhere() -> None:
+    """Those within the repository, to files and to headings; no page of the site is asked."""
+    pages = [*ROOT.glob("*.md"), *DOCS.glob("**/*.md"), *(ROOT / "benchmarks").glob("**/*.md")]
+    wrong = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        for target, anchor in _LINK.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            path = (page.parent / target) if target else page
+            there = path.exists()
+            if there and anchor and path.suffix == ".md":
+                there = anchor in headings(path.read_text(encoding="utf-8"))
+            wrong += [] if there else [f"{page.relative_to(ROOT)}: {target}#{anchor}"]
+    assert wrong == []
+
+
+def test_hints_name_what_exists() -> None:
+    """In messages and pages: the distribution that pip installs, commands, and names of the package."""
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    pages = [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("guides/*.md"), *DOCS.glob("tutorials/*.md")]
+    for path in [*(ROOT / "src").glob("**/*.py"), *pages]:
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"pip install (?:-\S+ )*\"?([\w.-]+)", text):
+            assert name in ("torch-polyphase", "cuda-core", "."), f"{path}: {name}"
+        for name in re.findall(r"(?<![`\w])(?:`|python -m )polyphase (?!import|but|does|can|has)([a-z]+)\b", text):
+            assert name in commands, f"{path}: {name}"
+        for name in re.findall(r"(?<![.\w])polyphase\.(\w+)\(", text):
+            assert name in api.__all__, f"{path}: {name}"

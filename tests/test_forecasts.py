@@ -1,4 +1,4 @@
-"""What is foretold beside the floor: by kind, worst first, and for 200 random layers no worse than today."""
+"""What is predicted beside the floor: by kind, worst first, and for 200 random layers no worse than today."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_worst_come_first_and_kinds_have_what_they_have_in_common() -> None:
 WANTED = (3.0, 6.0, 0)
 
 # What is reached, which may only become less; nobody who makes it less needs to wait for somebody to lower these. If
-# costs are fitted anew and foretell more of the same kernels, they rise, knowingly.
+# costs are fitted anew and predict more of the same kernels, they rise, knowingly.
 REACHED = {
     (Pass.FORWARD, "float32"): (15.6, 31.2, 7),
     (Pass.FORWARD, "bfloat16"): (18.6, 44.2, 6),

@@ -1,4 +1,4 @@
-"""What the planner foretells for many layers beside their floors: where it knows of no fast way, without a GPU.
+"""What the planner predicts for many layers beside their floors: where it knows of no fast way, without a GPU.
 
 Floors are an H200's (`polyphase.bench.ceilings.H200`). A pass that is far above its floor, and others of its kind, is a
 hole between the schedules.
@@ -31,7 +31,7 @@ _ALIGNMENT = 16  # bytes between the rows that TMA takes
 
 @dataclass(frozen=True)
 class Forecast:
-    """The plan of one pass: ``seconds`` as foretold, infinite where no schedule computes it.
+    """The plan of one pass: ``seconds`` as predicted, infinite where no schedule computes it.
 
     ``lacks_tensor_cores``: it is large enough for them and has enough channels, and no schedule offers them.
     """
@@ -143,7 +143,7 @@ def kind_table(found: Iterable[Forecast], over: float) -> Table:
 
 
 def worst_table(found: Iterable[Forecast], over: float, count: int) -> Table:
-    """The passes that are foretold to take more than ``over`` times their floor, worst first."""
+    """The passes that are predicted to take more than ``over`` times their floor, worst first."""
     worst = sorted((forecast for forecast in found if forecast.over > over), key=lambda each: -each.over)
     title = f"{len(worst)} passes of more than {over:g} × their floor" + (f", the {count} worst" * (len(worst) > count))
     names = ("layer", "pass", "dtype", "layout", "kernel")

@@ -60,7 +60,7 @@ class Layer:
 
 @dataclass
 class ModelReport:
-    """All that is known of a model. ``measured``: layers and model were timed on ``card``, and not foretold for it."""
+    """All that is known of a model. ``measured``: layers and model were timed on ``card``, and not predicted for it."""
 
     target: str
     card: str
@@ -179,7 +179,7 @@ def report_on(
         if problem is not None and name in swapped:
             grouped.setdefault(replace(problem, tf32=tf32_allowed()), []).append(name)
     own = sum(len(names) * problem.flops for problem, names in grouped.items())
-    layers = (_measured if measure else _foretold)(grouped, passes, options, device, progress)
+    layers = (_measured if measure else _predicted)(grouped, passes, options, device, progress)
     return ModelReport(
         target,
         card,
@@ -234,7 +234,7 @@ def _measured(
     return found
 
 
-def _foretold(
+def _predicted(
     grouped: dict[ConvTransposeProblem, list[str]],
     passes: list[Pass],
     options: Options,

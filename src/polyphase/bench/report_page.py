@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from pathlib import Path
 
 from polyphase.bench.model_report import Layer, ModelReport
 from polyphase.bench.records import PASS_TITLES, Record
@@ -37,6 +38,7 @@ code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .875rem
 """
 
 
+_SORT = Path(__file__).with_name("sort.js")  # the tables' headings sort
 _MARKS = {True: '<span class="good">✓</span>', False: '<span class="bad">✗</span>'}
 
 
@@ -53,7 +55,7 @@ def summary(report: ModelReport) -> list[str]:
         ]
     else:
         lines += [
-            f"{title}: {milliseconds(time)} ms foretold for those that are swapped, on {report.card}, floor "
+            f"{title}: {milliseconds(time)} ms predicted on {report.card} for the layers that are swapped, floor "
             f"{milliseconds(floor)} ms"
             for title, time, floor in _totals(report)
         ]
@@ -70,15 +72,17 @@ def page(report: ModelReport) -> str:
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>",
+        f"<script>\n{_SORT.read_text(encoding='utf-8')}</script>\n</head>\n<body>",
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">inputs {escape(report.inputs)}, {escape(report.dtype)}; '
-        f"{'measured on' if report.measured else 'times foretold for'} {escape(report.card)}</p>",
+        f"{'measured on' if report.measured else 'times predicted for'} {escape(report.card)}</p>",
         _cards(report),
         "<h2>How to apply it</h2>",
         f"<pre><code>{escape(report.recipe)}</code></pre>",
         "<h2>Layers</h2>",
         _layers(report),
+        *(["<h2>Fusion</h2>", _fusion(report)] if report.check.fused else []),
         "<h2>Accuracy</h2>",
         _accuracy(report),
         "<h2>Left alone</h2>",
@@ -99,7 +103,7 @@ def _cards(report: ModelReport) -> str:
             cards.append((f"{factor(gain)}×", text, "good" if gain >= 1 else "bad"))
     else:
         for title, time, floor in _totals(report):
-            text = f"{title} of all that are swapped, foretold; floor {milliseconds(floor)} ms"
+            text = f"{title} of all swapped layers, predicted; floor {milliseconds(floor)} ms"
             cards.append((f"{milliseconds(time)} ms", text, ""))
     if report.share_of_flops is not None:
         cards.append((f"{report.share_of_flops:.0%}", "of the model's forward flops are transposed convolutions", ""))
@@ -153,13 +157,23 @@ def _layers(report: ModelReport) -> str:
     note = "Bars are polyphase (blue) and PyTorch (grey). " if report.measured else ""
     note += (
         "The floor is what a layer's bytes take at the copy bandwidth, or its products at the rate of the tensor "
-        "cores, whichever is longer. Memory is what a call allocates beside its result."
+        "cores, whichever is longer. Memory is what a call allocates beside its result. A click on a heading sorts."
     )
     return f'{_table((*head, "kernel"), rows, numbers=range(2, len(head)))}<p class="soft">{note}</p>'
 
 
+def _fusion(report: ModelReport) -> str:
+    """What each layer computes with fuse=True."""
+    fused = report.check.fused
+    lead = (
+        "What each layer's kernel also computes after <code>polyphase.accelerate(model, fuse=True)</code>, in "
+        "evaluation mode; where functions are called, without derivatives."
+    )
+    return f'<p class="soft">{lead}</p>{_list(map(str, fused.blocks if fused else ()))}'
+
+
 def _times(report: ModelReport, record: Record) -> tuple[float | None, float | None]:
-    """Polyphase's, measured or foretold, and PyTorch's."""
+    """Polyphase's, measured or predicted, and PyTorch's."""
     return (record.ms if report.measured else record.predicted_ms, record.torch_default_ms)
 
 
@@ -226,15 +240,15 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _table(head: Iterable[str], rows: Iterable[list[str] | str], numbers: Iterable[int] = ()) -> str:
-    """A table; a row that is text, and not a list of cells, is a heading of those below."""
+    """A table; a row that is text, and not a list of cells, is a heading of those below, and begins a body."""
     right = set(numbers)
 
     def cells(tag: str, row: Iterable[str]) -> str:
         return "".join(f"<{tag}{NUMBER if index in right else ''}>{cell}</{tag}>" for index, cell in enumerate(row))
 
     named = list(head)
-    lines = [cells("th", map(escape, named))] if any(named) else []
-    group = f'<td class="group" colspan="{len(named)}">'
-    lines += [f"{group}{row}</td>" if isinstance(row, str) else cells("td", row) for row in rows]
-    body = "".join(f"<tr>{line}</tr>\n" for line in lines)
-    return f'<div class="wide"><table>\n{body}</table></div>'
+    group = f'</tbody>\n<tbody><tr><td class="group" colspan="{len(named)}">'
+    lines = [f"{group}{row}</td></tr>" if isinstance(row, str) else f"<tr>{cells('td', row)}</tr>" for row in rows]
+    body = "\n".join(lines).removeprefix("</tbody>\n<tbody>")
+    headings = f"<thead><tr>{cells('th', map(escape, named))}</tr></thead>\n" if any(named) else ""
+    return f'<div class="wide"><table>\n{headings}<tbody>{body}</tbody>\n</table></div>'

@@ -38,7 +38,7 @@ def explain(
     over: Annotated[
         float | None,
         typer.Option(
-            help="Only passes that are foretold to take more than so many times their floor, and their kinds; "
+            help="Only passes that are predicted to take more than so many times their floor, and their kinds; "
             "3 for layers drawn at random.",
             show_default=False,
         ),
@@ -50,7 +50,7 @@ def explain(
 ) -> None:
     """Print the plan of a layer for all three passes: winner, losers, reasons. Needs no GPU.
 
-    With --random or --over, what is foretold for many layers beside their floors on an H200.
+    With --random or --over, what is predicted for many layers beside their floors on an H200.
     """
     from dataclasses import replace
 
@@ -96,7 +96,7 @@ def _in_forms(layers: list[NamedLayer], dtypes: str, layouts: str, strict_fp32: 
 def _tell_forecasts(
     console: Console, layers: list[NamedLayer], device: DeviceInfo, over: float | None, show: int, jobs: int
 ) -> None:
-    """Print which passes are foretold to be far above their floor, and by kinds how far all are."""
+    """Print which passes are predicted to be far above their floor, and by kinds how far all are."""
     from rich.progress import track
 
     from polyphase.bench import forecasts

@@ -28,7 +28,7 @@ def report(
     ] = None,
     card: Annotated[
         str,
-        typer.Option(help="Without a GPU: whose times are foretold. A card such as h100 or a100, or an architecture."),
+        typer.Option(help="Without a GPU: whose times are predicted. A card such as h100 or a100, or an architecture."),
     ] = "h200",
     device: Annotated[
         str | None, typer.Option(help="cuda, cuda:1, cpu. Without, the GPU where there is one.", show_default=False)
