@@ -1,9 +1,15 @@
-"""An output that is not computed yet, because functions that the layer can compute too are about to be called of it.
+"""What a layer gives of which modules and functions are expected to be called that the layer can compute too.
 
-``F.relu(self.up(x))`` calls a function, which no swapped module can stand for. Where `polyphase.fuse` has traced a
-model and found such a call behind a layer, the layer returns a `Pending` instead of a tensor. It records the calls
-that were found, in order, and behind the last of them computes layer and calls as one. Any other use of it computes at
-once what was recorded, and goes on with the tensor: whatever `forward` does then, the values are those it asked for.
+Where `polyphase.fuse` has traced a model and found such calls behind a layer, the layer returns no plain tensor:
+
+- where modules alone follow, or where derivatives are recorded, a `Marked`: a tensor that has been computed with them;
+- where functions follow a `Pending`, which is not computed yet. It records the calls that were found, in order, and
+  behind the last of them computes layer and calls as one. Functions are seen by ``__torch_function__``: no swapped
+  module can stand for ``F.relu(self.up(x))``;
+- while PyTorch traces or compiles a `Between`, which holds such a tensor as a `Marked` is.
+
+Modules that are called in the order that was found pass it on, and the last gives the tensor. Any other use computes
+what was asked for so far, and goes on with that, or is an error: values are never those of calls that were not made.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from torch import Tensor
 
 from polyphase import fused
 from polyphase.elementwise import Reading, changes_other, is_in_place, name_of, per, read, read_as, step_of
+from polyphase.module_steps import step_of_module
 
 _CONSTANTS = (int, float, bool, str)
 _READ: dict[Any, Reading | None] = {}  # calls that were read before
@@ -27,10 +34,10 @@ class Waiting(NamedTuple):
 
     ``compute`` gives the tensor of the steps behind the layer, from tensors that must not change before, ``reads``
     and those of the steps; ``expected``: the kinds of the calls in order, or
-    modules, which tell by `Pending.pass_through` that they are called; what the tensor will be.
+    modules, which tell by ``pass_through`` that they are called; what the tensor will be.
     """
 
-    compute: Callable[[list[fused.Step]], Tensor]
+    compute: Callable[[Sequence[fused.Step | None]], Tensor]
     reads: Sequence[Tensor]
     expected: Sequence[Any]
     size: Callable[[], tuple[int, ...]]
@@ -60,11 +67,7 @@ class Pending:
     def tensor(self) -> Tensor:
         """What it stands for so far, computed once."""
         if self._value is None:
-            if self._versions != _versions(self._waiting.reads, self._steps):
-                raise RuntimeError(
-                    "a tensor that a fused layer reads (its input, a parameter, what is added) has changed in place "
-                    "before the functions behind the layer were called"
-                )
+            _check_versions(self._waiting, self._steps, self._versions)
             if torch.is_grad_enabled():  # which it was not when the layer was called
                 with torch.no_grad():
                     self._value = self._waiting.compute(self._steps)
@@ -72,9 +75,12 @@ class Pending:
                 self._value = self._waiting.compute(self._steps)
         return self._value
 
-    def pass_through(self, module: Any, step: fused.Step | None) -> Pending | Tensor | None:
-        """What a module gives of it, whose step is ``step``; None if another call is expected."""
-        if not self._expects(module) or (step is not None and (_is_wider(step.kind) or _is_recorded(step))):
+    def pass_through(self, module: Any) -> Pending | Tensor | None:
+        """What a module gives of it; None if another call is expected."""
+        if not self._expects(module):
+            return None
+        step = step_of_module(module)
+        if step is not None and (_is_wider(step.kind) or _is_recorded(step)):
             return None
         return self._next(step, False)
 
@@ -165,12 +171,172 @@ class Pending:
         return self.tensor().__reduce_ex__(protocol)
 
 
-def _versions(reads: Sequence[Tensor], steps: Sequence[fused.Step]) -> list[int]:
+class _Mark(NamedTuple):
+    """What a `Marked` is of: its ``output`` as a plain tensor, and the steps, one for each module that is expected."""
+
+    output: Tensor
+    waiting: Waiting
+    steps: Sequence[fused.Step | None]
+    versions: list[int]
+
+
+class Marked(Tensor):
+    """A layer's output, to which modules that are to be called yet have been applied already.
+
+    A tensor, for those who look for tensors to hand gradients back to: reentrant checkpointing, for one. Who reads it
+    otherwise reads what it is called for, which is computed then.
+    """
+
+    _mark: _Mark
+    _place: int = 0  # how many of the modules have been called
+    _value: Tensor | None = None  # what was called for so far, if that was read
+
+    @classmethod
+    def of(cls, output: Tensor, waiting: Waiting, steps: Sequence[fused.Step | None]) -> Marked:
+        """An output of all modules that ``waiting`` expects, before the first of them is called.
+
+        ``steps``: one for each of the modules.
+        """
+        marked = output.as_subclass(cls)
+        marked._mark = _Mark(output, waiting, steps, _versions(waiting.reads, steps))
+        return marked
+
+    def _is_recorded(self) -> bool:
+        """Whether it has derivatives. (A checkpoint gives them to what it has computed without.)"""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad
+
+    def pass_through(self, module: Any) -> Tensor | None:
+        """What a module gives of it; None if it is not the next one, or is to have derivatives that were not."""
+        mark, place = self._mark, self._place
+        expected = mark.waiting.expected
+        if self._value is not None or expected[place] is not module:
+            return None
+        recorded = torch.is_grad_enabled()
+        if recorded and module._parameters and not self._is_recorded():
+            parameters = (each for each in module._parameters.values() if each is not None)
+            if any(each.requires_grad for each in parameters):
+                return None
+        if place + 1 == len(expected):  # as a view where a checkpoint gives it another place in the graph
+            return self.as_subclass(Tensor) if recorded or mark.output.requires_grad else mark.output
+        marked = self.as_subclass(Marked)
+        marked._mark, marked._place = mark, place + 1
+        return marked
+
+    def tensor(self) -> Tensor:
+        """What has been called for so far, computed once."""
+        if self._value is None:
+            recorded = self._is_recorded()
+            if recorded and not torch.is_grad_enabled():
+                raise RuntimeError(
+                    "the output of a fused layer, which has derivatives, is read within torch.no_grad() before the "
+                    f"modules that the layer computes are called: {_REMEDY}"
+                )
+            _, waiting, steps, versions = self._mark
+            _check_versions(waiting, steps, versions)
+            with torch._C.DisableTorchFunctionSubclass():
+                through = recorded and not self.is_leaf
+            with torch.set_grad_enabled(through):
+                self._value = waiting.compute(steps[: self._place]).requires_grad_(recorded)
+        return self._value
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What PyTorch's functions call for it."""
+        self = next((each for each in _flat(args) if type(each) is Marked), None)
+        own = function in _THE_SAME or (function in _OF_CHECKPOINTS and not torch.is_grad_enabled())
+        if own and self is not None and self._value is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = function(*args, **(kwargs or {}))
+            if function is Tensor.detach:
+                result = result.as_subclass(Marked)
+                result._mark, result._place = self._mark, self._place
+            return result
+        return function(*_computed(args), **_computed(kwargs or {}))
+
+
+_REMEDY = "call the whole of what was fused, or polyphase.restore(model) first"
+
+
+def _property(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+#: What is the same of a layer's output and of what the modules behind it give.
+_THE_SAME = {_property(name) for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad")}
+_THE_SAME |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.get_device, Tensor.is_floating_point}
+
+#: What reentrant checkpointing does to what it is given and gives, while no derivatives are recorded.
+_OF_CHECKPOINTS = {Tensor.detach, _property("grad"), torch.autograd.backward}
+_OF_CHECKPOINTS |= {getattr(Tensor, "requires_grad").__set__}  # noqa: B009
+
+
+class Between:
+    """A tensor that is traced, to which modules that are to be called yet have been applied already.
+
+    A plain object, which Dynamo follows. Who reads it otherwise gets an error; what Dynamo may leave to Python is
+    computed there, by `Pending` or `Marked`.
+    """
+
+    def __init__(self, value: Tensor, expected: Sequence[Any], place: int = 0) -> None:
+        self.value = value
+        self.expected = expected
+        self.place = place
+
+    def pass_through(self, module: Any) -> Tensor | Between | None:
+        """What a module gives of it; None if it is not the next one."""
+        if self.expected[self.place] is not module:
+            return None
+        last = self.place + 1 == len(self.expected)
+        return self.value if last else Between(self.value, self.expected, self.place + 1)
+
+    def tensor(self) -> Tensor:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            "the output of a fused layer is read before the modules that the layer computes are called, while PyTorch "
+            f"traces the model: {_REMEDY}"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What PyTorch's functions call for it."""
+        next(each for each in _flat((*args, *(kwargs or {}).values())) if type(each) is Between).tensor()
+
+    def __getattr__(self, name: str) -> Any:
+        """A tensor's attribute."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.tensor()
+
+
+def computed(value: Any) -> Any:
+    """A tensor in the place of what is expected to be read otherwise."""
+    return value.tensor() if type(value) in (Pending, Marked, Between) else value
+
+
+def _check_versions(waiting: Waiting, steps: Sequence[fused.Step | None], versions: list[int]) -> None:
+    """Raise RuntimeError where a tensor has changed that is to be read."""
+    if versions != _versions(waiting.reads, steps):
+        raise RuntimeError(
+            "a tensor that a fused layer reads (its input, a parameter, what is added) has changed in place "
+            "before the functions behind the layer were called"
+        )
+
+
+def _versions(reads: Sequence[Tensor], steps: Sequence[fused.Step | None]) -> list[int]:
     """How often each tensor has been changed in place; those of inference mode do not count it."""
-    found = [0 if each.is_inference() else each._version for each in reads]
+    tensors = [*reads]
     for step in steps:
-        found += [0 if each.is_inference() else each._version for _, each in step.tensors]
-    return found
+        if step is not None and step.tensors:
+            tensors += [each for _, each in step.tensors]
+    try:
+        return [each._version for each in tensors]
+    except RuntimeError:
+        return [0 if each.is_inference() else each._version for each in tensors]
 
 
 def _is_wider(kind: str) -> bool:
@@ -184,14 +350,19 @@ def _is_recorded(step: fused.Step) -> bool:
 
 
 def _computed(values: Any) -> Any:
-    """Tensors in the place of what is pending, in lists and dictionaries too."""
-    if type(values) is Pending:
+    """Tensors in the place of what is not plain, in lists and dictionaries too."""
+    if type(values) in (Pending, Marked):
         return values.tensor()
     if isinstance(values, Mapping):
         return {key: _computed(value) for key, value in values.items()}
     if type(values) in (list, tuple):
         return type(values)(_computed(value) for value in values)
     return values
+
+
+def _flat(values: Any) -> list[Any]:
+    """The values in lists and tuples."""
+    return [each for value in values for each in (_flat(value) if type(value) in (list, tuple) else (value,))]
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -207,3 +378,6 @@ _OWN = {"__class__", "__dict__", "__dir__", "__doc__", "__getattribute__", "__in
 for _name in set(dir(Tensor)) - set(vars(Pending)) - _OWN:
     if _name.startswith("__") and _name.endswith("__") and callable(getattr(Tensor, _name)):
         setattr(Pending, _name, _operator(_name))
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "radd", "rsub", "rmul", "rtruediv", "iadd", "isub",
+              "imul", "itruediv", "neg", "getitem", "setitem", "len", "iter", "bool", "float", "lt", "gt"):  # fmt: skip
+    setattr(Between, f"__{_name}__", lambda self, *args: self.tensor())

@@ -1,0 +1,183 @@
+"""Models that change after ``accelerate(fuse=True)``, and parts of chains called alone: right values, or an error."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import polyphase
+from polyphase import pending
+
+
+def _pair() -> tuple[Any, Any]:
+    """A model with a chain of two modules, and fused."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.BatchNorm2d(4), nn.LeakyReLU(0.2), nn.Conv2d(4, 2, 1))
+    plain[1].running_mean.fill_(0.3)
+    plain[1].weight.data.fill_(2.0)
+    plain.eval().double()
+    model = copy.deepcopy(plain)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("1", "2")
+    return plain, model
+
+
+def _derivatives(model: Any, call: Callable[[Any, Tensor], Tensor], x: Tensor) -> list[Tensor | None]:
+    """Values and all gradients."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = call(model, x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(each.grad for each in model.parameters())]
+
+
+def _assert_the_same(plain: Any, model: Any, call: Callable[[Any, Tensor], Tensor]) -> None:
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    for found, expected in zip(_derivatives(model, call, x), _derivatives(plain, call, x)):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(call(model, x), call(plain, x))
+
+
+def _changed_in_place(m: Any, x: Tensor) -> Tensor:
+    y = m[0](x)
+    y[:, 0].add_(1)
+    return m[1:](y)  # type: ignore[no-any-return]
+
+
+CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "the layer alone": lambda m, x: m[0](x),
+    "its mean": lambda m, x: torch.stack([m[0](x).mean(), m[0](x).square().mean()]),
+    "without the norm": lambda m, x: m[3](m[2](m[0](x))),
+    "without the activation": lambda m, x: m[3](m[1](m[0](x))),
+    "the norm twice": lambda m, x: m[1:](m[1](m[0](x))),
+    "another order": lambda m, x: m[1](m[2](m[0](x))),
+    "a part of a chain": lambda m, x: m[1](m[0](x)),
+    "the rest alone": lambda m, x: m[2](m[1](x[:, :1].expand(-1, 4, -1, -1))),
+    "read beside": lambda m, x: (lambda y: torch.cat([m[1:](y), y[:, :2]], 1))(m[0](x)),
+    "in place": lambda m, x: m[1:](m[0](x).mul_(2)),
+    "in place, a view": _changed_in_place,
+    "detached": lambda m, x: m[1:](m[0](x).detach()) + 0 * x.sum(),
+    "a checkpoint of the layer": lambda m, x: m[1:](checkpoint(m[0], x, use_reentrant=False)),
+    "a checkpoint of the rest": lambda m, x: checkpoint(m[1:], m[0](x), use_reentrant=False),
+    "reentrant, of the layer": lambda m, x: m[1:](checkpoint(m[0], x, use_reentrant=True)),
+    "reentrant, of the norm": lambda m, x: m[2:](checkpoint(m[1], m[0](x), use_reentrant=True)),
+    "reentrant, of the rest": lambda m, x: checkpoint(m[1:], m[0](x), use_reentrant=True),
+    "reentrant, of all": lambda m, x: checkpoint(m, x, use_reentrant=True),
+    "in segments": lambda m, x: checkpoint_sequential(m, 4, x, use_reentrant=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_the_trace_has_not_seen(name: str) -> None:
+    _assert_the_same(*_pair(), CALLS[name])
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "the layer": lambda m: m.__setitem__(0, nn.ConvTranspose2d(3, 4, 2, 2).double()),
+    "the layer, by polyphase's": lambda m: m.__setitem__(0, polyphase.ConvTranspose2d(3, 4, 2, 2).double()),
+    "the norm": lambda m: m.__setitem__(1, nn.Identity()),
+    "the activation": lambda m: m.__setitem__(2, nn.Sigmoid()),
+    "the activation is gone": lambda m: m.__delitem__(2),
+    "a layer between": lambda m: m.insert(1, nn.Dropout(0.5).eval()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("copied", [False, True])
+def test_modules_that_are_replaced(name: str, copied: bool) -> None:
+    plain, model = _pair()
+    if copied:
+        model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    for each in (plain, model):
+        torch.manual_seed(1)
+        CHANGES[name](each)
+    _assert_the_same(plain, model, lambda m, x: m(x))
+
+
+@pytest.mark.parametrize("name", list(CHANGES)[:4])
+@pytest.mark.parametrize("derivatives", [False, True])
+def test_modules_that_are_replaced_in_what_is_compiled(name: str, derivatives: bool) -> None:
+    plain, model = _pair()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    with torch.set_grad_enabled(derivatives):
+        torch.testing.assert_close(compiled(x), plain(x))
+        for each in (plain, model):
+            torch.manual_seed(1)
+            CHANGES[name](each)
+        torch.testing.assert_close(compiled(x), plain(x))
+
+
+def test_what_is_skipped_in_what_is_compiled_is_an_error() -> None:
+    _, model = _pair()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: model[1](model[0](x)).square(), fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), pytest.raises(Exception, match="before the modules that the layer computes are called"):
+        compiled(torch.randn(2, 3, 4, 5, dtype=torch.float64))
+
+
+def test_a_compiled_layer_and_modules_that_are_not() -> None:
+    plain, model = _pair()
+    torch._dynamo.reset()
+    layer = torch.compile(model[0], backend="aot_eager")
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(model[1:](layer(x)), plain(x))
+    with pytest.raises(RuntimeError, match="before the modules that the layer computes are called"):
+        layer(x).mean()
+
+
+def test_an_input_that_changes_before_the_layer_is_read_alone() -> None:
+    _, model = _pair()
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    y = model[0](x)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.mean()
+
+
+def test_read_without_derivatives_it_is_an_error() -> None:
+    """A function of autograd would be handed values that are not those whose gradient it gives."""
+    _, model = _pair()
+    y = model[0](torch.randn(2, 3, 4, 5, dtype=torch.float64))
+    assert y.shape == (2, 4, 8, 10)
+    assert y.dtype == torch.float64
+    with torch.no_grad(), pytest.raises(RuntimeError, match="has derivatives, is read within"):
+        y.mean()
+
+
+def test_marks_are_no_part_of_what_leaves_a_chain() -> None:
+    _, model = _pair()
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    assert type(model[0](x)) is pending.Marked
+    assert type(model[:3](x)) is Tensor
+    assert type(copy.deepcopy(model[0](x.detach()).detach())) is Tensor
+    assert type(pickle.loads(pickle.dumps(model[0](x).detach()))) is Tensor
+    with torch.no_grad():
+        assert type(model[:3](x)) is Tensor
+
+
+def test_under_autocast() -> None:
+    plain, model = _pair()
+    plain.float(), model.float()
+    x = torch.randn(2, 3, 4, 5)
+    for call in (CALLS["the layer alone"], CALLS["without the norm"], lambda m, x: m(x)):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found, expected = call(model, x), call(plain, x)
+            assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        within = model[0](x)
+    with torch.no_grad():
+        assert within.mul(1).dtype == torch.bfloat16
