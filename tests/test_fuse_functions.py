@@ -286,3 +286,18 @@ def test_derivatives_that_begin_behind_the_layer() -> None:
     found.square().sum().backward(), expected.square().sum().backward()
     torch.testing.assert_close(model.norm.weight.grad, plain.norm.weight.grad)
     assert model.up.weight.grad is None
+
+
+def test_a_function_of_autograd_reads_a_tensor() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:  # type: ignore[override]
+            return y * 2
+
+    custom = [False]
+    model = Up(lambda m, y, x: Double.apply(y) if custom[0] else F.relu(y)).eval()  # type: ignore[no-untyped-call]
+    plain, x = copy.deepcopy(model), torch.randn(1, 6, 3, 3)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("norm", "relu()")
+    custom[0] = True
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))

@@ -25,7 +25,7 @@ from polyphase import functional, fused
 from polyphase.fuse_trace import LAYERS, Trace, call_name, graphs, shared_modules
 from polyphase.module_steps import STEPS, has_hooks, step_of_module
 from polyphase.modules import APART_FOR, StandIn
-from polyphase.pending import Between, Marked, Pending, Waiting, computed
+from polyphase.pending import Between, Marked, Pending, Waiting, computed, versions_of
 from polyphase.torch_op.validate import Layer, output_size
 
 _FUSED = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}
@@ -115,7 +115,8 @@ class Chain:
         if tracing or type(input) not in _PLAIN or torch._C._are_functorch_transforms_active():
             return self._run(tensors, output_padding, ())
         if self.then and not torch.is_grad_enabled() and input.dim() == len(layer.stride) + 2:
-            return Pending(self._waiting(tensors, output_padding, (*self.modules, *self.then)), [])
+            waiting = self._waiting(tensors, output_padding, (*self.modules, *self.then))
+            return Pending.of(waiting, [], versions_of(waiting.reads))
         if not self.modules:
             return self._run(tensors, output_padding, ())
         steps = self._steps()

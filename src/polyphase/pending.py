@@ -45,24 +45,25 @@ class Waiting(NamedTuple):
     device: torch.device
 
 
-class Pending:
-    """A layer's output of which further calls are expected: PyTorch's functions and methods take it for a tensor."""
+#: What a tensor that has no values yet is a view of: C++ code that reads it past the dispatcher finds nothing.
+_NOTHING = torch.empty(0, device="meta")
 
-    __slots__ = ("_place", "_steps", "_value", "_versions", "_waiting")
 
-    def __init__(
-        self, waiting: Waiting, steps: list[fused.Step], place: int = 0, versions: list[int] | None = None
-    ) -> None:
-        self._waiting = waiting
-        self._versions = _versions(waiting.reads, steps) if versions is None else versions
-        self._steps = steps
-        self._place = place  # how many of those expected have been called
-        self._value: Tensor | None = None
+class Pending(Tensor):
+    """A layer's output of which further calls are expected, not computed yet: PyTorch's functions ask what it is."""
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Tensor]:  # type: ignore[override]
-        """What `isinstance` asks for: code that branches on it shall go the way it goes with tensors."""
-        return Tensor
+    _waiting: Waiting
+    _steps: list[fused.Step]
+    _versions: list[int]
+    _place: int  # how many of those expected have been called
+    _value: Tensor | None = None
+
+    @classmethod
+    def of(cls, waiting: Waiting, steps: list[fused.Step], versions: list[int], place: int = 0) -> Pending:
+        """An output of the first ``place`` calls that are expected, which are ``steps``."""
+        pending = _NOTHING.as_subclass(cls)
+        pending._waiting, pending._steps, pending._versions, pending._place = waiting, steps, versions, place
+        return pending
 
     def tensor(self) -> Tensor:
         """What it stands for so far, computed once."""
@@ -93,10 +94,10 @@ class Pending:
     def _next(self, step: fused.Step | None, in_place: bool) -> Pending | Tensor:
         steps, versions = self._steps, self._versions
         if step is not None:
-            steps, versions = [*steps, step], [*versions, *_versions((), (step,))]
+            steps, versions = [*steps, step], [*versions, *versions_of((), (step,))]
         if in_place:
             self._place, self._steps, self._versions = self._place + 1, steps, versions
-        later = self if in_place else Pending(self._waiting, steps, self._place + 1, versions)
+        later = self if in_place else Pending.of(self._waiting, steps, versions, self._place + 1)
         return later if later._place < len(self._waiting.expected) else later.tensor()
 
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -154,22 +155,6 @@ class Pending:
             return function(*_computed(args), **_computed(kwargs))
         return first._call(function, args, kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        """A tensor's attribute: a method that may be recorded, or the tensor's own."""
-        if name_of(name):
-            method = getattr(Tensor, name)
-            return lambda *args, **kwargs: self._call(method, (self, *args), kwargs)
-        return getattr(self.tensor(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in Pending.__slots__:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.tensor(), name, value)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.tensor().__reduce_ex__(protocol)
-
 
 class _Mark(NamedTuple):
     """What a `Marked` is of: its ``output`` as a plain tensor, and the steps, one for each module that is expected."""
@@ -198,7 +183,7 @@ class Marked(Tensor):
         ``steps``: one for each of the modules.
         """
         marked = output.as_subclass(cls)
-        marked._mark = _Mark(output, waiting, steps, _versions(waiting.reads, steps))
+        marked._mark = _Mark(output, waiting, steps, versions_of(waiting.reads, steps))
         return marked
 
     def _is_recorded(self) -> bool:
@@ -320,14 +305,14 @@ def computed(value: Any) -> Any:
 
 def _check_versions(waiting: Waiting, steps: Sequence[fused.Step | None], versions: list[int]) -> None:
     """Raise RuntimeError where a tensor has changed that is to be read."""
-    if versions != _versions(waiting.reads, steps):
+    if versions != versions_of(waiting.reads, steps):
         raise RuntimeError(
             "a tensor that a fused layer reads (its input, a parameter, what is added) has changed in place "
             "before the functions behind the layer were called"
         )
 
 
-def _versions(reads: Sequence[Tensor], steps: Sequence[fused.Step | None]) -> list[int]:
+def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()) -> list[int]:
     """How often each tensor has been changed in place; those of inference mode do not count it."""
     tensors = [*reads]
     for step in steps:
@@ -365,19 +350,7 @@ def _flat(values: Any) -> list[Any]:
     return [each for value in values for each in (_flat(value) if type(value) in (list, tuple) else (value,))]
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    method = getattr(Tensor, name)
-    if name_of(name):
-        return lambda self, *args: self._call(method, (self, *args), {})
-    return lambda self, *args: method(self.tensor(), *_computed(args))
-
-
 # Python looks operators up in the class, past `__getattr__`.
-_OWN = {"__class__", "__dict__", "__dir__", "__doc__", "__getattribute__", "__init__", "__init_subclass__", "__new__",
-        "__module__", "__reduce__", "__subclasshook__", "__weakref__", "__sizeof__", "__delattr__"}  # fmt: skip
-for _name in set(dir(Tensor)) - set(vars(Pending)) - _OWN:
-    if _name.startswith("__") and _name.endswith("__") and callable(getattr(Tensor, _name)):
-        setattr(Pending, _name, _operator(_name))
 for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "radd", "rsub", "rmul", "rtruediv", "iadd", "isub",
               "imul", "itruediv", "neg", "getitem", "setitem", "len", "iter", "bool", "float", "lt", "gt"):  # fmt: skip
     setattr(Between, f"__{_name}__", lambda self, *args: self.tensor())
