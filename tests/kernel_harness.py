@@ -34,6 +34,8 @@ from polyphase.schedules.schedule import Candidate, Schedule
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
 #: Bytes before and behind every tensor; a multiple of every alignment.
 GUARD = 256
 
@@ -125,17 +127,20 @@ class Buffer:
         self._flat = flat.to(device)
         self.tensor = self._view(self._flat)
 
-    def _view(self, flat: Tensor) -> Tensor:
-        elements = flat[: self._end * self._dtype.itemsize].view(self._dtype)
+    def _view(self, flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        elements = flat[: self._end * self._dtype.itemsize].view(dtype or self._dtype)
         return elements[self._start :].as_strided(self._shape, self._strides, elements.storage_offset() + self._start)
 
     def read(self) -> Tensor:
-        """What it holds now, on the host; raises AssertionError where a guard was written to."""
+        """What it holds now, on the host; raises AssertionError where a guard, or a gap, was written to."""
         flat = self._flat.cpu()
         head, tail = flat[: self._start * self._dtype.itemsize], flat[self._end * self._dtype.itemsize :]
         assert bool((head == 0xFF).all()), "an element before the output was written"
         assert bool((tail == 0xFF).all()), "an element behind the output was written"
-        return self._view(flat)
+        found, between = self._view(flat), flat.clone()
+        self._view(between, _BITS[self._dtype.itemsize]).fill_(-1)
+        assert bool((between == 0xFF).all()), "an element between those of the output was written"
+        return found
 
 
 def run(

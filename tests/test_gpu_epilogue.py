@@ -169,3 +169,21 @@ def test_a_frozen_model_is_the_same(dtype: torch.dtype) -> None:
             graph.replay()
             assert torch.equal(captured, frozen(x))
             assert torch.equal(captured, model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(16, 16), (7, 9)])
+def test_written_to_a_slice(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    """Kernels write between the channels of others, and by a copy where a slice is not aligned."""
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 32, *size, device=DEVICE, dtype=dtype), torch.randn(32, 16, 2, 2, device=DEVICE, dtype=dtype)
+    for first in (16, 1):
+        larger = torch.full((3, 40, 2 * size[0], 2 * size[1]), 7.0, device=DEVICE, dtype=dtype)
+        out, version = larger[:, first : first + 16], larger._version
+        fused.conv_transpose2d(x, w, None, 2, epilogue=["relu"], out=out)
+        assert larger._version > version
+        assert torch.equal(out, fused.conv_transpose2d(x, w, None, 2, epilogue=["relu"]))
+        polyphase.conv_transpose2d(x, w, None, 2, out=out)
+        assert torch.equal(out, polyphase.conv_transpose2d(x, w, None, 2))
+        assert bool((larger[:, :first] == 7).all())
+        assert bool((larger[:, first + 16 :] == 7).all())

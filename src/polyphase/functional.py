@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
 
 from polyphase.export import run_traced
 from polyphase.torch_op import operators
 from polyphase.torch_op.call_cache import CallCache
 from polyphase.torch_op.derivatives import run as run_differentiable
 from polyphase.torch_op.derivatives import run_operator
+from polyphase.torch_op.into import write
 from polyphase.torch_op.sharding import know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import Layer, check
@@ -45,6 +46,8 @@ def conv_transpose1d(
     output_padding: int | Sequence[int] = 0,
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The 1-D transposed convolution, `torch.nn.functional.conv_transpose1d`.
 
@@ -57,6 +60,9 @@ def conv_transpose1d(
         output_padding: how many outputs are added at the end; smaller than stride or dilation.
         groups: the channels are so many independent layers side by side.
         dilation: distance between the outputs of neighbouring taps.
+        out: what the output is written to, of its shape, dtype and device; without derivatives. Kernels write to it
+            directly where it is contiguous but for gaps between images, as a slice of channels of a larger tensor is,
+            and starts at a multiple of 32 bytes. Else there is a copy.
 
     Returns:
         ``(N, C_out, L_out)`` with ``L_out = (L - 1)·stride - 2·padding + dilation·(kL - 1) + output_padding + 1``.
@@ -65,6 +71,9 @@ def conv_transpose1d(
         TypeError, RuntimeError: as PyTorch's function does for such arguments.
         UnsupportedError: the dtype, the device or the GPU cannot be served.
     """
+    if out is not None:
+        constants = (stride, padding, output_padding, groups, dilation)
+        return _into(out, conv_transpose1d, 1, input, weight, bias, constants)
     return _conv_transpose(conv_transpose1d, 1, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -77,12 +86,17 @@ def conv_transpose2d(
     output_padding: int | Sequence[int] = 0,
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The 2-D transposed convolution, `torch.nn.functional.conv_transpose2d`.
 
     ``(N, C_in, H, W)`` or ``(C_in, H, W)``, weight ``(C_in, C_out/groups, kH, kW)``, to ``(N, C_out, H_out, W_out)``.
     Constants are one integer or one per dimension; see `conv_transpose1d` for their meaning, and for what is raised.
     """
+    if out is not None:
+        constants = (stride, padding, output_padding, groups, dilation)
+        return _into(out, conv_transpose2d, 2, input, weight, bias, constants)
     return _conv_transpose(conv_transpose2d, 2, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -95,6 +109,8 @@ def conv_transpose3d(
     output_padding: int | Sequence[int] = 0,
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The 3-D transposed convolution, `torch.nn.functional.conv_transpose3d`.
 
@@ -102,6 +118,9 @@ def conv_transpose3d(
     ``(N, C_out, D_out, H_out, W_out)``. Constants are one integer or one per dimension; see `conv_transpose1d` for
     their meaning, and for what is raised.
     """
+    if out is not None:
+        constants = (stride, padding, output_padding, groups, dilation)
+        return _into(out, conv_transpose3d, 3, input, weight, bias, constants)
     return _conv_transpose(conv_transpose3d, 3, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -144,6 +163,32 @@ def _conv_transpose(
     else:
         output = operators.call_below_autograd(operators.conv_transpose, batch, weight, bias, *layer[1:])
     return output if batch is input else output.squeeze(0)
+
+
+def _into(
+    out: Tensor,
+    function: Callable[..., Tensor],
+    dims: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    constants: tuple[Any, ...],
+) -> Tensor:
+    """The same, written to ``out``."""
+    tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
+    if not tracing and has_torch_function((input, weight, bias, out)):
+        tensors = (input, weight, bias)
+        overridden: Tensor = handle_torch_function(function, (*tensors, out), *tensors, *constants, out=out)
+        return overridden
+    if torch._C._is_any_autocast_enabled():
+        input, weight, bias = autocast(input), autocast(weight), None if bias is None else autocast(bias)
+    layer = while_traced(check, function.__name__, dims, input, weight, bias, *constants)
+    batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
+
+    def anew() -> Tensor:
+        return function(input, weight, bias, *constants)
+
+    return write(function.__name__, out, (batch, weight, bias), (), "", layer, anew)
 
 
 def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[Layer, Callable[..., Tensor] | None]:

@@ -33,6 +33,7 @@ from polyphase.problem.epilogue import (
 from polyphase.torch_op import epilogue as operator
 from polyphase.torch_op import operators
 from polyphase.torch_op.call_cache import CallCache
+from polyphase.torch_op.into import write
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING, Layer, check, output_size
 
@@ -123,11 +124,13 @@ def conv_transpose1d(
     dilation: int | Sequence[int] = 1,
     *,
     epilogue: Sequence[Step | str] = (),
+    out: Tensor | None = None,
 ) -> Tensor:
     """`polyphase.conv_transpose1d` and, in the same kernel, the operations of ``epilogue`` on its output, in order.
 
     Differentiable in all tensors any number of times; works under `torch.compile` and autocast. Operands of an
-    epilogue have the input's dtype; for half types also float32, but for a residual.
+    epilogue have the input's dtype; for half types also float32, but for a residual. ``out`` is what the output is
+    written to, as `polyphase.conv_transpose1d` says.
 
     Returns:
         ``(N, C_out, L_out)``, or ``(C_out, L_out)`` for an unbatched input.
@@ -139,7 +142,7 @@ def conv_transpose1d(
         UnsupportedError: the dtype, the device or the GPU cannot be served.
     """
     constants = (stride, padding, output_padding, groups, dilation)
-    return _fused(conv_transpose1d, 1, input, weight, bias, constants, epilogue)
+    return _fused(conv_transpose1d, 1, input, weight, bias, constants, epilogue, out)
 
 
 def conv_transpose2d(
@@ -153,10 +156,11 @@ def conv_transpose2d(
     dilation: int | Sequence[int] = 1,
     *,
     epilogue: Sequence[Step | str] = (),
+    out: Tensor | None = None,
 ) -> Tensor:
     """The same for ``(N, C_in, H, W)`` or ``(C_in, H, W)``: see `conv_transpose1d` for what is raised."""
     constants = (stride, padding, output_padding, groups, dilation)
-    return _fused(conv_transpose2d, 2, input, weight, bias, constants, epilogue)
+    return _fused(conv_transpose2d, 2, input, weight, bias, constants, epilogue, out)
 
 
 def conv_transpose3d(
@@ -170,10 +174,11 @@ def conv_transpose3d(
     dilation: int | Sequence[int] = 1,
     *,
     epilogue: Sequence[Step | str] = (),
+    out: Tensor | None = None,
 ) -> Tensor:
     """The same for ``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)``: see `conv_transpose1d` for what is raised."""
     constants = (stride, padding, output_padding, groups, dilation)
-    return _fused(conv_transpose3d, 3, input, weight, bias, constants, epilogue)
+    return _fused(conv_transpose3d, 3, input, weight, bias, constants, epilogue, out)
 
 
 def _fused(
@@ -184,20 +189,22 @@ def _fused(
     bias: Tensor | None,
     constants: tuple[Any, ...],
     given_steps: Sequence[Step | str],
+    out: Tensor | None,
 ) -> Tensor:
     """Cast for autocast, check, and run."""
     steps = [_made(function.__name__, place, step) for place, step in enumerate(given_steps)]
     given = [tensor for step in steps for _, tensor in step.tensors]
+    more = {} if out is None else {"out": out}
     tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
-    if not tracing and has_torch_function((input, weight, bias, *given)):
-        relevant = (input, weight, bias, *given)
+    if not tracing and has_torch_function((input, weight, bias, out, *given)):
+        relevant = (input, weight, bias, out, *given)
         overridden: Tensor = handle_torch_function(
-            function, relevant, input, weight, bias, *constants, epilogue=tuple(steps)
+            function, relevant, input, weight, bias, *constants, epilogue=tuple(steps), **more
         )
         return overridden
     if not steps:
         plain: Callable[..., Tensor] = getattr(functional, function.__name__)
-        return plain(input, weight, bias, *constants)
+        return plain(input, weight, bias, *constants, **more)
     if torch._C._is_any_autocast_enabled():
         input, weight = functional.autocast(input), functional.autocast(weight)
         bias = None if bias is None else functional.autocast(bias)
@@ -208,6 +215,12 @@ def _fused(
     )
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     operands = [each for step in steps for each in _batched(step, batch is input)]
+    if out is not None:
+
+        def anew() -> Tensor:
+            return function(input, weight, bias, *constants, epilogue=steps)
+
+        return write(function.__name__, out, (batch, weight, bias), operands, known.text, known.layer, anew)
     output = _run(known, operands, batch, weight, bias, tracing)
     return output if batch is input else output.squeeze(0)
 

@@ -94,17 +94,18 @@ class Call:
         second: torch.Tensor,
         bias: torch.Tensor | None = None,
         operands: Sequence[torch.Tensor] = (),
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The pass of the two tensors that it reads. What is returned is no view: autograd may change it.
 
-        ``operands``: those of the epilogue.
+        ``operands``: those of the epilogue. ``out``: what it is written to, of the strides that the call was made for.
         """
         kept = kept_of(second) if KEPT else None
         if self._copies_weight:
             second = second.contiguous()
         if bias is not None:
             bias = bias.contiguous()
-        result = first.new_empty_strided(self._shape, self._strides)
+        result = first.new_empty_strided(self._shape, self._strides) if out is None else out
         addresses = [first.data_ptr(), second.data_ptr(), 0 if bias is None else bias.data_ptr(), result.data_ptr()]
         scratch = None
         if operands:
@@ -196,32 +197,13 @@ def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return forward_call(input, weight, bias, *constants)(input, weight, bias)
 
 
-def forward_call(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    output_padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
-) -> Call:
-    """What computes the output.
+def forward_call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *constants: Any) -> Call:
+    """What computes the output; ``constants``: stride, padding, output_padding and dilation as tuples, and groups.
 
     It serves all tensors of the same shapes, strides, dtype and device whose input is as well aligned, while PyTorch's
     flags allow TF32 as they do now.
     """
-    constants = stride, padding, output_padding, dilation, groups
-    tf32 = input.dtype == torch.float32 and tf32_allowed()
-    key = (input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
-           input.get_device(), input.data_ptr() % ALIGNMENT, constants, tf32)  # fmt: skip
-    call = _forward_calls.get(key)
-    if call is None:
-        problem = _problem(tuple(input.shape), weight, input, constants, bias is not None, tf32)
-        problem = _with_format(problem, output_channels_last(input, weight))
-        call = _prepare(Pass.FORWARD, problem, input, None, weight)
-        _remember(_forward_calls, key, call)
-    return call
+    return epilogue_call(input, weight, bias, "", *constants)
 
 
 def forward_with_epilogue(
@@ -238,17 +220,26 @@ def forward_with_epilogue(
 
 
 def epilogue_call(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str, *constants: Any
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epilogue: str,
+    *constants: Any,
+    image_stride: int | None = None,
 ) -> Call:
-    """What computes the output behind an epilogue; it serves tensors as `forward_call`'s does."""
+    """What computes the output behind an epilogue, none where that is ""; it serves tensors as `forward_call`'s does.
+
+    ``image_stride``: elements from one image to the next in what the output is written to; by default it has no gaps.
+    """
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     key = (input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
-           input.get_device(), input.data_ptr() % ALIGNMENT, constants, tf32, epilogue)  # fmt: skip
+           input.get_device(), input.data_ptr() % ALIGNMENT, constants, tf32, epilogue, image_stride)  # fmt: skip
     call = _forward_calls.get(key)
     if call is None:
         problem = _problem(tuple(input.shape), weight, input, constants, bias is not None, tf32)
         problem = _with_format(problem, output_channels_last(input, weight))
-        call = _prepare(Pass.FORWARD, replace(problem, epilogue=decoded(epilogue)), input, None, weight)
+        problem = replace(problem, epilogue=decoded(epilogue)) if epilogue else problem
+        call = _prepare(Pass.FORWARD, problem, input, None, weight, image_stride)
         _remember(_forward_calls, key, call)
     return call
 
@@ -340,12 +331,18 @@ def _prepare(
     input: torch.Tensor | None,
     output: torch.Tensor | None,
     weight: torch.Tensor | None,
+    image_stride: int | None = None,
 ) -> Call:
-    """Plans and compiles a call that was not seen before; a missing ``input`` or ``output`` is what it computes."""
+    """Plans and compiles a call that was not seen before; a missing ``input`` or ``output`` is what it computes.
+
+    ``image_stride``: that of the forward pass's output, where it has gaps between images.
+    """
     tensor = input if input is not None else output
     assert tensor is not None
     device = DeviceInfo.of(tensor.device)
     layouts = _layouts(pass_, problem, input, output, weight)
+    if image_stride is not None:
+        layouts = replace(layouts, output=(image_stride, *layouts.output[1:]))
     chosen = plan(problem, pass_, device, layouts)
     index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
     program = _first_to_run(chosen, device.arch, index)

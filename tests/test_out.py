@@ -1,0 +1,116 @@
+"""``out=``: outputs that are written to a tensor that is there, of functions with and without an epilogue."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import polyphase
+from emulator import available
+from kernel_harness import H200, assert_exact
+from polyphase import fused
+from polyphase.plan.planner import programs
+from polyphase.problem import Pass
+from polyphase.problem.layouts import Layouts
+from polyphase.torch_op.into import image_stride
+from test_epilogue import LAYERS
+
+
+def _operands(dims: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    size = (5, 4, 3)[:dims]
+    return torch.randn(2, 6, *size), torch.randn(6, 4, *[3] * dims), torch.randn(4)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_slice_of_channels(dims: int) -> None:
+    x, w, b = _operands(dims)
+    function: Callable[..., Tensor] = getattr(polyphase, f"conv_transpose{dims}d")
+    of_fused: Callable[..., Tensor] = getattr(fused, f"conv_transpose{dims}d")
+    expected = function(x, w, b, 2, 1)
+    larger = torch.full((2, 9, *expected.shape[2:]), 7.0)
+    out = larger[:, 3:7]
+    version = larger._version
+    assert function(x, w, b, 2, 1, out=out) is out
+    assert larger._version > version
+    assert torch.equal(out, expected)
+    assert of_fused(x, w, b, 2, 1, epilogue=["relu"], out=out) is out
+    assert torch.equal(out, expected.relu())
+    assert torch.equal(of_fused(x, w, b, 2, 1, out=out), expected)
+    assert bool((larger[:, :3] == 7).all())
+    assert bool((larger[:, 7:] == 7).all())
+    assert torch.equal(function(x[0], w, b, 2, 1, out=out[0]), expected[0])
+
+
+def test_compiled_and_under_autocast() -> None:
+    x, w, b = _operands()
+    larger = torch.zeros(2, 9, 9, 7)
+
+    def write(larger: Tensor) -> Tensor:
+        fused.conv_transpose2d(x, w, b, 2, 1, epilogue=["relu"], out=larger[:, :4])
+        return larger
+
+    expected = polyphase.conv_transpose2d(x, w, b, 2, 1).relu()
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(write, fullgraph=True, backend="aot_eager")(larger)[:, :4], expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = torch.zeros(2, 4, 9, 7, dtype=torch.bfloat16)
+        polyphase.conv_transpose2d(x, w, b, 2, 1, out=half)
+        assert torch.equal(half, polyphase.conv_transpose2d(x, w, b, 2, 1))
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "a shape": (torch.zeros(2, 4, 9, 8), RuntimeError, "the output's shape"),
+    "a dtype": (torch.zeros(2, 4, 9, 7, dtype=torch.float64), RuntimeError, "torch.float32 on cpu as the output has"),
+    "a device": (torch.zeros(2, 4, 9, 7, device="meta"), RuntimeError, "got torch.float32 on meta"),
+    "no tensor": ([1.0], TypeError, "must be a Tensor, not list"),
+    "derivatives": (torch.zeros(2, 4, 9, 7).requires_grad_(), RuntimeError, "support automatic differentiation"),
+    "elements that are one": (torch.zeros(1, 4, 9, 7).expand(2, -1, -1, -1), RuntimeError, "single memory location"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("epilogue", [False, True])
+def test_what_cannot_be_written_to(name: str, epilogue: bool) -> None:
+    out, kind, message = WRONG[name]
+    x, w, b = _operands()
+    with pytest.raises(kind, match=message):
+        fused.conv_transpose2d(x, w, b, 2, 1, epilogue=["relu"] * epilogue, out=out)
+    with pytest.raises(RuntimeError, match="support automatic differentiation"):
+        polyphase.conv_transpose2d(x, w.clone().requires_grad_(), b, 2, 1, out=torch.zeros(2, 4, 9, 7))
+
+
+def test_what_kernels_write_to() -> None:
+    x, w, _ = _operands()
+    larger = torch.zeros(2, 16, 8, 8)
+    assert image_stride(larger, x, w) == 16 * 64
+    assert image_stride(larger[:, 4:8], x, w) == 16 * 64
+    assert image_stride(larger[:1, 4:8], x, w) == 4 * 64
+    assert image_stride(larger[:, :, :, :7], x, w) is None
+    assert image_stride(torch.zeros(2, 16, 7, 7)[:, 1:5], x, w) is None  # 196 bytes behind what is aligned
+    assert image_stride(larger.to(memory_format=torch.channels_last), x, w) is None
+    assert image_stride(larger, x.to(memory_format=torch.channels_last), w) is None
+
+
+@pytest.mark.skipif(not available(), reason="needs Linux and g++")
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_schedule_leaves_what_lies_between_images(name: str, dtype: str) -> None:
+    """Gaps of whole and of uneven numbers of elements; what is in them is not written to."""
+    problem = replace(LAYERS[name], dtype=dtype, batch=max(2, LAYERS[name].batch))
+    dense = Layouts.dense(problem)
+    seed = zlib.crc32(f"{name} {dtype}".encode())
+    images = (problem.out_channels + (16, 3)[seed % 2]) * dense.output[1]
+    layouts = replace(dense, output=(images, *dense.output[1:]))
+    found = programs(problem, Pass.FORWARD, H200, layouts)
+    kinds = sorted({program.main.source.kernel for _, program in found})
+    offered = [each for each in found if each[1].main.source.kernel == kinds[seed // 2 % len(kinds)]]
+    candidate, program = offered[seed // 2 % len(offered)]
+    assert_exact(problem, Pass.FORWARD, candidate, program, layouts)
