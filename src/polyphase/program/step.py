@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from polyphase.program.params import params_of
 
 if TYPE_CHECKING:
     from polyphase.jit.source import KernelSource
@@ -53,3 +55,16 @@ def plain_step(
 ) -> Step:
     """The launch of a kernel that has a row of blocks, and no shared memory but its own; one that packs, by default."""
     return Step(source, (blocks, 1, 1), threads, 0, params, operands)
+
+
+def main_step(
+    source: KernelSource,
+    blocks: int,
+    threads: int,
+    shared_bytes: int,
+    params: dict[str, Any],
+    tensor_maps: tuple[TensorMap, ...] = (),
+) -> Step:
+    """The launch of a kernel that multiplies, with a row of blocks; ``params`` by the names that it has for them."""
+    packed = params_of(source).pack(**params)
+    return Step(source, (blocks, 1, 1), threads, shared_bytes, packed, tensor_maps=tensor_maps)

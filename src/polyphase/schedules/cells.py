@@ -39,6 +39,11 @@ class Side:
         return {"stride": self.strides, "size": self.shape[2:], "channels": self.shape[1]}
 
 
+def sides_of(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Side, Side]:
+    """The input and the output of a layer, or their gradients."""
+    return Side(five(problem.input_shape), layouts.input), Side(five(problem.output_shape), layouts.output)
+
+
 class CellAxis:
     """One spatial dimension cut into cells of one input element and ``stride`` output elements.
 
@@ -107,8 +112,7 @@ class Gather:
     @classmethod
     def of(cls, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirrored: bool = False) -> Gather:
         """The pass of a problem whose tensors lie as ``layouts`` says."""
-        input_side = Side(five(problem.input_shape), layouts.input)
-        output_side = Side(five(problem.output_shape), layouts.output)
+        input_side, output_side = sides_of(problem, layouts)
         forward = pass_ is Pass.FORWARD
         per_group = problem.in_channels_per_group, problem.out_channels_per_group
         src_channels, dst_channels = per_group if forward else per_group[::-1]

@@ -14,10 +14,9 @@ from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import equal_parts, parted, round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
-from polyphase.schedules.cells import Side
+from polyphase.program.step import main_step
+from polyphase.schedules.cells import Side, sides_of
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, affordable_planes, arranged, constants_of, layer_constants, tiles_of
@@ -96,7 +95,7 @@ class DirectWgradChannels(Schedule):
         return f"the sums of a row of taps fit neither a thread's registers nor straight-line code of {_MAX_UNROLLED}"
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
-        x, grad = _sides(problem, layouts)
+        x, grad = sides_of(problem, layouts)
         if problem.channels_last and not (x.channels_last and grad.channels_last):
             return None
         return standard(problem)
@@ -115,7 +114,7 @@ class DirectWgradChannels(Schedule):
         layouts: Layouts,
         config: ChannelsWgradConfig,
     ) -> Cost | None:
-        x, grad = _sides(problem, layouts)
+        x, grad = sides_of(problem, layouts)
         # The kernel has distances within a row as constants of 32 bits.
         if max(_pixel(problem, x) * config.positions, _pixel(problem, grad) * _window(problem, config)) >= 2**31:
             return None
@@ -129,7 +128,7 @@ class DirectWgradChannels(Schedule):
         layouts: Layouts,
         config: ChannelsWgradConfig,
     ) -> Program:
-        x, grad = _sides(problem, layouts)
+        x, grad = sides_of(problem, layouts)
         source = KernelSource(
             kernel=self.name,
             dtype=problem.dtype,
@@ -150,32 +149,22 @@ class DirectWgradChannels(Schedule):
         blocks = _blocks(problem, config)
         length, parts = parted(all_tiles, _parts(problem, config, device))
         flush = max(1, _CHAIN // config.positions)
-        params = params_of(source).pack(
-            x=x,
-            g=grad,
-            batch=problem.batch,
-            vectors=problem.out_channels // config.vector,
-            vector_blocks=blocks[0],
-            flush=flush,
-            walkers=walkers,
-            tiles=(n, d, w, h),
-            part_length=length,
-            all_tiles=all_tiles,
-            plane=problem.elements[1],
-        )
-        main = Step(
-            source=source,
-            grid=(math.prod(blocks) * parts, 1, 1),
-            block=config.threads,
-            shared_bytes=_shared_bytes(problem, config, _rows_at_once(problem, config)),
-            params=params,
-        )
+        params = {
+            "x": x,
+            "g": grad,
+            "batch": problem.batch,
+            "vectors": problem.out_channels // config.vector,
+            "vector_blocks": blocks[0],
+            "flush": flush,
+            "walkers": walkers,
+            "tiles": (n, d, w, h),
+            "part_length": length,
+            "all_tiles": all_tiles,
+            "plane": problem.elements[1],
+        }
+        shared_bytes = _shared_bytes(problem, config, _rows_at_once(problem, config))
+        main = main_step(source, math.prod(blocks) * parts, config.threads, shared_bytes, params)
         return assemble(problem, pass_, main, splits=parts)
-
-
-def _sides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Side, Side]:
-    """Input and output gradient."""
-    return Side(five(problem.input_shape), layouts.input), Side(five(problem.output_shape), layouts.output)
 
 
 def _pixel(problem: ConvTransposeProblem, side: Side) -> int:

@@ -12,11 +12,10 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import next_power_of_two
-from polyphase.problem.layouts import Layouts, five
-from polyphase.program.params import params_of
+from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
-from polyphase.schedules.cells import Side
+from polyphase.program.step import main_step
+from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
@@ -81,8 +80,6 @@ class DirectWgradGemm(Schedule):
     ) -> Program:
         tiles, parts = _tiles(problem, config), _parts(problem, config, device)
         positions = problem.batch * math.prod(problem.input_size)
-        weights = math.prod(problem.weight_shape)
-        accumulator = accumulator_bytes(problem.dtype)
         part_length = max(1, math.ceil(positions / parts / config.depth)) * config.depth
         parts = max(1, math.ceil(positions / part_length))
         source = KernelSource(
@@ -94,25 +91,19 @@ class DirectWgradGemm(Schedule):
                 *constants_of(config, "rows columns thread_rows thread_columns k_slices depth min_blocks"),
             ),
         )
-        x = Side(five(problem.input_shape), layouts.input)
-        grad = Side(five(problem.output_shape), layouts.output)
-        params = params_of(source).pack(
-            x=x,
-            g=grad,
-            batch=problem.batch,
-            groups=problem.groups,
-            parts=parts,
-            part_length=part_length,
-            positions=positions,
-            plane=weights,
-        )
-        main = Step(
-            source=source,
-            grid=(tiles * parts, 1, 1),
-            block=_THREADS,
-            shared_bytes=_shared_floats(config) * accumulator,
-            params=params,
-        )
+        x, grad = sides_of(problem, layouts)
+        params = {
+            "x": x,
+            "g": grad,
+            "batch": problem.batch,
+            "groups": problem.groups,
+            "parts": parts,
+            "part_length": part_length,
+            "positions": positions,
+            "plane": problem.elements[1],
+        }
+        shared_bytes = _shared_floats(config) * accumulator_bytes(problem.dtype)
+        main = main_step(source, tiles * parts, _THREADS, shared_bytes, params)
         return assemble(problem, pass_, main, splits=parts)
 
 

@@ -17,10 +17,9 @@ from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import equal_parts, parted, round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
-from polyphase.schedules.cells import Side
+from polyphase.program.step import main_step
+from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
@@ -135,24 +134,20 @@ class DirectWgradLong(Schedule):
                 *((("ROW_TILES", config.row_tiles),) if config.row_tiles else ()),
             ),
         )
-        params = params_of(source).pack(
-            x=Side(five(problem.input_shape), layouts.input),
-            g=Side(five(problem.output_shape), layouts.output),
-            groups=problem.groups,
-            column_blocks=math.ceil(_columns(problem, config, piece) / config.lanes),
-            steps=steps,
-            part_length=length,
-            flush=config.walkers * max(1, _CHAIN // config.positions),
-            along=along,
-            plane=problem.elements[1],
-        )
-        main = Step(
-            source=source,
-            grid=(_blocks(problem, config, piece) * parts, 1, 1),
-            block=config.threads,
-            shared_bytes=_shared_bytes(problem, config),
-            params=params,
-        )
+        x, grad = sides_of(problem, layouts)
+        params = {
+            "x": x,
+            "g": grad,
+            "groups": problem.groups,
+            "column_blocks": math.ceil(_columns(problem, config, piece) / config.lanes),
+            "steps": steps,
+            "part_length": length,
+            "flush": config.walkers * max(1, _CHAIN // config.positions),
+            "along": along,
+            "plane": problem.elements[1],
+        }
+        blocks = _blocks(problem, config, piece) * parts
+        main = main_step(source, blocks, config.threads, _shared_bytes(problem, config), params)
         return assemble(problem, pass_, main, splits=parts)
 
 

@@ -16,9 +16,8 @@ from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import equal_parts, parted, round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
+from polyphase.program.step import main_step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
@@ -192,31 +191,26 @@ class DirectWgradWindows(Schedule):
                 ("MIN_BLOCKS", 1),
             ),
         )
-        params = params_of(source).pack(
-            x=layer.x,
-            g=layer.grad,
-            lanes=tiling.lanes,
-            tiles=tiling.tiles,
-            rows=tiling.rows,
-            pitch=tiling.pitch,
-            x_pitch=tiling.x_pitch,
-            x_piece=layer.x_piece,
-            g_piece=layer.grad_piece,
-            lanes_log=_lanes_log(layer, tiling),
-            window_at=tiling.window_at,
-            stage=tiling.stage,
-            flush=flush,
-            part_length=length,
-            all_tiles=tiling.total,
-            plane=problem.elements[1],
-        )
-        main = Step(
-            source=source,
-            grid=(_blocks(layer, config) * planes, 1, 1),
-            block=config.threads,
-            shared_bytes=_shared_bytes(layer, config, tiling),
-            params=params,
-        )
+        params = {
+            "x": layer.x,
+            "g": layer.grad,
+            "lanes": tiling.lanes,
+            "tiles": tiling.tiles,
+            "rows": tiling.rows,
+            "pitch": tiling.pitch,
+            "x_pitch": tiling.x_pitch,
+            "x_piece": layer.x_piece,
+            "g_piece": layer.grad_piece,
+            "lanes_log": _lanes_log(layer, tiling),
+            "window_at": tiling.window_at,
+            "stage": tiling.stage,
+            "flush": flush,
+            "part_length": length,
+            "all_tiles": tiling.total,
+            "plane": problem.elements[1],
+        }
+        blocks, shared_bytes = _blocks(layer, config) * planes, _shared_bytes(layer, config, tiling)
+        main = main_step(source, blocks, config.threads, shared_bytes, params)
         last = layer.problem != problem and problem.taps > 1
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=last)
 

@@ -10,12 +10,11 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted
-from polyphase.problem.layouts import Layouts, dense_strides, five
+from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
-from polyphase.schedules.cells import Side
+from polyphase.program.step import main_step
+from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, layer_constants
@@ -91,8 +90,7 @@ class DotDgrad(Schedule):
         tiles_w, tiles = _tiles(problem, config)
         parts = _parts(problem, config, device) if dense else 1
         length, parts = parted(problem.out_channels_per_group, parts)
-        g = Side(five(problem.output_shape), layouts.output)
-        x = Side(five(problem.input_shape), layouts.input)
+        x, g = sides_of(problem, layouts)
         source = KernelSource(
             kernel=self.name,
             dtype=problem.dtype,
@@ -106,25 +104,18 @@ class DotDgrad(Schedule):
                 ("MIN_BLOCKS", _RESIDENT // (accumulator_bytes(problem.dtype) // 4)),
             ),
         )
-        params = params_of(source).pack(
-            g=g,
-            x=x,
-            batch=problem.batch,
-            groups=problem.groups,
-            tiles_w=tiles_w,
-            tiles=tiles,
-            parts=parts,
-            part_size=length,
-            plane=problem.elements[0] if parts > 1 else 0,
-        )
-        blocks = _blocks(problem, config) * parts
-        main = Step(
-            source=source,
-            grid=(blocks, 1, 1),
-            block=32 * _WARPS,
-            shared_bytes=0,
-            params=params,
-        )
+        params = {
+            "g": g,
+            "x": x,
+            "batch": problem.batch,
+            "groups": problem.groups,
+            "tiles_w": tiles_w,
+            "tiles": tiles,
+            "parts": parts,
+            "part_size": length,
+            "plane": problem.elements[0] if parts > 1 else 0,
+        }
+        main = main_step(source, _blocks(problem, config) * parts, 32 * _WARPS, 0, params)
         return assemble(problem, pass_, main, splits=parts, may_split=True)
 
 

@@ -16,10 +16,9 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted, round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
-from polyphase.schedules.cells import Side
+from polyphase.program.step import main_step
+from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import Four, affordable_planes, best_first, constants_of, layer_constants, tiles_of
@@ -35,7 +34,14 @@ from polyphase.schedules.window_gemm.stages import (
     weight_box,
     weight_rows,
 )
-from polyphase.schedules.window_gemm.window import Gradient, blocks_of, extent_of_window, lanes_of, window_of
+from polyphase.schedules.window_gemm.window import (
+    Gradient,
+    blocks_of,
+    extent_of_window,
+    lanes_of,
+    split_params,
+    window_of,
+)
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
@@ -127,24 +133,26 @@ class _WindowMma(Gradient):
     ) -> Program:
         tiling = _tiling(problem, pass_, layouts, config, device)
         assert tiling is not None
-        grad = Side(five(problem.output_shape), layouts.output)
-        x = Side(five(problem.input_shape), layouts.input)
-        blocks = blocks_of(problem, pass_, config.rows, config.out_chunk)
-        of_pass: dict[str, Any]
+        x, grad = sides_of(problem, layouts)
+        blocks, planes = blocks_of(problem, pass_, config.rows, config.out_chunk), 1
+        params: dict[str, Any] = {
+            "x": x,
+            "g": grad,
+            "window": tiling.window,
+            "batch": problem.batch,
+            "tile_extent": tiling.lanes,
+            "tiles": tiling.tiles,
+            "skew": tiling.skew,
+            "table_bytes": tiling.table_bytes,
+            "stage_bytes": tiling.stage_bytes,
+        }
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _splits(problem, config, tiling, device))
-            of_pass = {
-                "x_box": tiling.operand,
-                "groups": problem.groups,
-                "split_length": length,
-                "all_tiles": tiling.total,
-                "plane": math.prod(problem.weight_shape),
-            }
-            grid = blocks * planes
+            params |= split_params(problem, length, tiling.total) | {"x_box": tiling.operand}
         else:
             pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
-            of_pass = {"weight": weight_rows(problem, layouts), "weight_box": tiling.operand, "pairs": pairs}
-            planes, grid = 1, blocks * tiling.total
+            params |= {"weight": weight_rows(problem, layouts), "weight_box": tiling.operand, "pairs": pairs}
+            blocks *= tiling.total
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             *((("X_CHANNELS_LAST", x.channels_last),) if pass_ is Pass.WEIGHT_GRAD else ()),
@@ -156,25 +164,7 @@ class _WindowMma(Gradient):
             ("STAGES", config.buffers),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
-        params = params_of(source).pack(
-            x=x,
-            g=grad,
-            window=tiling.window,
-            batch=problem.batch,
-            tile_extent=tiling.lanes,
-            tiles=tiling.tiles,
-            skew=tiling.skew,
-            table_bytes=tiling.table_bytes,
-            stage_bytes=tiling.stage_bytes,
-            **of_pass,
-        )
-        main = Step(
-            source=source,
-            grid=(grid, 1, 1),
-            block=_THREADS,
-            shared_bytes=_shared_bytes(config, tiling),
-            params=params,
-        )
+        main = main_step(source, blocks * planes, _THREADS, _shared_bytes(config, tiling), params)
         return assemble(problem, pass_, main, splits=planes)
 
 
@@ -273,9 +263,7 @@ class _Cut:
         return None
 
 
-@lru_cache(maxsize=128)
-def _cut(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: MmaConfig, terms: Costs) -> _Cut:
-    return _Cut(problem, pass_, layouts, config, terms)
+_cut = lru_cache(maxsize=128)(_Cut)
 
 
 def _fits(config: MmaConfig, tiling: _Tiling, device: DeviceInfo) -> bool:
@@ -287,7 +275,7 @@ def _tiles(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: MmaConfig, lanes: tuple[int, int, int, int]
 ) -> _Tiling:
     size = DTYPE_BYTES[problem.dtype]
-    x = Side(five(problem.input_shape), layouts.input)
+    x, _ = sides_of(problem, layouts)
     window, skew = window_of(problem, layouts, config.out_chunk, lanes)
     depth = _depth(problem, pass_, config)
     a_pitch = depth * size + 16
@@ -369,16 +357,14 @@ def _deepest(
     """The config with the most stages that leave room for its resident blocks, and its predicted seconds."""
     layouts = Layouts.dense(problem)
     terms = costs("window_mma", device)
-    single = _cut(problem, pass_, replace(layouts, aligned=False), config._replace(buffers=0), terms).tiling(
-        (1, 1, 1, 1)
-    )
+    # Tensors that are not aligned, whose elements are copied one by one, must have a tile as well.
+    unaligned = _cut(problem, pass_, replace(layouts, aligned=False), config._replace(buffers=0), terms)
+    single = unaligned.tiling((1, 1, 1, 1))
     for buffers in _STAGES:
         deeper = config._replace(buffers=buffers)
         tiling = _tiling(problem, pass_, layouts, deeper, device)
-        if tiling is None:
+        if tiling is None or not _fits(deeper, single, device):
             continue
-        if not _fits(deeper, single, device):
-            continue  # where every element is copied by itself
         shared = config.min_blocks * (_shared_bytes(deeper, tiling) + 1024)
         if shared <= device.shared_bytes_per_multiprocessor or buffers == _STAGES[-1]:
             return _estimate(problem, pass_, deeper, tiling, device)[0], deeper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -11,12 +12,11 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted
 from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import WEIGHT, WORKSPACE, Step
+from polyphase.program.step import WEIGHT, WORKSPACE, Step, main_step
 from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.program.transpose import to_channels_last
-from polyphase.schedules.cells import Side
+from polyphase.schedules.cells import sides_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import Four, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.tap_windows import ALONE
@@ -105,6 +105,21 @@ class _WindowTma(Gradient):
             ("BY_THREADS", mn_major and DTYPE_BYTES[problem.dtype] == 4),
         )
 
+    def _main(
+        self,
+        problem: ConvTransposeProblem,
+        device: DeviceInfo,
+        config: TmaConfig,
+        source: KernelSource,
+        items: int,
+        params: dict[str, Any],
+        maps: tuple[TensorMap, ...],
+    ) -> Step:
+        """The launch of a persistent kernel whose blocks share out so many work tiles."""
+        blocks = min(items, device.multiprocessors * config.resident)
+        shared_bytes = config.buffers * stage_bytes(problem, self.pass_, config)
+        return main_step(source, blocks, config.threads, shared_bytes, params, maps)
+
 
 class WindowDgradTma(_WindowTma):
     """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
@@ -131,7 +146,6 @@ class WindowDgradTma(_WindowTma):
         items, stages = input_items(problem, config, math.prod(tiles)), depth_stages(problem, config)
         dense = layouts.input == dense_strides(problem.input_shape, True)
         length, splits = parted(stages, input_splits(problem, config, items, device)[0] if dense else 1)
-        x = Side(five(problem.input_shape), layouts.input)
         pitch = config.depth_bytes
         flush = FLUSH * DTYPE_BYTES[problem.dtype] // pitch if is_long_sum(problem) else stages
         packed = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
@@ -141,24 +155,18 @@ class WindowDgradTma(_WindowTma):
         constants = (*self._constants(problem, config, pitch, pitch), ("FLUSH", flush))
         form = WgmmaForm(config.columns, problem.dtype)
         source = KernelSource(self.name, problem.dtype, True, constants, (form,))
-        params = params_of(source).pack(
-            x=x,
-            batch=problem.batch,
-            groups=problem.groups,
-            tile_extent=lanes,
-            tiles=tiles,
-            splits=splits,
-            split_length=length,
-            plane=problem.elements[0] if splits > 1 else 0,
-        )
-        main = Step(
-            source=source,
-            grid=(min(items * splits, device.multiprocessors * config.resident), 1, 1),
-            block=config.threads,
-            shared_bytes=config.buffers * stage_bytes(problem, pass_, config),
-            params=params,
-            tensor_maps=(_pixel_map(problem, layouts, lanes, pitch), _weight_map(problem, config)),
-        )
+        params = {
+            "x": sides_of(problem, layouts)[0],
+            "batch": problem.batch,
+            "groups": problem.groups,
+            "tile_extent": lanes,
+            "tiles": tiles,
+            "splits": splits,
+            "split_length": length,
+            "plane": problem.elements[0] if splits > 1 else 0,
+        }
+        maps = _pixel_map(problem, layouts, lanes, pitch), _weight_map(problem, config)
+        main = self._main(problem, device, config, source, items * splits, params, maps)
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=splits, may_split=True)
 
 
@@ -172,8 +180,15 @@ class WindowWgradTma(_WindowTma):
         return {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}
 
     def program(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: TmaConfig,
+        given: ConvTransposeProblem | None = None,
     ) -> Program:
+        """The program of one config; ``given`` is as in the input gradient, and has no part in it."""
         lanes = tile_lanes(problem, pass_, config)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         total, blocks = math.prod(tiles), weight_blocks(problem, config)
@@ -191,30 +206,24 @@ class WindowWgradTma(_WindowTma):
         both = WgmmaForm(config.columns, problem.dtype, transpose_a=True, transpose_b=True)
         forms = () if dict(constants)["BY_THREADS"] else (both,)
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
-        params = params_of(source).pack(
-            groups=problem.groups,
-            blocks=blocks,
-            tile_extent=lanes,
-            tiles=tiles,
-            ahead=_digits(planes, tiles),
-            splits=planes,
-            flush=flush,
-            narrowed=narrowed,
-            items=items,
-            all_tiles=total,
-            plane=problem.elements[1],
+        params = {
+            "groups": problem.groups,
+            "blocks": blocks,
+            "tile_extent": lanes,
+            "tiles": tiles,
+            "ahead": _digits(planes, tiles),
+            "splits": planes,
+            "flush": flush,
+            "narrowed": narrowed,
+            "items": items,
+            "all_tiles": total,
+            "plane": problem.elements[1],
+        }
+        maps = (
+            _pixel_map(problem, layouts, lanes, of_x, output=False),
+            _pixel_map(problem, layouts, boxes, windows.pitch, tensor=1),
         )
-        main = Step(
-            source=source,
-            grid=(min(items, device.multiprocessors * config.resident), 1, 1),
-            block=config.threads,
-            shared_bytes=config.buffers * stage_bytes(problem, pass_, config),
-            params=params,
-            tensor_maps=(
-                _pixel_map(problem, layouts, lanes, of_x, output=False),
-                _pixel_map(problem, layouts, boxes, windows.pitch, tensor=1),
-            ),
-        )
+        main = self._main(problem, device, config, source, items, params, maps)
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
 
 

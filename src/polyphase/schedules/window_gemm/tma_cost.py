@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 from polyphase.costs import Costs, costs
@@ -11,13 +12,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import five
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.tiles import affordable_planes, tiles_of
-from polyphase.schedules.window_gemm.tma_config import (
-    FLUSH,
-    TmaConfig,
-    block_windows,
-    stage_bytes,
-    tile_lanes,
-)
+from polyphase.schedules.window_gemm.tma_config import FLUSH, TmaConfig, block_windows, stage_bytes, tile_lanes
 from polyphase.schedules.window_gemm.window import channel_pitch
 
 _LEAST_STAGES = 4  # of a part of an input gradient's sum
@@ -117,11 +112,8 @@ def input_splits(
         end = terms.reduce + moved * (8 * splits + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
         return (cycles + terms.launch) / device.clock_hz, end if splits > 1 else 0.0
 
-    most = max(
-        1, min(affordable_planes(problem, Pass.INPUT_GRAD), stages // _LEAST_STAGES, 2 * places // max(1, items))
-    )
-    found = min(range(1, most + 1), key=lambda splits: (sum(seconds(splits)), splits))
-    return (found, *seconds(found))
+    planes = affordable_planes(problem, Pass.INPUT_GRAD)
+    return _fastest(min(planes, stages // _LEAST_STAGES, 2 * places // max(1, items)), seconds)
 
 
 @lru_cache(maxsize=4096)
@@ -129,10 +121,8 @@ def weight_splits(
     problem: ConvTransposeProblem, config: TmaConfig, tiles: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
     """Split-K count of a weight gradient, its predicted seconds, and those of what comes after."""
-    blocks, places = (
-        math.prod(weight_blocks(problem, config)) * problem.groups,
-        device.multiprocessors * config.resident,
-    )
+    blocks = math.prod(weight_blocks(problem, config)) * problem.groups
+    places = device.multiprocessors * config.resident
     terms = _terms(Pass.WEIGHT_GRAD, device)
     stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, config, terms)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
@@ -148,6 +138,10 @@ def weight_splits(
         end = 0.0 if alone else terms.launch / 2 / device.clock_hz
         return (cycles + terms.launch) / device.clock_hz, end + terms.planes * moved / device.copy_bytes_per_second
 
-    most = max(1, min(affordable_planes(problem), tiles // 4, 4 * places // blocks))
-    found = min(range(1, most + 1), key=lambda splits: (sum(seconds(splits)), splits))
+    return _fastest(min(affordable_planes(problem), tiles // 4, 4 * places // blocks), seconds)
+
+
+def _fastest(most: int, seconds: Callable[[int], tuple[float, float]]) -> tuple[int, float, float]:
+    """The fastest split-K count up to ``most``, and its ``seconds``: of the kernel, and of what comes after."""
+    found = min(range(1, max(1, most) + 1), key=lambda splits: (sum(seconds(splits)), splits))
     return (found, *seconds(found))

@@ -10,32 +10,29 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.program.program import Program, between_transposes, transpose_reduces
 from polyphase.schedules.cost import transpose_seconds
-from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.schedule import Cost
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import TmaConfig
 from polyphase.schedules.window_gemm.tma_cost import weight_planes
+from polyphase.schedules.window_gemm.window import Gradient
 
 _MOST_BYTES = 512 << 20  # of the tensors in channels_last
 
 
-class _Transposed(Schedule):
+class _Transposed(Gradient):
     """What the two have in common."""
 
-    on_tensor_cores = True
     adapts = True
-    kept = True
     _tma: WindowDgradTma | WindowWgradTma
     _reads: int  # tensors that are transposed before; the result is transposed back
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
         return False
 
-    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+    def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.channels_last:
             return "transposes tensors that are channels first"
-        if problem.dtype == "float32" and not problem.uses_tf32:  # with more channels it might
-            return self._tma.limits(problem, pass_, device)
-        return self._tma.supports(_last(problem, pass_), pass_, device)
+        return self._tma.supports(_last(problem, self.pass_), self.pass_, device)
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return self._tma.nothing_fits(problem, device)
@@ -76,20 +73,8 @@ class _Transposed(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Program:
         last = _last(problem, pass_)
-        inner = self._inner(problem, last, pass_, device, self._layouts(problem, pass_, layouts), config)
+        inner = self._tma.program(last, pass_, device, self._layouts(problem, pass_, layouts), config, problem)
         return between_transposes(inner, problem, pass_, layouts, last)
-
-    def _inner(
-        self,
-        problem: ConvTransposeProblem,
-        last: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: TmaConfig,
-    ) -> Program:
-        """What stands between the transposes, which computes the layer ``last``."""
-        return self._tma.program(last, pass_, device, layouts, config)
 
     def _layouts(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layouts:
         """As the boxes' kernel gets them: what is transposed has no gaps, and is aligned; the weight is as it is."""
@@ -105,17 +90,6 @@ class WindowDgradTransposed(_Transposed):
     passes = (Pass.INPUT_GRAD,)
     _tma = WindowDgradTma()
     _reads = 1
-
-    def _inner(
-        self,
-        problem: ConvTransposeProblem,
-        last: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: TmaConfig,
-    ) -> Program:
-        return self._tma.program(last, pass_, device, layouts, config, problem)
 
 
 class WindowWgradTransposed(_Transposed):

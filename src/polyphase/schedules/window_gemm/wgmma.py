@@ -10,12 +10,11 @@ from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted
-from polyphase.problem.layouts import Layouts, five
+from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import is_tiny, standard, typical
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
-from polyphase.schedules.cells import Side
+from polyphase.program.step import main_step
+from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
@@ -30,7 +29,7 @@ from polyphase.schedules.window_gemm.wgmma_config import (
 )
 from polyphase.schedules.window_gemm.wgmma_tile import Tiling, shared_bytes_of, stage_cycles, tiling_of
 from polyphase.schedules.window_gemm.wgmma_window import in_pairs
-from polyphase.schedules.window_gemm.window import Gradient, as_one_channel, blocks_of
+from polyphase.schedules.window_gemm.window import Gradient, as_one_channel, blocks_of, split_params
 
 _SMALLER = 1536, 24, 16  # image side in 1-D, 2-D, 3-D of the second size at which configs are scored
 _LEAST_SPLIT = 8  # tiles of a weight gradient's split, at least
@@ -105,40 +104,38 @@ class _WindowWgmma(Gradient):
         flattened, layouts = read
         tiling = tiling_of(flattened, pass_, layouts, config, device)
         assert tiling is not None
-        grad = Side(five(flattened.output_shape), layouts.output)
-        x = Side(five(flattened.input_shape), layouts.input)
-        blocks = blocks_of(flattened, pass_, config.columns, config.out_chunk)
-        of_pass: dict[str, int] = {}
-        planes, grid = 1, blocks * tiling.total
+        x, grad = sides_of(flattened, layouts)
+        blocks, planes, narrowed = blocks_of(flattened, pass_, config.columns, config.out_chunk), 1, False
+        params = {
+            "x": x,
+            "g": grad,
+            "window": tiling.window,
+            "runs": tiling.runs,
+            "batch": problem.batch,
+            "tile_extent": tiling.lanes,
+            "tiles": tiling.tiles,
+            "skew": tiling.skew,
+            "box_bytes": tiling.box_bytes,
+            "table_bytes": tiling.table,
+            "stage_bytes": tiling.stage,
+            "window_offset": tiling.window_at,
+        }
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _splits(flattened, config, tiling, device))
-            of_pass = _weight_grad_params(flattened, tiling, length)
-            grid = blocks * planes
-        source = self._source(problem, flattened, pass_, config)
-        params = params_of(source).pack(
-            x=x,
-            g=grad,
-            window=tiling.window,
-            runs=tiling.runs,
-            batch=problem.batch,
-            tile_extent=tiling.lanes,
-            tiles=tiling.tiles,
-            skew=tiling.skew,
-            box_bytes=tiling.box_bytes,
-            table_bytes=tiling.table,
-            stage_bytes=tiling.stage,
-            window_offset=tiling.window_at,
-            **of_pass,
-        )
-        main = Step(
-            source=source,
-            grid=(grid, 1, 1),
-            block=128 * GROUPS + LOADERS,
-            shared_bytes=shared_bytes_of(config, tiling),
-            params=params,
-            tensor_maps=tuple(each for each in (tiling.runs.tensor_map, tiling.window_map) if each is not None),
-        )
-        last, narrowed = problem.channels_last and problem.taps > 1, bool(of_pass.get("narrowed"))
+            narrowed = _narrows(flattened, tiling, length)
+            params |= split_params(flattened, length, tiling.total) | {
+                "joined": tiling.joined,
+                "steps": tiling.steps,
+                "flush": _flush(flattened, tiling),
+                "narrowed": narrowed,
+                "piece_bytes": tiling.runs.piece_bytes,
+            }
+        else:
+            blocks *= tiling.total
+        source, threads = self._source(problem, flattened, pass_, config), 128 * GROUPS + LOADERS
+        maps = tuple(each for each in (tiling.runs.tensor_map, tiling.window_map) if each is not None)
+        main = main_step(source, blocks * planes, threads, shared_bytes_of(config, tiling), params, maps)
+        last = problem.channels_last and problem.taps > 1
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=last, narrowed=narrowed)
 
     def _source(
@@ -181,21 +178,6 @@ class WindowWgradWgmma(_WindowWgmma):
         return False
 
 
-def _weight_grad_params(problem: ConvTransposeProblem, tiling: Tiling, length: int) -> dict[str, int]:
-    """What the weight gradient's parameters have beside the input gradient's; ``length`` of a split in tiles."""
-    return {
-        "groups": problem.groups,
-        "joined": tiling.joined,
-        "steps": tiling.steps,
-        "flush": _flush(problem, tiling),
-        "narrowed": _narrows(problem, tiling, length),
-        "piece_bytes": tiling.runs.piece_bytes,
-        "split_length": length,
-        "all_tiles": tiling.total,
-        "plane": math.prod(problem.weight_shape),
-    }
-
-
 def _flush(problem: ConvTransposeProblem, tiling: Tiling) -> int:
     """Stages of a weight gradient between flushes."""
     return max(1, FLUSH * DTYPE_BYTES[problem.dtype] // (OPERATION_BYTES * tiling.steps))
@@ -221,7 +203,7 @@ def _as_read(
 
 def _input_differs(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> bool:
     """Whether a weight gradient's input lies in another format than the layer's; of one channel it counts as NCHW."""
-    x = Side(five(problem.input_shape), layouts.input)
+    x, _ = sides_of(problem, layouts)
     return pass_ is Pass.WEIGHT_GRAD and x.channels_last != problem.channels_last
 
 

@@ -168,11 +168,7 @@ class _Tilings:
         return None if tiling is None else tiling.window_map is None and tiling.lanes[3] < self._least_row
 
 
-@lru_cache(maxsize=64)  # they may have hundreds of kilobytes; configs of one call follow each other
-def _tilings(
-    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, terms: Costs
-) -> _Tilings:
-    return _Tilings(problem, pass_, layouts, config, terms)
+_tilings = lru_cache(maxsize=64)(_Tilings)  # of hundreds of kilobytes at most; configs of one call follow each other
 
 
 def _least_stages(

@@ -45,6 +45,12 @@ def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chu
     return blocks
 
 
+def split_params(problem: ConvTransposeProblem, length: int, tiles: int) -> dict[str, int]:
+    """Split-K in a weight gradient's parameters: ``length`` of a split, of all ``tiles`` of positions."""
+    plane = math.prod(problem.weight_shape)
+    return {"groups": problem.groups, "split_length": length, "all_tiles": tiles, "plane": plane}
+
+
 def lanes_of(problem: ConvTransposeProblem, positions: int) -> tuple[Four, ...]:
     """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
 
