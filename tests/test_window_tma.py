@@ -32,10 +32,9 @@ from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.program.split_k import reduce_splits
 from polyphase.schedules.schedule import Candidate
-from polyphase.schedules.window_gemm import tma, tma_config, tma_cost
-from polyphase.schedules.window_gemm.tap_windows import ALONE
+from polyphase.schedules.window_gemm import tma, tma_config, tma_cost, window
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
-from polyphase.schedules.window_gemm.tma_config import TmaConfig
+from polyphase.schedules.window_gemm.tma_config import ALONE, TmaConfig
 from polyphase.torch_op.memory_format import as_output, empty_output
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -143,7 +142,7 @@ def test_no_races(name: str, pass_: Pass) -> None:
 @pytest.mark.parametrize("pass_", SCHEDULES)
 def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums longer than what the cores sum in one go, of several stages and a rest."""
-    for module in (tma, tma_config, tma_cost):
+    for module in (tma, tma_cost, window):
         monkeypatch.setattr(module, "FLUSH", 64)
     monkeypatch.setattr(tma_cost, "affordable_planes", lambda *_: 1)
     tma_cost.weight_splits.cache_clear()

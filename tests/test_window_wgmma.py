@@ -29,10 +29,10 @@ from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.schedules import tiles
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm import wgmma as gradient_wgmma
-from polyphase.schedules.window_gemm import wgmma_config
 from polyphase.schedules.window_gemm import wgmma_tile as gradient_wgmma_tile
+from polyphase.schedules.window_gemm import window
 from polyphase.schedules.window_gemm.wgmma import WindowDgradWgmma, WindowWgradWgmma
-from polyphase.schedules.window_gemm.wgmma_config import WgmmaConfig
+from polyphase.schedules.window_gemm.wgmma_tile import WgmmaConfig
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -235,14 +235,14 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums longer than what the cores sum in one go, of several stages and a rest."""
     problem = make((2, 40, 6, 8), 56, 4, 2, 1, dtype="bfloat16")
     schedule = SCHEDULES[Pass.INPUT_GRAD]
-    for module in (gradient_wgmma, wgmma_config):
+    for module in (gradient_wgmma, window):
         monkeypatch.setattr(module, "FLUSH", 2 * 8 * problem.taps)
     config = WgmmaConfig(2, 40, 8, 256, 3)
     program = schedule.program(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), config)
     assert dict(program.main.source.constants)["FLUSH"] == 2
     candidate = Candidate(schedule.name, config, 0.0, "")
     assert_exact(problem, Pass.INPUT_GRAD, candidate, program, executor=Emulator(1))
-    most = {config.columns * config.row_tiles for config in wgmma_config.legal_configs(problem, Pass.INPUT_GRAD)}
+    most = {config.columns * config.row_tiles for config in gradient_wgmma_tile.legal_configs(problem, Pass.INPUT_GRAD)}
     assert max(most) <= 128
 
 
@@ -250,7 +250,7 @@ def test_long_sums_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts longer than what the cores sum in one go."""
     problem = make((3, 16, 16, 32), 16, 2, 2, dtype="bfloat16")
     monkeypatch.setattr(tiles, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
-    for module in (gradient_wgmma, wgmma_config):
+    for module in (gradient_wgmma, window):
         monkeypatch.setattr(module, "FLUSH", 160)
     candidate, _ = offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[0]
     config = candidate.config._replace(positions=64)

@@ -86,6 +86,16 @@ def out_blocks(problem: ConvTransposeProblem, out_chunk: int) -> int:
     return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
 
 
+def parts_in_few_rounds(blocks: int, resident: int, most: int, work_of_part: Callable[[int], int]) -> int:
+    """Split-K count, at most ``most``, of least work: blocks fill one round of those that are resident, or a few.
+
+    ``blocks``: of a part. ``work_of_part``: what a block of one of so many parts does, in any unit.
+    """
+    rounds = range(-(-blocks // resident), -(-blocks // resident) + 4)
+    counts = (min(max(1, most), max(1, count * resident // blocks)) for count in rounds)
+    return min(counts, key=lambda parts: -(-blocks * parts // resident) * work_of_part(parts))
+
+
 def affordable_planes(problem: ConvTransposeProblem, pass_: Pass = Pass.WEIGHT_GRAD) -> int:
     """Planes of partial sums of a pass that memory may be spent on."""
     elements = problem.elements[{Pass.FORWARD: 2, Pass.INPUT_GRAD: 0, Pass.WEIGHT_GRAD: 1}[pass_]]

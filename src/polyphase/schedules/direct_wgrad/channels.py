@@ -19,7 +19,15 @@ from polyphase.program.step import main_step
 from polyphase.schedules.cells import Side, sides_of
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import Four, affordable_planes, arranged, constants_of, layer_constants, tiles_of
+from polyphase.schedules.tiles import (
+    Four,
+    affordable_planes,
+    arranged,
+    constants_of,
+    layer_constants,
+    parts_in_few_rounds,
+    tiles_of,
+)
 from polyphase.schedules.window_gemm.stages import widest_piece
 
 _THREADS = 256  # at most
@@ -209,16 +217,10 @@ def _blocks(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> tuple
 
 
 def _parts(problem: ConvTransposeProblem, config: ChannelsWgradConfig, device: DeviceInfo) -> int:
-    """Parts of the positions, of a few tiles each: all blocks are resident together, or in few rounds."""
+    """Split-K count of the positions: a part has a few tiles."""
     blocks, tiles = math.prod(_blocks(problem, config)), math.prod(_tiles(problem, config)[1])
-    resident = device.multiprocessors * config.min_blocks
-    most = max(1, min(tiles // _LEAST_TILES, affordable_planes(problem)))
-
-    def cost(parts: int) -> int:
-        return math.ceil(blocks * parts / resident) * (math.ceil(tiles / parts) + _LEAST_TILES // 2)
-
-    rounds = range(math.ceil(blocks / resident), math.ceil(blocks / resident) + 4)
-    return min((min(most, max(1, count * resident // blocks)) for count in rounds), key=cost)
+    resident, most = device.multiprocessors * config.min_blocks, min(tiles // _LEAST_TILES, affordable_planes(problem))
+    return parts_in_few_rounds(blocks, resident, most, lambda parts: -(-tiles // parts) + _LEAST_TILES // 2)
 
 
 def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsWgradConfig]:

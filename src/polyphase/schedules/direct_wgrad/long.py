@@ -22,7 +22,7 @@ from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
+from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants, parts_in_few_rounds
 
 _THREADS = 128  # at most: registers share out better than with more
 _WARPS = 4  # on tensor cores
@@ -209,17 +209,11 @@ def _blocks(problem: ConvTransposeProblem, config: LongWgradConfig, piece: int) 
 
 
 def _parts(problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, piece: int) -> int:
-    """Parts of the steps: all blocks are resident together, or in few rounds."""
+    """Split-K count of the steps."""
     blocks, steps = _blocks(problem, config, piece), _steps(problem, config)[0]
-    resident = device.multiprocessors * config.min_blocks
-    most = max(1, min(steps // (_LEAST_STEPS * config.walkers), affordable_planes(problem)))
-
-    def work(parts: int) -> int:
-        of_thread = math.ceil(math.ceil(steps / parts) / config.walkers)
-        return math.ceil(blocks * parts / resident) * (of_thread + _LEAST_STEPS // 2)
-
-    rounds = range(math.ceil(blocks / resident), math.ceil(blocks / resident) + 4)
-    return min((min(most, max(1, count * resident // blocks)) for count in rounds), key=work)
+    resident, walkers = device.multiprocessors * config.min_blocks, config.walkers
+    most = min(steps // (_LEAST_STEPS * walkers), affordable_planes(problem))
+    return parts_in_few_rounds(blocks, resident, most, lambda parts: -(-steps // (parts * walkers)) + _LEAST_STEPS // 2)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, config: LongWgradConfig) -> int:

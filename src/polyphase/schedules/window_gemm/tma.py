@@ -19,11 +19,9 @@ from polyphase.program.transpose import to_channels_last
 from polyphase.schedules.cells import sides_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import Four, constants_of, layer_constants, tiles_of
-from polyphase.schedules.window_gemm.tap_windows import ALONE
 from polyphase.schedules.window_gemm.tma_config import (
-    FLUSH,
+    ALONE,
     TmaConfig,
-    is_long_sum,
     legal_configs,
     stage_bytes,
     tile_lanes,
@@ -36,7 +34,7 @@ from polyphase.schedules.window_gemm.tma_cost import (
     weight_blocks,
     weight_splits,
 )
-from polyphase.schedules.window_gemm.window import Gradient, channel_pitch
+from polyphase.schedules.window_gemm.window import FLUSH, Gradient, channel_pitch, is_long_sum
 
 _ALONE_OFFERED = 2  # of the configs that are offered, those whose taps share no windows
 _MAX_BOX_STEP = 8  # elements of the tensor from one of a box to the next

@@ -1,28 +1,65 @@
-"""What the TMA kernels of both gradients can be specialised to: configs, their stages and tiles."""
+"""What the TMA kernels of both gradients can be specialised to: configs, their stages, tiles and windows."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import five
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, tiles_of
-from polyphase.schedules.window_gemm.tap_windows import ALONE, Three, Windows, box_fits, exact_lanes, shared_windows
-from polyphase.schedules.window_gemm.window import channel_pitch, lanes_of
+from polyphase.schedules.window_gemm.window import channel_pitch, is_long_sum, lanes_of
 
+Three = tuple[int, int, int]
+
+#: Taps of a window that is just a tile.
+ALONE: Three = (1, 1, 1)
+
+_MAX_BOX_SIDE = 256  # elements of the tensor, from a box's first to its last
+_TOGETHER = 8  # positions along w, at least, that a wgmma takes together
 _MOST_IMAGES = 255  # of a tile, and positions along a side: a row's position has a byte for each
 _MOST_COLUMNS = 256  # N of a wgmma
 _MOST_SUMS = 128  # fp32 accumulators of a thread
 _MOST_SUMS_OF_THREE = 96  # where three groups multiply
 _LEAST_STAGES, _MOST_STAGES = 3, 8
 _DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
-FLUSH = 8192  # K accumulated in tensor cores before a flush; with longer K an input gradient has half the tile
+
+
+class Windows(NamedTuple):
+    """Taps along d, h and w that share a window of the output gradient (``kernels/operand/tap_windows.cuh``).
+
+    ``lanes``: positions of a tile; ``pitch``: bytes of a row, which holds channels of a position.
+    """
+
+    taps: Three
+    lanes: Three
+    pitch: int
+
+    @property
+    def along(self) -> int:
+        """Taps of a line, those along the innermost dimension that has several."""
+        return next((count for count in reversed(self.taps) if count > 1), 1)
+
+    def extents(self, problem: ConvTransposeProblem) -> Three:
+        """Positions along d, h and w, halo included."""
+        d, h, w = (lanes + (taps - 1) * _shift(axis) for lanes, taps, axis in zip(self.lanes, self.taps, problem.axes3))
+        return d, h, w
+
+    def bytes(self, problem: ConvTransposeProblem) -> int:
+        """Of a window, in shared memory."""
+        return round_up(math.prod(self.extents(problem)) * self.pitch, 1024)
+
+    def count(self, problem: ConvTransposeProblem) -> int:
+        """Windows of a group."""
+        channels = math.ceil(problem.out_channels_per_group * DTYPE_BYTES[problem.dtype] / self.pitch)
+        return channels * math.prod(
+            min(_period(axis), axis.kernel) if taps > 1 else axis.kernel for taps, axis in zip(self.taps, problem.axes3)
+        )
 
 
 class TmaConfig(NamedTuple):
@@ -111,11 +148,6 @@ def tile_lanes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) ->
     return min(filter(fits, found), key=tiles)
 
 
-def is_long_sum(problem: ConvTransposeProblem) -> bool:
-    """Whether an input gradient's sums are longer than the cores' should be."""
-    return problem.out_channels_per_group * problem.taps > FLUSH
-
-
 def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[TmaConfig]:
     """Every config of a layer, with as many stages as there is room for."""
     for config in _input_configs(problem) if pass_ is Pass.INPUT_GRAD else _weight_configs(problem):
@@ -202,3 +234,55 @@ def _widths(channels: int, multiple: int) -> list[int]:
             for widest in (_MOST_COLUMNS, _MOST_COLUMNS // 2, _MOST_COLUMNS // 4)
         }
     )
+
+
+def box_fits(extents: Iterable[int], problem: ConvTransposeProblem) -> bool:
+    """Whether TMA brings so many elements along d, h and w at once."""
+    return all((count - 1) * axis.stride < _MAX_BOX_SIDE for count, axis in zip(extents, problem.axes3))
+
+
+def shared_windows(problem: ConvTransposeProblem, positions: int, pitch: int) -> Iterator[Windows]:
+    """Windows of several taps, of tiles of so many positions; ``pitch`` is the most that a row may have."""
+    size = DTYPE_BYTES[problem.dtype]
+    sharing = (math.ceil(axis.kernel / _period(axis)) for axis in problem.axes3)
+    for d, h, w in itertools.product(*({1, taps} for taps in sharing)):
+        windows = Windows((d, h, w), ALONE, pitch)
+        while windows.along * windows.pitch // size > _MOST_COLUMNS and windows.pitch > 32:
+            windows = windows._replace(pitch=windows.pitch // 2)
+        if windows.taps != ALONE and windows.along * windows.pitch // size <= _MOST_COLUMNS:
+            shapes = [windows._replace(lanes=lanes) for lanes in _tiles(problem, positions)]
+            shapes = [shape for shape in shapes if box_fits(shape.extents(problem), problem)]
+            if shapes:
+                yield min(shapes, key=lambda shape: _brought(problem, shape))
+
+
+def exact_lanes(positions: int) -> Iterable[Four]:
+    """Extents of so many positions, a power of two; long rows first."""
+    powers = [1 << i for i in reversed(range(positions.bit_length()))]
+    for w, h, d in itertools.product(powers, repeat=3):
+        if w * h * d <= positions:
+            yield positions // (w * h * d), d, h, w
+
+
+def _tiles(problem: ConvTransposeProblem, positions: int) -> Iterator[Three]:
+    """Of one image, whose rows instructions take whole, or two of them."""
+    depth = 32 // DTYPE_BYTES[problem.dtype]
+    for n, d, h, w in exact_lanes(positions):
+        if n == 1 and w >= _TOGETHER and (w >= depth or h % 2 == 0):
+            yield d, h, w
+
+
+def _brought(problem: ConvTransposeProblem, windows: Windows) -> int:
+    """Positions of the output gradient that are brought for all of its images' tiles."""
+    tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], (1, *windows.lanes))
+    return math.prod(tiles) * (math.prod(windows.lanes) + math.prod(windows.extents(problem)))
+
+
+def _period(axis: Axis) -> int:
+    """Taps from one to the next that meets elements of the same residue of the stride."""
+    return axis.stride // math.gcd(axis.stride, axis.dilation)
+
+
+def _shift(axis: Axis) -> int:
+    """Positions that these two are apart."""
+    return axis.dilation // math.gcd(axis.stride, axis.dilation)

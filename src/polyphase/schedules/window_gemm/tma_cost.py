@@ -12,8 +12,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import five
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.tiles import affordable_planes, tiles_of
-from polyphase.schedules.window_gemm.tma_config import FLUSH, TmaConfig, block_windows, stage_bytes, tile_lanes
-from polyphase.schedules.window_gemm.window import channel_pitch
+from polyphase.schedules.window_gemm.tma_config import TmaConfig, block_windows, stage_bytes, tile_lanes
+from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch
 
 _LEAST_STAGES = 4  # of a part of an input gradient's sum
 

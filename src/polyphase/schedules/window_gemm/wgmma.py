@@ -19,17 +19,25 @@ from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
-from polyphase.schedules.window_gemm.wgmma_config import (
-    FLUSH,
+from polyphase.schedules.window_gemm.wgmma_tile import (
     GROUPS,
     LOADERS,
+    Tiling,
     WgmmaConfig,
-    is_long_sum,
     legal_configs,
+    shared_bytes_of,
+    stage_cycles,
+    tiling_of,
 )
-from polyphase.schedules.window_gemm.wgmma_tile import Tiling, shared_bytes_of, stage_cycles, tiling_of
 from polyphase.schedules.window_gemm.wgmma_window import in_pairs
-from polyphase.schedules.window_gemm.window import Gradient, as_one_channel, blocks_of, split_params
+from polyphase.schedules.window_gemm.window import (
+    FLUSH,
+    Gradient,
+    as_one_channel,
+    blocks_of,
+    is_long_sum,
+    split_params,
+)
 
 _SMALLER = 1536, 24, 16  # image side in 1-D, 2-D, 3-D of the second size at which configs are scored
 _LEAST_SPLIT = 8  # tiles of a weight gradient's split, at least

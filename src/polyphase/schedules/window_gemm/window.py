@@ -15,6 +15,10 @@ from polyphase.schedules.schedule import Schedule
 from polyphase.schedules.tiles import Four
 from polyphase.schedules.window_gemm.stages import StageBox, channel_piece, row_piece
 
+#: K that wgmma accumulates before a flush: tensor cores truncate at every step. An input gradient with longer K keeps a
+#: second set of accumulators, so that its tile is at most half.
+FLUSH = 8192
+
 
 class Gradient(Schedule):
     """A schedule for one of the gradients."""
@@ -35,6 +39,11 @@ class Gradient(Schedule):
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         """What its mainloop cannot take."""
         raise NotImplementedError
+
+
+def is_long_sum(problem: ConvTransposeProblem) -> bool:
+    """Whether an input gradient's K is longer than what tensor cores should accumulate."""
+    return problem.out_channels_per_group * problem.taps > FLUSH
 
 
 def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chunk: int) -> int:
