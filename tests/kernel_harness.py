@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -330,6 +330,44 @@ def assert_one_config_exact(schedule: Schedule, problem: ConvTransposeProblem, p
     seed = zlib.crc32(f"{problem} {pass_}".encode())
     candidate, program = found[seed % len(found)]
     assert_exact(problem, pass_, candidate, program, executor=Emulator(seed % 1000))
+
+
+def assert_kinds_exact(
+    schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass, kinds: Iterable[Layouts] | None = None
+) -> int:
+    """In the emulator, on tensors of each kind, a config of each by turns; returns the kinds that have a config."""
+    order, met = zlib.crc32(str(problem).encode()), 0
+    for turn, layouts in enumerate(kinds or strange_layouts(problem)):
+        if found := offers(schedule, problem, pass_, layouts):
+            candidate, program = found[(order + turn) % len(found)]
+            assert_exact(problem, pass_, candidate, program, layouts, Emulator(order % 1000))
+            met += 1
+    return met
+
+
+def assert_no_races(schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass) -> Candidate:
+    """The first config, on dense tensors, in several orders of threads and blocks that must agree."""
+    candidate, program = offers(schedule, problem, pass_)[0]
+    assert_exact(problem, pass_, candidate, program, executor=Emulator(order=None))
+    return candidate
+
+
+def assert_float32_exact(program: Program, problem: ConvTransposeProblem, pass_: Pass, most: float) -> None:
+    """The error, relative to the result's norm, is that of sums in short chains of float32."""
+    generator = torch.Generator().manual_seed(5)
+    first, second = (torch.randn(shape, generator=generator) for shape in operand_shapes(problem, pass_))
+    found = run(problem, pass_, program, Layouts.dense(problem), (first, second)).double()
+    exact = reference(problem, pass_, (first.double(), second.double()))
+    assert (found - exact).norm() / exact.norm() < most
+
+
+def lists_of_sizes(schedule: Schedule, layer: ConvTransposeProblem, pass_: Pass) -> set[tuple[Any, ...]]:
+    """The configs that a 2-D layer has at several sizes: one list where they do not depend on the size."""
+    lists = set()
+    for batch, size in ((1, (8, 16)), (7, (33, 40)), (300, (16, 16)), (2, (128, 256))):
+        sized = replace(layer, batch=batch, input_size=size)
+        lists.add(tuple(each.config for each in candidates(schedule, sized, pass_, H200, Layouts.dense(sized))))
+    return lists
 
 
 def assert_rounds_to_nearest(problem: ConvTransposeProblem, pass_: Pass, program: Program) -> None:

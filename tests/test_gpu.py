@@ -60,10 +60,10 @@ from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
 from processes import run_python
 from test_direct_channels import LAYERS as CHANNELS_LAYERS
-from test_direct_wgrad_channels import LAYERS as CHANNELS_GRAD_LAYERS
-from test_direct_wgrad_long import LAYERS as LONG_GRAD_LAYERS
-from test_direct_wgrad_windows import LAYERS as WINDOWS_LAYERS
-from test_dot_dgrad import LAYERS as DOTS_LAYERS
+from test_direct_gradients import CHANNELS as CHANNELS_GRAD_LAYERS
+from test_direct_gradients import DOTS as DOTS_LAYERS
+from test_direct_gradients import LONG as LONG_GRAD_LAYERS
+from test_direct_gradients import WINDOWS as WINDOWS_LAYERS
 from test_implicit_gemm import RINGS, GemmCase, gemm_cases, ring_case, share_all_items
 from test_implicit_gemm import items_to_take as items_to_take  # a fixture, of these tests as well
 from test_kernels import PROBLEMS, WIDE_LAYERS, wide

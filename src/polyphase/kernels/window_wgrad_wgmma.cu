@@ -11,8 +11,9 @@
 // of g are merged: one channel, whose rows have W*C elements (`as_one_channel` in schedules/window_gemm/window.py).
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
-// float32 to `partial` in global memory, and start from zero. Where there is one flush and one split, the sums are
-// `narrowed` to the tensors' type at once.
+// float32 to `partial` in global memory, and start from zero. A thread's earlier sums of a column are loaded together
+// (PRELOADED), so that no load waits for another, unless registers would spill. Where there is one flush and one split,
+// the sums are `narrowed` to the tensors' type at once.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -69,15 +70,20 @@ __device__ __forceinline__ void flush(const Sums& sums, void* partial, long long
     for (int column = 0; column < 2; ++column) {
       float* const sums_at = (float*)partial + to + column * ALL_ROWS;
       scalar_t* const results_at = (scalar_t*)partial + to + column * ALL_ROWS;
-      Stored before[2 * ROW_TILES / TOGETHER] = {};  // loaded together, before the first is needed
+      Stored before[2 * ROW_TILES / TOGETHER] = {};
+      if constexpr (PRELOADED) {
 #pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; i += TOGETHER)
-        if (again && column < columns && Sums::row(i) < filled)
-          before[i / TOGETHER] = *(const Stored*)(sums_at + Sums::row(i) - Sums::row(0));
+        for (int i = 0; i < 2 * ROW_TILES; i += TOGETHER)
+          if (again && column < columns && Sums::row(i) < filled)
+            before[i / TOGETHER] = *(const Stored*)(sums_at + Sums::row(i) - Sums::row(0));
+      }
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; i += TOGETHER) {
         if (column >= columns || Sums::row(i) >= filled) continue;
         Stored sum = before[i / TOGETHER];
+        if constexpr (!PRELOADED) {
+          if (again) sum = *(const Stored*)(sums_at + Sums::row(i) - Sums::row(0));
+        }
         Narrowed result;
 #pragma unroll
         for (int j = 0; j < TOGETHER; ++j) {

@@ -160,12 +160,13 @@ class _WindowWgmma(Gradient):
             ("COLUMN_TILES", config.columns // 8),
             ("PAIRS", in_pairs(flattened)),
             ("MN_MAJOR", problem.channels_last),
-            *((("FLUSH", _stages_summed(flattened, config)),) if pass_ is Pass.INPUT_GRAD else ()),
+            ("FLUSH", _stages_summed(flattened, config)) if pass_ is Pass.INPUT_GRAD else ("PRELOADED", True),
             ("MIN_BLOCKS", 1),
             ("WGMMA", True),
         )
         form = WgmmaForm(config.columns, problem.dtype, a_in_registers=True, transpose_b=problem.channels_last)
-        return KernelSource(self.name, problem.dtype, True, constants, (form,))
+        fallbacks = ((("PRELOADED", False),),) if pass_ is Pass.WEIGHT_GRAD else ()
+        return KernelSource(self.name, problem.dtype, True, constants, (form,), fallbacks)
 
 
 class WindowDgradWgmma(_WindowWgmma):
