@@ -315,7 +315,7 @@ def test_refusals(schedule: Schedule, taken: ConvTransposeProblem, refused: dict
 
 
 def test_every_shape_of_long_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of every shape: chains that end, parts, walkers, columns and rows of sums left over."""
+    """Blocks of every shape: chains that end, splits, walkers, columns and rows of sums left over."""
     monkeypatch.setattr(long, "_CHAIN", 16)
     monkeypatch.setattr(long, "_LEAST_STEPS", 2)
     number, taken = 0, set()
@@ -330,8 +330,8 @@ def test_every_shape_of_long_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             program = LONG_WGRAD.program(problem, PASS, device, layouts, config)
             found = params(program)
             facts = {
-                "several chains": found["part_length"] > found["flush"],
-                "several parts": program.splits > 1,
+                "several chains": found["split_length"] > found["flush"],
+                "several splits": program.splits > 1,
                 "input channels left over": problem.in_channels_per_group % config.in_held > 0,
                 "taps left over": 5 % config.taps_held > 0,
                 "aligned": dict(program.main.source.constants)["PIECE"] > 1,
@@ -347,10 +347,10 @@ def test_every_shape_of_long_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _counts(program: Program) -> tuple[list[int], list[int], int, int]:
-    """Walkers and tiles along n, d, h and w, tiles of a part, and of all."""
+    """Walkers and tiles along n, d, h and w, tiles of a split, and of all."""
     found = params(program)
     n, d, w, h = found["tiles"]
-    return found["walkers"], [n, d, h, w], found["part_length"], found["all_tiles"]
+    return found["walkers"], [n, d, h, w], found["split_length"], found["all_tiles"]
 
 
 def test_layers_of_few_channels_take_every_path() -> None:
@@ -378,8 +378,8 @@ def test_layers_of_few_channels_take_every_path() -> None:
                     "several rows added at once": constants["ROWS_AT_ONCE"] > 1,
                     "not all rows added at once": constants["ROWS_AT_ONCE"] < config.rows,
                     "threads that idle": program.main.block > config.lanes * config.block_shares * config.walkers,
-                    "several parts": program.splits > 1,
-                    "a shorter part": length > 0 and total % length > 0,
+                    "several splits": program.splits > 1,
+                    "a shorter split": length > 0 and total % length > 0,
                     **{f"several walkers along {axis}": count > 1 for axis, count in zip("ndhw", walkers)},
                     **{f"several tiles along {axis}": count > 1 for axis, count in zip("ndhw", tiles)},
                 }
@@ -412,7 +412,7 @@ def test_pixels_far_apart() -> None:
 
 
 def test_blocks_fill_rounds() -> None:
-    """Where there are more blocks of channels than are resident, parts make the last round of them a full one."""
+    """Where there are more blocks of channels than are resident, splits make the last round of them a full one."""
     layer = make((16, 600, 20, 20), 600, 3, 1, 1, groups=600)
     few = replace(H200, multiprocessors=100)
     for candidate in candidates(CHANNELS_WGRAD, layer, PASS, few, Layouts.dense(layer)):
@@ -436,7 +436,7 @@ def test_every_shape_of_windows() -> None:
 
 
 def test_long_sums_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chains of a part, of several stages, and a rest."""
+    """Several chains of a split, of several stages, and a rest."""
     monkeypatch.setattr(windows, "_CHAIN", 16)
     monkeypatch.setattr(windows, "affordable_planes", lambda problem: 1)
     for problem in formats(make((5, 24, 7, 36), 3, 3, 2, 1)):
@@ -463,15 +463,15 @@ def test_one_channel_stands_for_all() -> None:
 
 
 def test_layers_of_dots_take_every_path() -> None:
-    """Tiles of every shape, in one part and several, with channels and positions that do not exist."""
+    """Tiles of every shape, in one split and several, with channels and positions that do not exist."""
     taken = set()
     for problem in DOTS.values():
         for layouts in strange_layouts(problem):
             for candidate, program in offers(DOT_DGRAD, problem, Pass.INPUT_GRAD, layouts):
-                taken |= {("in_tile", candidate.config.in_tile), ("parts", program.splits > 1)}
+                taken |= {("in_tile", candidate.config.in_tile), ("splits", program.splits > 1)}
                 taken.add(("rest", problem.in_channels_per_group % candidate.config.in_tile > 0))
     assert {value for fact, value in taken if fact == "in_tile"} == {1, 2, 4, 8, 16}
-    assert {(fact, value) for fact in ("parts", "rest") for value in (False, True)} <= taken
+    assert {(fact, value) for fact in ("splits", "rest") for value in (False, True)} <= taken
 
 
 def test_order_of_dots_does_not_depend_on_the_size() -> None:

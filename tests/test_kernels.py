@@ -281,7 +281,7 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0][1].main.source == usual.main.source
     for candidate, program in found[::4]:
         assert 1 < program.splits < usual.splits
-        assert params(program)["part_length"] > 2048
+        assert params(program)["split_length"] > 2048
         assert params(program)["positions"] % candidate.config.depth
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 

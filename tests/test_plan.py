@@ -363,13 +363,15 @@ def test_weight_gradient_parts_cover_every_position() -> None:
         offered = plan.programs(problem, Pass.WEIGHT_GRAD, H200)
         for candidate, program in (each for each in offered if each[0].schedule == "direct_wgrad_gemm"):
             found = params(program)
-            parts, length, positions, weights = (found[each] for each in ("parts", "part_length", "positions", "plane"))
-            assert parts == program.splits
+            splits, length, positions, weights = (
+                found[each] for each in ("splits", "split_length", "positions", "plane")
+            )
+            assert splits == program.splits
             assert positions == problem.batch * math.prod(problem.input_size)
             assert weights == problem.elements[1]
-            assert (parts - 1) * length < positions <= parts * length
+            assert (splits - 1) * length < positions <= splits * length
             assert length % candidate.config.depth == 0
-            assert parts * weights * 4 <= max(64 << 20, weights * 4)
+            assert splits * weights * 4 <= max(64 << 20, weights * 4)
 
 
 def test_layouts_are_part_of_a_plan() -> None:

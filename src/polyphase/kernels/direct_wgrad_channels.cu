@@ -11,7 +11,7 @@
 // The block's other threads, WALKERS times those, are at neighbouring positions, along w first, then h, d and n in
 // extents chosen at launch. Each takes POSITIONS neighbours along w at a time: it loads what they meet in a row of the
 // output gradient, then adds to all its sums. A block goes on along h, so that rows which the next positions meet again
-// are in the cache. Blocks on different parts of the positions write to different planes of `partial`, which the caller
+// are in the cache. Splits of the positions write to different planes of `partial`, which the caller
 // sums in order: the result does not depend on timing.
 //
 // That is where channels come last. Where they come first, a thread has one channel on either side (LANES, VECTOR and
@@ -30,12 +30,12 @@
 struct Params {
   Tensor5 x, g;
   int batch;
-  int vectors, vector_blocks;  // of all output channels; LANES of them are a block's
-  int flush;                   // tiles that are summed in one chain
-  int walkers[4];              // extents along n, d, h, w; their product is at most WALKERS
-  int tiles[4];                // of so many positions, along n, d, w, h
-  int part_length, all_tiles;  // tiles of a part, of all
-  long long plane;             // elements of one plane of `partial`: all weights
+  int vectors, vector_blocks;   // of all output channels; LANES of them are a block's
+  int flush;                    // tiles that are summed in one chain
+  int walkers[4];               // extents along n, d, h, w; their product is at most WALKERS
+  int tiles[4];                 // of so many positions, along n, d, w, h
+  int split_length, all_tiles;  // tiles of a split, of all
+  long long plane;              // elements of one plane of `partial`: all weights
 };
 
 constexpr int GROUPS_HELD = VECTOR > OUT_CHANNELS ? VECTOR / OUT_CHANNELS : 1;
@@ -207,18 +207,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int first_vector = blockIdx.x % params.vector_blocks * LANES;
   const int first_share = blockIdx.x / params.vector_blocks % SHARE_BLOCKS * BLOCK_SHARES;
-  const int part = blockIdx.x / params.vector_blocks / SHARE_BLOCKS;
+  const int split = blockIdx.x / params.vector_blocks / SHARE_BLOCKS;
   const int vector = first_vector + threadIdx.x % LANES, of_all = first_share + threadIdx.x / LANES % BLOCK_SHARES;
   const Share share(of_all);
   x += (vector * VECTOR / OUT_CHANNELS * IN_CHANNELS + share.in) * params.x.stride[1];
   grad += vector * VECTOR * params.g.stride[1] + (long long)share.column * AXIS_W.dilation * GRAD_PIXEL;
-  partial += part * params.plane;
+  partial += split * params.plane;
 
   int walker[4], tile[4];
   decode(params.walkers, (int)threadIdx.x / SLOTS, walker);
   const bool owns = vector < params.vectors && of_all < SHARES && walker[0] < params.walkers[0];
-  int first = part * params.part_length;
-  const int end = min(first + params.part_length, params.all_tiles);
+  int first = split * params.split_length;
+  const int end = min(first + params.split_length, params.all_tiles);
   decode(params.tiles, first, tile);
   bool again = false;
 #pragma unroll 1

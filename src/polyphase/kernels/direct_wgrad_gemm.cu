@@ -6,10 +6,10 @@
 // K = batch × input positions. The second operand is gathered from the output gradient on its way to shared memory, one
 // element a (column, position), zero where it falls into the padding.
 //
-// Index mapping. A block owns ROWS × COLUMNS of one group and one contiguous part of K. Its threads are K_SLICES ×
-// (ROWS / THREAD_ROWS) × (COLUMNS / THREAD_COLUMNS); a K slice takes every K_SLICES-th position of a stage, summed at
-// the end in slice order. Blocks on different parts of K write to different planes of `partial`, which the caller sums
-// in order: the result does not depend on timing.
+// Index mapping. A block owns ROWS × COLUMNS of one group and one split of K, which is contiguous. Its threads are
+// K_SLICES × (ROWS / THREAD_ROWS) × (COLUMNS / THREAD_COLUMNS); a K slice takes every K_SLICES-th position of a stage,
+// summed at the end in slice order. Splits of K write to different planes of `partial`, which the caller sums in order:
+// the result does not depend on timing.
 //
 // Shared memory: two buffers of DEPTH × ROW_PITCH of x and DEPTH × COLUMN_PITCH of g, both [position][row or column],
 // padded so that stores along K do not meet in one bank; then every thread's sums as [K slice][sum][thread].
@@ -25,10 +25,10 @@
 struct Params {
   Tensor5 x, g;
   int batch, groups;
-  int parts;              // blocks along K
-  long long part_length;  // positions of a part
-  long long positions;    // K
-  long long plane;        // elements of one plane of `partial`: all weights
+  int splits;              // blocks along K
+  long long split_length;  // positions of a split
+  long long positions;     // K
+  long long plane;         // elements of one plane of `partial`: all weights
 };
 
 constexpr int COLUMNS_TOTAL = OUT_CHANNELS * TAPS;
@@ -141,9 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int column_block = block % COLUMN_BLOCKS;
   block /= COLUMN_BLOCKS;
   const int group = block % params.groups;
-  const int part = block / params.groups;
-  const long long first = part * params.part_length;
-  const long long end = min(first + params.part_length, params.positions);
+  const int split = block / params.groups;
+  const long long first = split * params.split_length;
+  const long long end = min(first + params.split_length, params.positions);
 
   const int thread = threadIdx.x;
   const int k_slice = thread / SLICE_THREADS;
@@ -246,6 +246,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   flush(sum, own);
 
   __syncthreads();
-  partial += part * params.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
+  partial += split * params.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
   store_results(totals, partial, in_channel, first_column);
 }

@@ -19,7 +19,7 @@
 // aligned; sums of such r are not stored.
 //
 // A chain of sums ends after `flush` steps, and is added to what the block has stored. The sums of its walkers are
-// added up in shared memory, in order, a row of them at a time in one of two buffers. Blocks on different parts leave
+// added up in shared memory, in order, a row of them at a time in one of two buffers. Splits leave
 // planes, which steps/reduce_splits.cu adds up.
 
 #include "specialisation.cuh"
@@ -139,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const Column at(block.column + lane);
   const int column = go_to(params, block, at, x, grad, partial);
 
-  int first = block.part * params.part_length;
-  const int end = min(first + params.part_length, params.steps);
+  int first = block.split * params.split_length;
+  const int end = min(first + params.split_length, params.steps);
   bool again = false;
 #pragma unroll 1
   do {

@@ -11,7 +11,7 @@
 //
 // x comes from the L1 cache, element by element, zeros beside a row. Sums of tensor cores end after `flush` steps, and
 // are added in float32 to what the block has stored; walkers' sums are added in order through shared memory, a row tile
-// at a time. Blocks on different parts leave planes, which steps/reduce_splits.cu adds up.
+// at a time. Splits leave planes, which steps/reduce_splits.cu adds up.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -137,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int column = go_to(params, block, at, x, grad, partial);
   const InputRows rows(params, block.in);
 
-  int first = block.part * params.part_length;
-  const int end = min(first + params.part_length, params.steps);
+  int first = block.split * params.split_length;
+  const int end = min(first + params.split_length, params.steps);
   bool again = false;
 #pragma unroll 1
   do {

@@ -11,7 +11,7 @@
 // part of the tiles of input positions; a stage is a tile, of one image and one slab of it. A thread owns THREAD_ROWS
 // channels by THREAD_COLUMNS taps of each of THREAD_LINES kernel rows, and takes POSITIONS neighbours along w at once.
 // K_SLICES groups of threads, each SLICE_THREADS apart, share the positions of a tile; their sums are added in order at
-// the end. Blocks on different parts write to different planes of `partial`, which the caller sums in order: the result
+// the end. Splits write to different planes of `partial`, which the caller sums in order: the result
 // does not depend on timing.
 //
 // Shared memory: two stages, each the tile's input and its window of the output gradient. The input lies as
@@ -30,23 +30,23 @@
 
 struct Params {
   Tensor5 x, g;
-  int lanes[4];           // positions of a tile along n, d, h, w: one image, one slab, whole POSITIONS along w
-  int tiles[4];           // tiles along n, d, h, w
-  int rows, pitch;        // of the window: rows of a slab, elements of a row
-  int x_pitch;            // elements from one channel's positions to the next's, unless X_LAST
-  int x_piece, g_piece;   // elements that are copied at once: four or one
-  int lanes_log;          // threads along a row of the input, unless X_LAST: 2 to the power of that, of a warp
-  int window_at, stage;   // elements of shared memory: in front of a stage's window, of a stage
-  int flush;              // stages that are summed in one chain
-  long long part_length;  // tiles of a part
+  int lanes[4];            // positions of a tile along n, d, h, w: one image, one slab, whole POSITIONS along w
+  int tiles[4];            // tiles along n, d, h, w
+  int rows, pitch;         // of the window: rows of a slab, elements of a row
+  int x_pitch;             // elements from one channel's positions to the next's, unless X_LAST
+  int x_piece, g_piece;    // elements that are copied at once: four or one
+  int lanes_log;           // threads along a row of the input, unless X_LAST: 2 to the power of that, of a warp
+  int window_at, stage;    // elements of shared memory: in front of a stage's window, of a stage
+  int flush;               // stages that are summed in one chain
+  long long split_length;  // tiles of a split
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
 };
 
 constexpr int POSITIONS = 4;
-constexpr int SPLITS = ceil_div(AXIS_W.kernel, THREAD_COLUMNS);   // threads along a kernel row
-constexpr int LINES = OUT_CHUNK * AXIS_D.kernel * AXIS_H.kernel;  // kernel rows, of all channels
-constexpr int COLUMN_THREADS = ceil_div(LINES, THREAD_LINES) * SPLITS;
+constexpr int ROW_SHARES = ceil_div(AXIS_W.kernel, THREAD_COLUMNS);  // threads along a kernel row
+constexpr int LINES = OUT_CHUNK * AXIS_D.kernel * AXIS_H.kernel;     // kernel rows, of all channels
+constexpr int COLUMN_THREADS = ceil_div(LINES, THREAD_LINES) * ROW_SHARES;
 constexpr int ROWS = ROW_THREADS * THREAD_ROWS, COLUMNS = LINES * AXIS_W.kernel;
 constexpr int THREADS = round_up(SLICE_THREADS * K_SLICES, 32);
 constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), COLUMN_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
@@ -57,7 +57,7 @@ constexpr int SKEW = (4 - AXIS_W.padding % 4) % 4;
 
 static_assert(ROW_THREADS * COLUMN_THREADS <= SLICE_THREADS, "a slice has a thread for all sums");
 static_assert(THREAD_ROWS % 4 == 0, "rows are read four at a time");
-static_assert(SPLITS == 1 || THREAD_COLUMNS * AXIS_W.dilation % 4 == 0, "threads begin at whole quads of a row");
+static_assert(ROW_SHARES == 1 || THREAD_COLUMNS * AXIS_W.dilation % 4 == 0, "threads begin at whole quads of a row");
 
 // Where in its window a thread's column meets a position, of the first tap's first.
 __host__ __device__ constexpr int place(int position, int column) {
@@ -146,13 +146,13 @@ __device__ __forceinline__ void load_window(const float* grad, int channels, con
 
 // A thread's place in its block.
 struct Thread {
-  int slice, row, line, split;  // its first kernel row
+  int slice, row, line, share;  // its first kernel row
   bool works;
 
   __device__ __forceinline__ Thread() {
     slice = threadIdx.x / SLICE_THREADS;
     const int within = threadIdx.x % SLICE_THREADS, column = within / ROW_THREADS;
-    row = within % ROW_THREADS, line = column / SPLITS * THREAD_LINES, split = column % SPLITS;
+    row = within % ROW_THREADS, line = column / ROW_SHARES * THREAD_LINES, share = column % ROW_SHARES;
     works = slice < K_SLICES && column < COLUMN_THREADS;
   }
   // Of its rows: where X_LAST four neighbours at a time are read together, else positions are.
@@ -234,13 +234,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int block = blockIdx.x;
   const int first_in = block % ROW_BLOCKS * ROWS;
   block /= ROW_BLOCKS;
-  const int first_out = block % COLUMN_BLOCKS * OUT_CHUNK, part = block / COLUMN_BLOCKS;
-  const long long first_tile = part * params.part_length;
+  const int first_out = block % COLUMN_BLOCKS * OUT_CHUNK, split = block / COLUMN_BLOCKS;
+  const long long first_tile = split * params.split_length;
   const int all_stages =
-      (int)(first_tile + params.part_length < params.all_tiles ? params.part_length : params.all_tiles - first_tile);
+      (int)(first_tile + params.split_length < params.all_tiles ? params.split_length : params.all_tiles - first_tile);
   x += first_in * params.x.stride[1];
   grad += first_out * params.g.stride[1];
-  partial += part * params.plane + (long long)first_in * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+  partial += split * params.plane + (long long)first_in * (OUT_CHANNELS * TAPS) + first_out * TAPS;
   const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // that exist, from there on
 
   // Where a thread begins: in the input, in the window, and among the tile's positions. There it goes on by K_SLICES.
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int tap_d = line / AXIS_H.kernel, tap_h = line % AXIS_H.kernel;
     const int slab = tap_d / AXIS_D.kernel * SLABS + tap_d % AXIS_D.kernel * AXIS_D.dilation;
     lines[i] = params.window_at + (slab * params.rows + tap_h * AXIS_H.dilation) * params.pitch +
-               thread.split * (THREAD_COLUMNS * AXIS_W.dilation);
+               thread.share * (THREAD_COLUMNS * AXIS_W.dilation);
   }
   const int in_input = X_LAST ? thread.row * 4 : thread.row * params.x_pitch;
 
@@ -311,9 +311,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int line = 0; line < THREAD_LINES; ++line)
 #pragma unroll
           for (int j = 0; j < THREAD_COLUMNS; ++j) {
-            const int column = thread.split * THREAD_COLUMNS + j;
+            const int column = thread.share * THREAD_COLUMNS + j;
             if ((LINES % THREAD_LINES == 0 || thread.line + line < LINES) &&
-                (SPLITS * THREAD_COLUMNS == AXIS_W.kernel || column < AXIS_W.kernel))
+                (ROW_SHARES * THREAD_COLUMNS == AXIS_W.kernel || column < AXIS_W.kernel))
               to[thread.row_of(i) * COLUMNS + line * AXIS_W.kernel + column] = sums.of[i][line][j];
           }
     }

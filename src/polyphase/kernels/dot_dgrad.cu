@@ -7,7 +7,7 @@
 // lane has a part of all sums, and in the end lane i has sum i, of all lanes. The warps of a block have the same input
 // channels at neighbouring tiles, so that weights come from the L1 cache but for the first time.
 //
-// Where tiles are few the output channels are shared out in `parts`, whose sums are planes that another kernel adds up
+// Where tiles are few the output channels are shared out in `splits`, whose sums are planes that another kernel adds up
 // (steps/reduce_splits.cu).
 //
 // Sums of a lane end after FLUSH output channels, or pieces of PIECE taps where those are many, and are added to those
@@ -21,9 +21,9 @@
 struct Params {
   Tensor5 g, x;  // the output gradient, and the input's
   int batch, groups;
-  int tiles_w, tiles;    // of POSITIONS along w, and of all positions
-  int parts, part_size;  // of the output channels, and how many each but the last has
-  long long plane;       // elements
+  int tiles_w, tiles;        // of POSITIONS along w, and of all positions
+  int splits, split_length;  // of the output channels, and how many each but the last has
+  long long plane;           // elements
 };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
@@ -146,11 +146,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   block /= tile_blocks;
   const int first_in = block % IN_TILES * IN_TILE;
   block /= IN_TILES;
-  const int group = block % params.groups, part = block / params.groups;
+  const int group = block % params.groups, split = block / params.groups;
   if (index >= params.tiles) return;
   const Tile tile(params, index);
 
-  const int first_out = part * params.part_size, channels = min(params.part_size, OUT_CHANNELS - first_out);
+  const int first_out = split * params.split_length, channels = min(params.split_length, OUT_CHANNELS - first_out);
   const int last = IN_CHANNELS - 1 - first_in;
   grad += tile.n * params.g.stride[0] + ((long long)group * OUT_CHANNELS + first_out) * params.g.stride[1];
   weight += (long long)group * (OUT_CHANNELS * IN_CHANNELS * TAPS) + weight_offset(first_in, first_out, 0);
@@ -168,8 +168,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int in = first_in + lane / POSITIONS, at[4] = {tile.n, tile.d, tile.h, tile.w + lane % POSITIONS};
   if (in >= IN_CHANNELS || at[3] >= params.x.size[2]) return;
   const long long to = ((long long)group * IN_CHANNELS + in) * params.x.stride[1] + offset_of(params.x, at);
-  if (params.parts > 1)
-    ((accum_t*)dst)[part * params.plane + to] = found;
+  if (params.splits > 1)
+    ((accum_t*)dst)[split * params.plane + to] = found;
   else
     narrow(found, dst[to]);
 }

@@ -12,9 +12,9 @@
 struct Params {
   Tensor5 x, g;
   int groups, column_blocks;
-  int steps, part_length, flush;  // steps of all images, of a part, and of a chain
-  Divisor along[3];               // steps of a row, rows of a slab, slabs of an image
-  long long plane;                // elements of one plane of `partial`: all weights
+  int steps, split_length, flush;  // steps of all images, of a split, and of a chain
+  Divisor along[3];                // steps of a row, rows of a slab, slabs of an image
+  long long plane;                 // elements of one plane of `partial`: all weights
 };
 
 constexpr int RESIDUES = AXIS_W.kernel < AXIS_W.stride ? AXIS_W.kernel : AXIS_W.stride;
@@ -27,7 +27,7 @@ static_assert(AXIS_W.dilation == 1 && VECTOR % PIECE == 0, "columns are neighbou
 
 // What a block computes.
 struct Block {
-  int tap, in, column, group, part;  // first j, input channel and column
+  int tap, in, column, group, split;  // first j, input channel and column
 
   __device__ __forceinline__ explicit Block(const Params& params) {
     int block = blockIdx.x;
@@ -37,7 +37,7 @@ struct Block {
     block /= IN_BLOCKS;
     column = block % params.column_blocks * LANES;
     block /= params.column_blocks;
-    group = block % params.groups, part = block / params.groups;
+    group = block % params.groups, split = block / params.groups;
   }
 };
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ int go_to(const Params& params, const Block& block, c
                                      const scalar_t* __restrict__& x, const scalar_t* __restrict__& grad, T*& partial) {
   x += ((long long)block.group * IN_CHANNELS + block.in) * params.x.stride[1];
   grad += ((long long)block.group * OUT_CHANNELS + at.channel) * params.g.stride[1];
-  partial += block.part * params.plane + (long long)block.group * IN_CHANNELS * (OUT_CHANNELS * TAPS);
+  partial += block.split * params.plane + (long long)block.group * IN_CHANNELS * (OUT_CHANNELS * TAPS);
   return block.tap * AXIS_W.stride + at.first - AXIS_W.padding;
 }
 

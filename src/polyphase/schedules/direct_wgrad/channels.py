@@ -25,7 +25,7 @@ from polyphase.schedules.tiles import (
     arranged,
     constants_of,
     layer_constants,
-    parts_in_few_rounds,
+    splits_in_few_rounds,
     tiles_of,
 )
 from polyphase.schedules.window_gemm.stages import widest_piece
@@ -36,10 +36,10 @@ _MAX_CHANNELS = 16  # of a group, on either side
 _MAX_SUMS = 112  # of a thread
 _MAX_SUMS_OF_ROW = 48
 _MAX_UNROLLED = 448  # products of a thread, in straight-line code; with more some would spill
-_MAX_REGISTERS = 180  # by estimate; likewise
+_MAX_REGISTERS = 180  # by estimate; with more some would spill
 _CHAIN = 2048  # terms of a sum
-_SHARED_BYTES = 48 << 10  # of a block, where one row of its threads needs no more
-_LEAST_TILES = 4  # of a part
+_SHARED_BYTES = 48 << 10  # of a CTA; one row of its threads' sums may take more
+_LEAST_TILES = 4  # of a split
 
 
 class ChannelsWgradConfig(NamedTuple):
@@ -86,7 +86,7 @@ class ChannelsWgradConfig(NamedTuple):
 
 
 class DirectWgradChannels(Schedule):
-    """A few neighbouring output channels a thread, with all or some of their weights, at a part of the positions."""
+    """A few neighbouring output channels a thread, with all or some of their weights, for a share of the positions."""
 
     name = "direct_wgrad_channels"
     passes = (Pass.WEIGHT_GRAD,)
@@ -155,7 +155,7 @@ class DirectWgradChannels(Schedule):
         walkers, (n, d, h, w) = _tiles(problem, config)
         all_tiles = n * d * h * w
         blocks = _blocks(problem, config)
-        length, parts = parted(all_tiles, _parts(problem, config, device))
+        length, splits = parted(all_tiles, _splits(problem, config, device))
         flush = max(1, _CHAIN // config.positions)
         params = {
             "x": x,
@@ -166,24 +166,24 @@ class DirectWgradChannels(Schedule):
             "flush": flush,
             "walkers": walkers,
             "tiles": (n, d, w, h),
-            "part_length": length,
+            "split_length": length,
             "all_tiles": all_tiles,
             "plane": problem.elements[1],
         }
         shared_bytes = _shared_bytes(problem, config, _rows_at_once(problem, config))
-        main = main_step(source, math.prod(blocks) * parts, config.threads, shared_bytes, params)
-        return assemble(problem, pass_, main, splits=parts)
+        main = main_step(source, math.prod(blocks) * splits, config.threads, shared_bytes, params)
+        return assemble(problem, pass_, main, splits=splits)
 
 
 def _pixel(problem: ConvTransposeProblem, side: Side) -> int:
-    """Elements from a pixel to its neighbour along w; what they would be where there is none."""
+    """Elements from a pixel to its neighbour along w, as if there were one."""
     if side.shape[4] > 1:
         return side.strides[4]
     return side.shape[1] if problem.channels_last else 1
 
 
 def _at_once(side: Side, held: int, problem: ConvTransposeProblem, layouts: Layouts) -> int:
-    """Channels that are read at once, of so many that a thread holds."""
+    """Channels of a vectorised load, of so many that a thread holds."""
     if not layouts.aligned:
         return 1
     batch, _, *spatial = side.strides
@@ -211,16 +211,16 @@ def _tiles(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> tuple[
 
 
 def _blocks(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> tuple[int, int]:
-    """Blocks of a part: of vectors, and of shares."""
+    """CTAs of a split: of vectors, and of shares."""
     vectors = problem.out_channels // config.vector
     return math.ceil(vectors / config.lanes), math.ceil(config.shares(problem) / config.block_shares)
 
 
-def _parts(problem: ConvTransposeProblem, config: ChannelsWgradConfig, device: DeviceInfo) -> int:
-    """Split-K count of the positions: a part has a few tiles."""
+def _splits(problem: ConvTransposeProblem, config: ChannelsWgradConfig, device: DeviceInfo) -> int:
+    """Split-K count of the positions: a split has a few tiles."""
     blocks, tiles = math.prod(_blocks(problem, config)), math.prod(_tiles(problem, config)[1])
     resident, most = device.multiprocessors * config.min_blocks, min(tiles // _LEAST_TILES, affordable_planes(problem))
-    return parts_in_few_rounds(blocks, resident, most, lambda parts: -(-tiles // parts) + _LEAST_TILES // 2)
+    return splits_in_few_rounds(blocks, resident, most, lambda splits: -(-tiles // splits) + _LEAST_TILES // 2)
 
 
 def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsWgradConfig]:
@@ -302,27 +302,27 @@ def _estimate(problem: ConvTransposeProblem, config: ChannelsWgradConfig, device
         cycles += terms.line * config.positions * max(1, config.positions * size / 4)
         cycles += terms.line * config.rows * met * max(1, config.positions * problem.axes3[2].stride * size / 4)
 
-    # What a thread loads at once, before it waits for it: as many of its rows as it has registers for.
+    # A thread loads as many rows as it has registers for, then waits.
     limit = device.registers_of(config.threads * config.min_blocks)
     spare = limit - 32 - words * (config.sums + config.positions * _held(problem, x_held))
     rows_at_once = max(1, spare // (words * met * _held(problem, config.vector)))
     waits = math.ceil(config.rows / rows_at_once)
 
-    parts = _parts(problem, config, device)
-    blocks = parts * math.prod(_blocks(problem, config))
+    splits = _splits(problem, config, device)
+    blocks = splits * math.prod(_blocks(problem, config))
     resident, _ = rounds_of(blocks, config.min_blocks, device)
     rounds = math.ceil(blocks / (device.multiprocessors * config.min_blocks))
     warps = config.threads // 32 * resident
-    tiles = math.ceil(math.prod(_tiles(problem, config)[1]) / parts)
-    # A step takes what all warps issue, or what one of them waits for.
+    tiles = math.ceil(math.prod(_tiles(problem, config)[1]) / splits)
+    # A step is bound by the issue slots of all warps, or by the latency of one.
     alone = terms.one_warp * cycles + terms.wait * waits
     step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
     work = rounds * tiles * step / device.clock_hz
     moving = problem.bytes / device.copy_bytes_per_second
-    # What is left in planes, in pieces of a row of the kernel or of less, and added up.
+    # Planes are stored in pieces of a kernel row, or of less, and then reduced.
     scattered = terms.store_pieces if config.columns < problem.axes3[2].kernel else terms.store_rows
-    storing = parts * problem.elements[1] * scattered / (device.multiprocessors * device.clock_hz)
-    adding = terms.reduce + terms.reduce_part * parts if parts > 1 else 0.0
+    storing = splits * problem.elements[1] * scattered / (device.multiprocessors * device.clock_hz)
+    adding = terms.reduce + terms.reduce_part * splits if splits > 1 else 0.0
     return math.hypot(work, moving) + terms.launch + storing + adding, slower_of(work, moving)[1]
 
 
@@ -332,7 +332,7 @@ def _loads(problem: ConvTransposeProblem, channels: int) -> int:
 
 
 def _at_borders(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> float:
-    """In which part of a warp's steps a position meets columns beside the output gradient, and asks for each."""
+    """Share of a warp's steps that read beside the output gradient, where each element is checked."""
     width = problem.axes3[2]
     at_once = max(1, 32 / (config.lanes * config.block_shares))  # walkers of a warp
     steps = math.ceil(problem.input_size[-1] / config.positions)

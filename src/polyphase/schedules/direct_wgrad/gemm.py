@@ -69,19 +69,19 @@ class DirectWgradGemm(Schedule):
     ) -> Cost:
         positions, terms = problem.batch * math.prod(problem.input_size), costs("direct_wgrad_gemm", device)
         cycles = _cycles(config, _product(problem), terms) / config.depth
-        tiles, parts = _tiles(problem, config), _parts(problem, config, device)
+        tiles, splits = _tiles(problem, config), _splits(problem, config, device)
         measured = terms.channels_last if problem.channels_last else terms.channels_first
-        idle = max(1.0, device.multiprocessors / (tiles * parts))  # multiprocessors without a block
+        idle = max(1.0, device.multiprocessors / (tiles * splits))  # multiprocessors without a block
         seconds, bound = cost_seconds(problem, device, measured * idle * tiles * positions * cycles)
         return seconds + terms.launch, bound
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradGemmConfig
     ) -> Program:
-        tiles, parts = _tiles(problem, config), _parts(problem, config, device)
+        tiles, splits = _tiles(problem, config), _splits(problem, config, device)
         positions = problem.batch * math.prod(problem.input_size)
-        part_length = max(1, math.ceil(positions / parts / config.depth)) * config.depth
-        parts = max(1, math.ceil(positions / part_length))
+        split_length = max(1, math.ceil(positions / splits / config.depth)) * config.depth
+        splits = max(1, math.ceil(positions / split_length))
         source = KernelSource(
             kernel=self.name,
             dtype=problem.dtype,
@@ -97,32 +97,32 @@ class DirectWgradGemm(Schedule):
             "g": grad,
             "batch": problem.batch,
             "groups": problem.groups,
-            "parts": parts,
-            "part_length": part_length,
+            "splits": splits,
+            "split_length": split_length,
             "positions": positions,
             "plane": problem.elements[1],
         }
         shared_bytes = _shared_floats(config) * accumulator_bytes(problem.dtype)
-        main = main_step(source, tiles * parts, _THREADS, shared_bytes, params)
-        return assemble(problem, pass_, main, splits=parts)
+        main = main_step(source, tiles * splits, _THREADS, shared_bytes, params)
+        return assemble(problem, pass_, main, splits=splits)
 
 
 def _product(problem: ConvTransposeProblem) -> _Product:
-    """Of a group. Lanes of a warp are at neighbouring positions, whose columns are a stride apart."""
+    """A group's product. Lanes of a warp are at neighbouring positions: their elements of g are a stride apart."""
     lines = min(32, max(1, problem.stride[-1] * DTYPE_BYTES[problem.dtype] // 4))
     columns, words = problem.out_channels_per_group * problem.taps, accumulator_bytes(problem.dtype) // 4
     return _Product(problem.in_channels_per_group, columns, words, 1 if problem.channels_last else lines)
 
 
 def _tiles(problem: ConvTransposeProblem, config: WgradGemmConfig) -> int:
-    """Blocks of a part."""
+    """CTAs of a split."""
     columns = problem.out_channels_per_group * problem.taps
     rows = math.ceil(problem.in_channels_per_group / config.rows)
     return problem.groups * rows * math.ceil(columns / config.columns)
 
 
-def _parts(problem: ConvTransposeProblem, config: WgradGemmConfig, device: DeviceInfo) -> int:
-    """Four waves of blocks even out their ends; a part of less than 16 stages would be mostly prologue."""
+def _splits(problem: ConvTransposeProblem, config: WgradGemmConfig, device: DeviceInfo) -> int:
+    """Four waves of blocks even out their ends; a split of less than 16 stages would be mostly prologue."""
     waves = math.ceil(4 * device.multiprocessors * config.min_blocks / max(1, _tiles(problem, config)))
     positions = problem.batch * math.prod(problem.input_size)
     return max(1, min(waves, affordable_planes(problem), positions // (16 * config.depth)))

@@ -22,21 +22,21 @@ from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants, parts_in_few_rounds
+from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants, splits_in_few_rounds
 
 _THREADS = 128  # at most: registers share out better than with more
 _WARPS = 4  # on tensor cores
 _QUAD, _OCTET = 4, 8
-_LEAST_RESIDUES = 8  # taps that lie side by side: below that quads of neighbouring threads lie far apart
+_LEAST_RESIDUES = 8  # taps within a stride; with fewer, loads of neighbouring threads are not coalesced
 _MAX_SUMS = 128  # registers of a thread
-_MAX_HELD = 16  # input channels, and taps a stride apart, of a thread
+_MAX_HELD = 16  # input channels of a thread, and taps a stride apart
 _MAX_UNROLLED = 1024  # products of a step, in straight-line code
 _MAX_REGISTERS = 216  # by estimate
 _MAX_ROW_TILES = 4
-_MAX_SUMS_AND_LOADS = 160  # of x in a step, which the compiler moves to its beginning; with more some would spill
+_MAX_SUMS_AND_LOADS = 160  # sums and loads of x, which the compiler moves to a step's beginning; more would spill
 _LOADED_CHANNELS = 4  # input channels whose elements a thread has in registers together
 _CHAIN = 2048  # terms of a sum
-_LEAST_STEPS = 4  # of a thread in a part
+_LEAST_STEPS = 4  # of a thread in a split
 
 
 class LongWgradConfig(NamedTuple):
@@ -99,7 +99,7 @@ class DirectWgradLong(Schedule):
         return found
 
     def arranged(self, order: list[LongWgradConfig]) -> list[LongWgradConfig]:
-        """Tensors that are not aligned leave CUDA cores alone."""
+        """Some of both kinds: unaligned tensors have CUDA cores only."""
         ways = [[config for config in order if bool(config.row_tiles) is cores] for cores in (False, True)]
         first = [each for way in ways for each in way[: self.offered // 2]] if all(ways) else []
         first.sort(key=order.index)
@@ -121,7 +121,7 @@ class DirectWgradLong(Schedule):
     ) -> Program:
         steps, along = _steps(problem, config)
         piece = _piece(problem, layouts, _piece_of(config))
-        length, parts = parted(steps, _parts(problem, config, device, piece))
+        length, splits = parted(steps, _splits(problem, config, device, piece))
         source = KernelSource(
             kernel=f"{self.name}_mma" if config.row_tiles else self.name,
             dtype=problem.dtype,
@@ -141,14 +141,14 @@ class DirectWgradLong(Schedule):
             "groups": problem.groups,
             "column_blocks": math.ceil(_columns(problem, config, piece) / config.lanes),
             "steps": steps,
-            "part_length": length,
+            "split_length": length,
             "flush": config.walkers * max(1, _CHAIN // config.positions),
             "along": along,
             "plane": problem.elements[1],
         }
-        blocks = _blocks(problem, config, piece) * parts
+        blocks = _blocks(problem, config, piece) * splits
         main = main_step(source, blocks, config.threads, _shared_bytes(problem, config), params)
-        return assemble(problem, pass_, main, splits=parts)
+        return assemble(problem, pass_, main, splits=splits)
 
 
 def _residues(problem: ConvTransposeProblem) -> int:
@@ -169,12 +169,12 @@ def _pixel(problem: ConvTransposeProblem, layouts: Layouts) -> int:
 
 
 def _piece_of(config: LongWgradConfig) -> int:
-    """Elements of the output gradient that a kernel loads at once where it can."""
+    """Elements of the output gradient in a vectorised load, where tensors are aligned."""
     return _OCTET if config.row_tiles else _QUAD
 
 
 def _piece(problem: ConvTransposeProblem, layouts: Layouts, piece: int) -> int:
-    """So many if what a thread loads of the output gradient are whole pieces of them, else one."""
+    """Elements of a vectorised load of the output gradient: ``piece`` where all are aligned, else one."""
     batch, channel, depth, height, _ = layouts.output
     multiples = problem.axes3[2].stride, problem.output_size[-1], batch, channel, depth, height
     fits = DTYPE_BYTES[problem.dtype] * piece <= 16
@@ -197,27 +197,28 @@ def _columns(problem: ConvTransposeProblem, config: LongWgradConfig, piece: int)
 
 
 def _row_blocks(problem: ConvTransposeProblem, config: LongWgradConfig) -> int:
-    """Blocks that read the same of the output gradient."""
+    """CTAs that read the same elements of the output gradient."""
     channels = math.ceil(problem.in_channels_per_group / config.in_held)
     return channels * math.ceil(_taps_along(problem) / config.taps_held)
 
 
 def _blocks(problem: ConvTransposeProblem, config: LongWgradConfig, piece: int) -> int:
-    """Blocks of a part."""
+    """CTAs of a split."""
     columns = math.ceil(_columns(problem, config, piece) / config.lanes)
     return problem.groups * columns * _row_blocks(problem, config)
 
 
-def _parts(problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, piece: int) -> int:
+def _splits(problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, piece: int) -> int:
     """Split-K count of the steps."""
     blocks, steps = _blocks(problem, config, piece), _steps(problem, config)[0]
     resident, walkers = device.multiprocessors * config.min_blocks, config.walkers
     most = min(steps // (_LEAST_STEPS * walkers), affordable_planes(problem))
-    return parts_in_few_rounds(blocks, resident, most, lambda parts: -(-steps // (parts * walkers)) + _LEAST_STEPS // 2)
+    least = _LEAST_STEPS // 2
+    return splits_in_few_rounds(blocks, resident, most, lambda splits: -(-steps // (splits * walkers)) + least)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, config: LongWgradConfig) -> int:
-    """Two rows of sums; on tensor cores a row tile, lines of eight columns and four elements between these."""
+    """Two rows of sums; on tensor cores a row tile of each warp, with four elements of padding a row."""
     if config.row_tiles:
         return config.threads // 32 * 16 * (8 * config.vector + 4) * 4
     return 2 * config.threads * config.vector * accumulator_bytes(problem.dtype)
@@ -260,7 +261,7 @@ def _configs_of_cores(problem: ConvTransposeProblem) -> Iterator[LongWgradConfig
 
 
 def _step_of_cores(problem: ConvTransposeProblem, config: LongWgradConfig, terms: Costs) -> tuple[float, float]:
-    """Issue slots of a warp's step on tensor cores, and lines of memory that it meets."""
+    """Issue slots of a warp's step on tensor cores, and lines that its loads touch."""
     chunks, x_loads = config.positions // 16, 8 * config.row_tiles
     issued = terms.step + chunks * (terms.load * (4 + x_loads) + (16 + 8 * config.row_tiles + x_loads) * terms.issue)
     columns = math.ceil(8 / math.ceil(_residues(problem) / config.vector))
@@ -268,7 +269,7 @@ def _step_of_cores(problem: ConvTransposeProblem, config: LongWgradConfig, terms
 
 
 def _step(problem: ConvTransposeProblem, config: LongWgradConfig, terms: Costs, piece: int) -> tuple[float, float]:
-    """Issue slots of a warp's step, and lines of memory that it meets."""
+    """Issue slots of a warp's step, and lines that its loads touch."""
     if config.row_tiles:
         return _step_of_cores(problem, config, terms)
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
@@ -277,7 +278,7 @@ def _step(problem: ConvTransposeProblem, config: LongWgradConfig, terms: Costs, 
     issued = terms.issue * config.positions * config.sums * words + terms.load * (loads + x_loads) + terms.step
     if size == 2:
         issued += terms.widen * (elements + x_loads)
-    # Lines that a load meets: columns of a row of the kernel lie side by side.
+    # Lines that a load touches: columns of a kernel row are adjacent.
     apart = 32 / math.ceil(_residues(problem) / config.vector)
     lines = loads * max(config.vector * size / 4, apart) + x_loads * max(1.0, min(config.walkers, 32 / config.lanes))
     return issued, lines
@@ -291,11 +292,11 @@ def _estimate(
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
     issued, lines = _step(problem, config, terms, piece)
     cycles = issued / 4 + terms.line * lines
-    parts = _parts(problem, config, device, piece)
-    blocks = _blocks(problem, config, piece) * parts
+    splits = _splits(problem, config, device, piece)
+    blocks = _blocks(problem, config, piece) * splits
     resident, rounds = rounds_of(blocks, config.min_blocks, device)
-    steps = math.ceil(math.ceil(_steps(problem, config)[0] / parts) / config.walkers)
-    # A step takes what all warps issue, or what one of them does and waits for.
+    steps = math.ceil(math.ceil(_steps(problem, config)[0] / splits) / config.walkers)
+    # A step is bound by the issue slots of all warps, or by the issue and latency of one.
     warps, alone = config.threads // 32 * resident, max(terms.wait, issued + terms.wait / 3)
     step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
     storing = terms.store * (8 * config.row_tiles or config.in_held * config.taps_held) * resident
@@ -303,7 +304,7 @@ def _estimate(
     again = (_row_blocks(problem, config) - 1) * problem.elements[2] * size / terms.from_l2
     moving = (problem.bytes + again) / device.copy_bytes_per_second
     adding = 0.0
-    if parts > 1 or size == 2:  # those of half types are narrowed there
-        moved = problem.elements[1] * (8 * words * parts + size)
+    if splits > 1 or size == 2:  # half types are narrowed by the reduction
+        moved = problem.elements[1] * (8 * words * splits + size)
         adding = terms.reduce + moved / device.copy_bytes_per_second
     return math.hypot(work, moving) + terms.launch + adding, slower_of(work, moving)[1]

@@ -26,16 +26,16 @@ from polyphase.schedules.window_gemm.stages import widest_piece
 from polyphase.schedules.window_gemm.window import as_one_channel
 
 _POSITIONS = 4  # that a thread takes at once
-_THREADS = (384, 512)  # of a block, about: one is resident
-_FEW_THREADS = 320  # that hide too little from one another
-_MOST_COLUMNS = 512  # of the weight's gradient
+_THREADS = (384, 512)  # of a CTA, about; one is resident
+_FEW_THREADS = 320  # fewer hide too little latency
+_MOST_COLUMNS = 512  # pairs of output channel and tap
 _MOST_SLICE = 512  # threads that share no positions
 _MOST_SUMS = 96  # of a thread
-_MOST_CHUNKS = 4  # sizes of parts of the output channels
+_MOST_CHUNKS = 4  # sizes of `out_chunk` to try
 _MOST_LINES = 4  # kernel rows of a thread
-_MOST_QUADS = 40  # of four elements that a thread reads of a row at once
+_MOST_QUADS = 40  # vectors of four elements that a thread holds of its rows of the window
 _MOST_ROW = 256  # positions of a tile along the width
-_SPARE = 8  # registers that the compiler needs beyond the estimate where it is not for Hopper
+_SPARE = 8  # registers beyond the estimate, before Hopper
 _CHAIN = 1024  # positions that a thread sums in one chain
 
 
@@ -57,7 +57,7 @@ class WindowsConfig(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a CTA."""
         return round_up(self.k_slices * self.slice_threads, 32)
 
 
@@ -74,7 +74,7 @@ class _Layer:
     @classmethod
     @lru_cache(maxsize=1024)
     def of(cls, given: ConvTransposeProblem, layouts: Layouts) -> _Layer | None:
-        """None where neighbours of a row of the output gradient do not lie side by side."""
+        """None where elements of a row of the output gradient are not adjacent."""
         x = Side(five(given.input_shape), layouts.input)
         problem = given
         if given.channels_last and given.out_channels > 1:
@@ -95,7 +95,7 @@ class _Layer:
 
     @property
     def columns(self) -> int:
-        """Of the weight's gradient."""
+        """Pairs of output channel and tap."""
         return self.problem.out_channels * self.problem.taps
 
     @property
@@ -123,7 +123,7 @@ class _Tiling:
 
 
 class DirectWgradWindows(Schedule):
-    """A window of the output gradient for all taps, read by threads that own some channels and taps, in float32."""
+    """A window of the output gradient serves all taps; threads own some channels and taps, in float32."""
 
     name = "direct_wgrad_windows"
     passes = (Pass.WEIGHT_GRAD,)
@@ -176,7 +176,7 @@ class DirectWgradWindows(Schedule):
         assert layer is not None
         tiling = _tiling(layer, config, device)
         assert tiling is not None
-        length, planes = parted(tiling.total, _parts(layer, config, tiling, device))
+        length, planes = parted(tiling.total, _splits(layer, config, tiling, device))
         flush = max(1, _CHAIN * config.k_slices // math.prod(tiling.lanes))
         source = KernelSource(
             kernel=self.name,
@@ -205,7 +205,7 @@ class DirectWgradWindows(Schedule):
             "window_at": tiling.window_at,
             "stage": tiling.stage,
             "flush": flush,
-            "part_length": length,
+            "split_length": length,
             "all_tiles": tiling.total,
             "plane": problem.elements[1],
         }
@@ -216,13 +216,13 @@ class DirectWgradWindows(Schedule):
 
 
 def _blocks(layer: _Layer, config: WindowsConfig) -> int:
-    """Of a part."""
+    """CTAs of a split."""
     problem = layer.problem
     return math.ceil(problem.in_channels / config.rows) * math.ceil(problem.out_channels / config.out_chunk)
 
 
-def _parts(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> int:
-    """Parts of the positions: every multiprocessor has a block."""
+def _splits(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> int:
+    """Split-K count of the positions: every multiprocessor has a CTA."""
     full = max(1, device.multiprocessors // _blocks(layer, config))
     return max(1, min(full, affordable_planes(layer.problem), tiling.total))
 
@@ -243,7 +243,7 @@ def _lanes_log(layer: _Layer, tiling: _Tiling) -> int:
 
 @lru_cache(maxsize=8192)
 def _tiling(layer: _Layer, config: WindowsConfig, device: DeviceInfo) -> _Tiling | None:
-    """The tiles of least work whose stages fit shared memory."""
+    """The tiling of least work whose stages fit shared memory."""
     (height, width), terms = layer.x.shape[3:], costs("direct_wgrad_windows", device)
     best, least = None, math.inf
     for w, h in itertools.product(_widths(width), _heights(height)):
@@ -257,9 +257,9 @@ def _tiling(layer: _Layer, config: WindowsConfig, device: DeviceInfo) -> _Tiling
 
 
 def _widths(size: int) -> list[int]:
-    """Extents along the width worth trying: about equal parts, in whole positions of a thread."""
-    parts = range(math.ceil(size / _MOST_ROW), math.ceil(size / 8) + 1)
-    found = {round_up(math.ceil(size / count), _POSITIONS) for count in itertools.islice(parts, 8)}
+    """Extents along the width worth trying: about equal shares, in whole steps of a thread."""
+    counts = range(math.ceil(size / _MOST_ROW), math.ceil(size / 8) + 1)
+    found = {round_up(math.ceil(size / count), _POSITIONS) for count in itertools.islice(counts, 8)}
     return sorted(found | {16, 32}, reverse=True)
 
 
@@ -270,10 +270,10 @@ def _heights(size: int) -> list[int]:
 def _tile(layer: _Layer, config: WindowsConfig, lanes: Four, terms: Costs) -> _Tiling:
     problem = layer.problem
     _, of_h, of_w = problem.axes3
-    taps = _splits(problem, config) * config.thread_columns  # along the width, those that do not exist included
+    taps = _row_shares(problem, config) * config.thread_columns  # along the width, padding included
     rows = (lanes[2] - 1) * of_h.stride + (of_h.kernel - 1) * of_h.dilation + 1
     columns = layer.skew + (lanes[3] - 1) * of_w.stride + (taps - 1) * of_w.dilation + 1
-    pitch = 4 * (math.ceil(columns / 4) | 1)  # rows begin in banks of their own
+    pitch = 4 * (math.ceil(columns / 4) | 1)  # an odd number of quads: rows begin in different banks
     positions = lanes[2] * lanes[3]
     x_pitch = config.rows if layer.x.channels_last else positions + (4 - positions) % 32
     window_at = config.rows * positions if layer.x.channels_last else config.rows * x_pitch
@@ -284,7 +284,7 @@ def _tile(layer: _Layer, config: WindowsConfig, lanes: Four, terms: Costs) -> _T
     )
 
 
-def _splits(problem: ConvTransposeProblem, config: WindowsConfig) -> int:
+def _row_shares(problem: ConvTransposeProblem, config: WindowsConfig) -> int:
     return math.ceil(problem.axes3[2].kernel / config.thread_columns)
 
 
@@ -294,7 +294,7 @@ def _slabs(problem: ConvTransposeProblem) -> int:
 
 
 def _quads(problem: ConvTransposeProblem, thread_columns: int, skew: int, positions: int = _POSITIONS) -> int:
-    """Quads of elements that so many of a thread's positions meet of a row."""
+    """Quads of a row of the window that so many of a thread's positions read."""
     axis = problem.axes3[2]
     places = itertools.product(range(positions), range(thread_columns))
     return len({(skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
@@ -306,7 +306,7 @@ def _tile_cycles(layer: _Layer, config: WindowsConfig, lanes: Four, rows: int, p
     steps = math.ceil(lanes[2] * lanes[3] / _POSITIONS / config.k_slices)
     products = _POSITIONS * config.thread_rows * config.thread_lines * config.thread_columns
     of_window = config.thread_lines * _quads(problem, config.thread_columns, layer.skew)
-    warps = 4 * math.ceil(config.threads / 128)  # as if all schedulers had as many
+    warps = 4 * math.ceil(config.threads / 128)  # as if rounded up to a warp for each scheduler
     issued = (products + config.thread_rows + of_window + terms.loop) / 4 * terms.issued * warps
     passes = config.thread_rows * math.ceil(min(32, config.row_threads) / 8) + of_window
     x_copies = config.rows * lanes[2] * lanes[3] / layer.x_piece / 32
@@ -317,34 +317,34 @@ def _tile_cycles(layer: _Layer, config: WindowsConfig, lanes: Four, rows: int, p
 
 def _cycles(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> float:
     """Predicted cycles of the busiest multiprocessor."""
-    parts = _parts(layer, config, tiling, device)
-    rounds = math.ceil(_blocks(layer, config) * parts / device.multiprocessors)
-    return rounds * math.ceil(tiling.total / parts) * tiling.cycles
+    splits = _splits(layer, config, tiling, device)
+    rounds = math.ceil(_blocks(layer, config) * splits / device.multiprocessors)
+    return rounds * math.ceil(tiling.total / splits) * tiling.cycles
 
 
 def _estimate(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("direct_wgrad_windows", device)
-    parts = _parts(layer, config, tiling, device)
+    splits = _splits(layer, config, tiling, device)
     work = _cycles(layer, config, tiling, device) / device.clock_hz
     moving = layer.problem.bytes / device.copy_bytes_per_second
-    planes = 8 * parts * layer.columns * layer.problem.in_channels / device.copy_bytes_per_second
+    planes = 8 * splits * layer.columns * layer.problem.in_channels / device.copy_bytes_per_second
     seconds = (work**terms.together + moving**terms.together) ** (1 / terms.together)
     return seconds + planes + terms.end, slower_of(work, moving)[1]
 
 
 def _configs(layer: _Layer, spare: int = 0) -> Iterator[WindowsConfig]:
-    """Configs worth a thought, each thread's ``spare`` registers among what there must be."""
+    """Configs worth trying; a thread needs ``spare`` registers beyond the estimate."""
     problem = layer.problem
     axis = problem.axes3[2]
     taps = problem.axes3[0].kernel * problem.axes3[1].kernel
     for out_chunk in equal_parts(problem.out_channels)[:_MOST_CHUNKS]:
         for thread_lines, columns, thread_rows in _thread_tiles(layer, out_chunk * taps):
-            splits = math.ceil(axis.kernel / columns)
+            row_shares = math.ceil(axis.kernel / columns)
             registers = _registers(layer, thread_rows, thread_lines, columns) + spare
             for row_blocks in (1, 2):
                 row_threads = math.ceil(math.ceil(problem.in_channels / row_blocks) / thread_rows)
-                used = row_threads * math.ceil(out_chunk * taps / thread_lines) * splits
+                used = row_threads * math.ceil(out_chunk * taps / thread_lines) * row_shares
                 if used > _MOST_SLICE:
                     continue
                 whole = round_up(used, 32)
@@ -361,7 +361,7 @@ def _configs(layer: _Layer, spare: int = 0) -> Iterator[WindowsConfig]:
 def _registers(layer: _Layer, thread_rows: int, thread_lines: int, columns: int) -> int:
     """Registers of a thread, by estimate: with fewer the compiler spills."""
     all_quads = _quads(layer.problem, columns, layer.skew)
-    if layer.x.channels_last:  # a position's, and what is new at the next
+    if layer.x.channels_last:  # quads of one position, and those that the next adds
         of_one = _quads(layer.problem, columns, layer.skew, 1)
         held = 4 * thread_lines * (of_one + (all_quads - of_one) / (_POSITIONS - 1)) + 8
     else:

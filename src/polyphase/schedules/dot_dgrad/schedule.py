@@ -21,9 +21,9 @@ from polyphase.schedules.tiles import affordable_planes, layer_constants
 from polyphase.schedules.window_gemm.window import rows_as_one_channel
 
 _WARPS = 8
-_LEAST_TAPS = 32  # a lane each
-_CHAIN = 64  # products of a lane that are summed in one chain, about
-_RESIDENT = 2  # blocks, by their registers
+_LEAST_TAPS = 32  # one for each lane
+_CHAIN = 64  # products of a lane in one chain, about
+_RESIDENT = 2  # CTAs of a multiprocessor, by their registers
 
 
 class DotDgradConfig(NamedTuple):
@@ -41,7 +41,7 @@ _CONFIGS = tuple(DotDgradConfig(in_tile) for in_tile in (16, 8, 4, 2, 1))
 
 
 class DotDgrad(Schedule):
-    """The lanes of a warp go along the taps."""
+    """The lanes of a warp share out the taps."""
 
     name = "dot_dgrad"
     passes = (Pass.INPUT_GRAD,)
@@ -56,7 +56,7 @@ class DotDgrad(Schedule):
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
-        return "a tile meets more columns than it counts"
+        return "columns or warps are more than 32 bits count"
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         if rows_as_one_channel(problem, layouts) is None:
@@ -88,8 +88,8 @@ class DotDgrad(Schedule):
         assert read is not None
         problem, layouts = read
         tiles_w, tiles = _tiles(problem, config)
-        parts = _parts(problem, config, device) if dense else 1
-        length, parts = parted(problem.out_channels_per_group, parts)
+        splits = _splits(problem, config, device) if dense else 1
+        length, splits = parted(problem.out_channels_per_group, splits)
         x, g = sides_of(problem, layouts)
         source = KernelSource(
             kernel=self.name,
@@ -111,16 +111,16 @@ class DotDgrad(Schedule):
             "groups": problem.groups,
             "tiles_w": tiles_w,
             "tiles": tiles,
-            "parts": parts,
-            "part_size": length,
-            "plane": problem.elements[0] if parts > 1 else 0,
+            "splits": splits,
+            "split_length": length,
+            "plane": problem.elements[0] if splits > 1 else 0,
         }
-        main = main_step(source, _blocks(problem, config) * parts, 32 * _WARPS, 0, params)
-        return assemble(problem, pass_, main, splits=parts, may_split=True)
+        main = main_step(source, _blocks(problem, config) * splits, 32 * _WARPS, 0, params)
+        return assemble(problem, pass_, main, splits=splits, may_split=True)
 
 
 def _is_countable(problem: ConvTransposeProblem, config: DotDgradConfig) -> bool:
-    """Whether the kernel counts columns that a tile meets, and warps, in 32 bits."""
+    """Whether columns that a tile reads, and warps, can be counted in 32 bits."""
     axis = problem.axes3[2]
     beyond = 32 * axis.stride + axis.kernel * axis.dilation
     columns = problem.output_size[-1] + axis.padding + 2 * beyond
@@ -135,35 +135,36 @@ def _tiles(problem: ConvTransposeProblem, config: DotDgradConfig) -> tuple[int, 
 
 
 def _blocks(problem: ConvTransposeProblem, config: DotDgradConfig) -> int:
-    """Of a part."""
+    """CTAs of a split."""
     channels = math.ceil(problem.in_channels_per_group / config.in_tile) * problem.groups
     return math.ceil(_tiles(problem, config)[1] / _WARPS) * channels
 
 
-def _parts(problem: ConvTransposeProblem, config: DotDgradConfig, device: DeviceInfo) -> int:
-    """Parts of the output channels: as many as let blocks fill the machine."""
+def _splits(problem: ConvTransposeProblem, config: DotDgradConfig, device: DeviceInfo) -> int:
+    """Split-K count of the output channels: CTAs fill the machine."""
     room = 2 * _RESIDENT * device.multiprocessors // max(1, _blocks(problem, config))
     return max(1, min(problem.out_channels_per_group, room, affordable_planes(problem, Pass.INPUT_GRAD)))
 
 
-_FEW_ROUNDS = 4  # of blocks, whose last one is told apart from a part of one
+_FEW_ROUNDS = 4  # with fewer, the last round counts as a whole one
 
 
 def _seconds(
     problem: ConvTransposeProblem, config: DotDgradConfig, device: DeviceInfo, apart: int = 1
 ) -> tuple[float, str]:
-    """Predicted time, and what bounds it; columns of the output gradient lie so many elements ``apart``."""
-    parts, bytes_ = _parts(problem, config, device), accumulator_bytes(problem.dtype)
-    steps = math.ceil(problem.out_channels_per_group / parts) * math.ceil(problem.taps / 32)
+    """Predicted time, and what bounds it; ``apart``: elements between columns of the output gradient."""
+    splits, bytes_ = _splits(problem, config, device), accumulator_bytes(problem.dtype)
+    steps = math.ceil(problem.out_channels_per_group / splits) * math.ceil(problem.taps / 32)
     terms = costs("dot_dgrad", device)
     step = terms[f"step{'_halves' if DTYPE_BYTES[problem.dtype] < 4 else ''}_{config.in_tile}"] * bytes_ / 4
-    lines = min(32.0, 32 * apart * DTYPE_BYTES[problem.dtype] / 128)  # of memory that a warp's load meets
+    lines = min(32.0, 32 * apart * DTYPE_BYTES[problem.dtype] / 128)  # of memory that a warp's load touches
     step = max(step, config.positions * lines)
-    rounds = _blocks(problem, config) * parts / (_RESIDENT * device.multiprocessors)
+    rounds = _blocks(problem, config) * splits / (_RESIDENT * device.multiprocessors)
     rounds = math.ceil(rounds) if rounds < _FEW_ROUNDS else rounds
     cycles = rounds * _RESIDENT * _WARPS * (steps * step + terms.end) + terms.launch
-    sums = terms.reduce + 2 * bytes_ * parts * problem.elements[0] / device.copy_bytes_per_second if parts > 1 else 0.0
-    # Weights once for a block; of the positions of a warp, which overlap, the elements once.
+    planes = 2 * bytes_ * splits * problem.elements[0] / device.copy_bytes_per_second
+    sums = terms.reduce + planes if splits > 1 else 0.0
+    # L2 traffic: weights once for each CTA; elements that a warp's positions share, once.
     axis = problem.axes3[2]
     row = (axis.kernel - 1) * axis.dilation + 1
     share = min(1.0, ((config.positions - 1) * axis.stride + row) / (config.positions * row))

@@ -1,4 +1,4 @@
-"""Both gradients on tensor cores, ``kernels/window_dgrad_mma.cu`` and ``kernels/window_wgrad_mma.cu``."""
+"""Both gradients by mma.sync, ``kernels/window_dgrad_mma.cu`` and ``kernels/window_wgrad_mma.cu``."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from polyphase.schedules.window_gemm.window import (
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
-_MOST_STRIDED_TAPS = 24  # of a config of many sums a thread, in float32
+_MOST_STRIDED_TAPS = 24  # float32 with a stride: with more taps a config of one resident CTA spills
 _STAGES = (4, 3, 2)  # pipeline depths, deepest first
 _MAX_TAPS = 512
-_MOST_TERMS = 12288  # of a half type's input gradient; with 16384 some in a million elements were too far off
-_LEAST_ROW = 8  # positions along the width of a tile, where images are wider and more fit
-# Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
+_MOST_TERMS = 12288  # K of an input gradient in half types; at 16384 a few elements in a million were too far off
+_LEAST_ROW = 8  # positions of a tile along w, unless images are narrower or nothing else fits
+# A warp's tiles of 16 rows, its tiles of 8 columns, and warps along M.
 _SHAPES = ((4, 8, 2), (4, 8, 1), (2, 8, 2), (4, 4, 2), (4, 4, 1), (2, 4, 2), (2, 8, 1), (2, 4, 1), (1, 8, 1), (1, 4, 1))
 
 
@@ -118,7 +118,7 @@ class _WindowMma(Gradient):
         most: int | None = None,
         below: float = math.inf,
     ) -> dict[MmaConfig, float]:
-        """Each with as many stages as leave room for as many blocks as are to be resident."""
+        """Each config at the most stages that leave room for its resident CTAs."""
         found = sorted(filter(None, (_deepest(at, pass_, each, device) for each in _configs(at, pass_, device))))
         return {config: seconds for seconds, config in found}
 
@@ -204,16 +204,16 @@ def _shared_bytes(config: MmaConfig, tiling: _Tiling) -> int:
 def _tiling(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: MmaConfig, device: DeviceInfo
 ) -> _Tiling | None:
-    """The tiles of least work whose stages fit shared memory."""
+    """The tiling of least work whose stages fit shared memory."""
     terms = costs("window_mma", device)
     best = _cut(problem, pass_, layouts, config._replace(buffers=0), terms).best(config, device)
-    if best is None and layouts.aligned:  # whole pieces make long rows longer
+    if best is None and layouts.aligned:  # rows of whole pieces are longer, and may not fit
         return _tiling(problem, pass_, replace(layouts, aligned=False), config, device)
     return best
 
 
 class _Cut:
-    """How a config can cut positions into tiles, whatever its buffers."""
+    """The tilings of a config, at any pipeline depth."""
 
     def __init__(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: MmaConfig, terms: Costs
@@ -224,13 +224,13 @@ class _Cut:
         lanes = list(lanes_of(problem, config.positions))
         self._long = [each for each in lanes if each[3] >= least]
         self._short = [each for each in lanes if each[3] < least]
-        # What the work is not less than: that of the products, as if nothing had to be loaded.
+        # Lower bounds of the work: products alone, as if nothing were loaded.
         stage, sizes = _product_cycles(problem, pass_, config, terms), five(problem.input_shape)[2:]
         self._operand = config.rows * _depth(problem, pass_, config) * DTYPE_BYTES[problem.dtype]  # bytes of a stage
         self._bounds = [math.prod(tiles_of(problem.batch, sizes, each)) * stage for each in self._long]
 
     def best(self, config: MmaConfig, device: DeviceInfo) -> _Tiling | None:
-        """The tiles of least work that fit with the buffers of ``config``; of short rows the first that do."""
+        """The tiling of least work that fits at the depth of ``config``; if all rows are short, the first that fits."""
         problem, pass_, _, _ = self._layer
 
         def work_of(place: int) -> float | None:
@@ -244,13 +244,13 @@ class _Cut:
         return next((tiling for tiling in tilings if tiling is not None), None)
 
     def tiling(self, lanes: Four) -> _Tiling:
-        """The tiles of such extents."""
+        """The tiling whose tiles have these extents."""
         if lanes not in self._tilings:
             self._tilings[lanes] = _tiles(*self._layer, lanes)
         return self._tilings[lanes]
 
     def _fitting(self, lanes: Four, config: MmaConfig, device: DeviceInfo) -> _Tiling | None:
-        """Those of the most images that fit."""
+        """The tiling with the most images per tile that fits."""
         problem, (images, depth, height, width) = self._layer[0], lanes
         _, *extent = extent_of_window(problem, lanes)
         window = config.out_chunk * math.prod(extent) * DTYPE_BYTES[problem.dtype]  # of an image
@@ -267,7 +267,7 @@ _cut = lru_cache(maxsize=128)(_Cut)
 
 
 def _fits(config: MmaConfig, tiling: _Tiling, device: DeviceInfo) -> bool:
-    """Whether stages fit shared memory, and places of the window the bits that they have."""
+    """Whether stages fit shared memory, and coordinates in the window the 16 bits of a `Place`."""
     return _shared_bytes(config, tiling) <= device.shared_bytes_per_block and max(tiling.window.extent) <= MAX_SIDE
 
 
@@ -300,7 +300,7 @@ def _tiles(
 def _stage_cycles(
     problem: ConvTransposeProblem, pass_: Pass, config: MmaConfig, tiling: _Tiling, terms: Costs
 ) -> float:
-    """Predicted cycles of a multiprocessor for a stage of a block, by what its warps do and the bytes that come."""
+    """Predicted cycles of a multiprocessor for a stage of a CTA: products, copies and bytes moved."""
     size = DTYPE_BYTES[problem.dtype]
     depth = _depth(problem, pass_, config)
     cycles = _product_cycles(problem, pass_, config, terms)
@@ -313,7 +313,7 @@ def _stage_cycles(
 
 
 def _product_cycles(problem: ConvTransposeProblem, pass_: Pass, config: MmaConfig, terms: Costs) -> float:
-    """Those of the products of a stage."""
+    """Predicted cycles of a multiprocessor for the products of a stage."""
     size = DTYPE_BYTES[problem.dtype]
     operations = _depth(problem, pass_, config) * size // 32
     products = config.row_tiles * config.column_tiles
@@ -357,7 +357,7 @@ def _deepest(
     """The config with the most stages that leave room for its resident blocks, and its predicted seconds."""
     layouts = Layouts.dense(problem)
     terms = costs("window_mma", device)
-    # Tensors that are not aligned, whose elements are copied one by one, must have a tile as well.
+    # Unaligned tensors, copied element by element, must have a tiling as well.
     unaligned = _cut(problem, pass_, replace(layouts, aligned=False), config._replace(buffers=0), terms)
     single = unaligned.tiling((1, 1, 1, 1))
     for buffers in _STAGES:
@@ -372,7 +372,7 @@ def _deepest(
 
 
 def _configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[MmaConfig]:
-    """Configs worth a thought, their buffers left open."""
+    """Configs worth trying, without their pipeline depth."""
     out, taps = problem.out_channels_per_group, problem.taps
     per_piece = 16 // DTYPE_BYTES[problem.dtype]
     for row_tiles, column_tiles, row_warps in _SHAPES:
@@ -380,7 +380,7 @@ def _configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> 
         strided = max(problem.stride) > 1 and taps > _MOST_STRIDED_TAPS
         spills = not device.has_tma or (pass_ is Pass.WEIGHT_GRAD and (row_warps == 2 or strided))
         if resident == 1 and problem.dtype == "float32" and spills:
-            continue  # the compiler needs more registers there than a thread can have
+            continue  # registers spill
         config = MmaConfig(row_tiles, column_tiles, row_warps, 1, 1, 2, resident)
         if config.rows > 32 and config.rows >= 2 * problem.in_channels_per_group:
             continue

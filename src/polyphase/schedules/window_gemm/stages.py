@@ -1,4 +1,4 @@
-"""What a kernel loads stage by stage, as ``mainloop/multistage.cuh`` takes it, and what its copies cost."""
+"""Boxes of tensors that threads copy stage by stage (``mainloop/multistage.cuh``), and what the copies cost."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from polyphase.problem.integers import next_power_of_two
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.cells import Side
 
-#: Of a box: Place in the kernels has 16 bits for each coordinate.
+#: Elements of a box along a dimension: the kernels' ``Place`` has 16 bits for each coordinate.
 MAX_SIDE = 1 << 15
 
-#: Of shared memory, for each piece of a channel: of boxes that stay where they are, and of those that move.
+#: Bytes of shared memory for each piece of a channel: boxes with the same origin in all stages, and others.
 STILL_BYTES, MOVING_BYTES = 8, 16
 
 

@@ -36,8 +36,8 @@ from polyphase.schedules.window_gemm.tma_cost import (
 )
 from polyphase.schedules.window_gemm.window import FLUSH, Gradient, channel_pitch, is_long_sum
 
-_ALONE_OFFERED = 2  # of the configs that are offered, those whose taps share no windows
-_MAX_BOX_STEP = 8  # elements of the tensor from one of a box to the next
+_ALONE_OFFERED = 2  # at least so many configs that are offered have a window for each tap
+_MAX_BOX_STEP = 8  # TMA's largest element stride
 
 
 class _WindowTma(Gradient):
@@ -59,10 +59,10 @@ class _WindowTma(Gradient):
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
-        return "no config fits: the next group's channels lie within every box, and may be no numbers"
+        return "no config fits: every box holds channels of the next group as well, which may be NaN"
 
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
-        """Those that boxes are of."""
+        """Channels of a group that TMA boxes are cut from, by the tensor's name."""
         raise NotImplementedError
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
@@ -75,7 +75,7 @@ class _WindowTma(Gradient):
         return sorted(legal_configs(at, pass_, device))
 
     def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
-        """Some whose taps share no windows among the first: the others are of one tile, far from what images may be."""
+        """Some with a window for each tap among the first: shared windows fix the tile, which may not suit images."""
         alone = [config for config in order if config.taps == ALONE]
         first = order[: self.offered - _ALONE_OFFERED]
         first += [config for config in alone[:_ALONE_OFFERED] if config not in first]
@@ -120,7 +120,7 @@ class _WindowTma(Gradient):
 
 
 class WindowDgradTma(_WindowTma):
-    """The input gradient: boxes of the output gradient, one for each tap, by the weight's."""
+    """The input gradient: for each tap a box of the output gradient times a box of the weight."""
 
     passes = (Pass.INPUT_GRAD,)
     name = "window_dgrad_tma"
@@ -169,7 +169,7 @@ class WindowDgradTma(_WindowTma):
 
 
 class WindowWgradTma(_WindowTma):
-    """The weight gradient: windows of the output gradient, of one tap or several, by boxes of the input; split-K."""
+    """The weight gradient: boxes of the input times windows of the output gradient, of one or several taps; split-K."""
 
     passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_tma"
@@ -186,7 +186,7 @@ class WindowWgradTma(_WindowTma):
         config: TmaConfig,
         given: ConvTransposeProblem | None = None,
     ) -> Program:
-        """The program of one config; ``given`` is as in the input gradient, and has no part in it."""
+        """The program of one config; ``given`` makes no difference here."""
         lanes = tile_lanes(problem, pass_, config)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         total, blocks = math.prod(tiles), weight_blocks(problem, config)
@@ -226,7 +226,7 @@ class WindowWgradTma(_WindowTma):
 
 
 def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_last: bool) -> Step:
-    """The weight's channels to where boxes want them, those of the layer that is ``given``."""
+    """Transposes the weight of the ``given`` layer so that output channels are innermost, and pads these with zeros."""
     shape = five(given.weight_shape)
     strides = dense_strides(shape, channels_last)
     step = to_channels_last(problem.dtype, shape, strides, padded=problem.out_channels_per_group)
@@ -234,7 +234,7 @@ def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_l
 
 
 def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
-    """Of boxes of the input or the output gradient, where TMA takes them."""
+    """Strides in bytes of a tensor map of the input or the output gradient; None where TMA cannot read it."""
     size = DTYPE_BYTES[problem.dtype]
     shape, strides = (problem.output_shape, layouts.output) if output else (problem.input_shape, layouts.input)
     batch, channels, depth, height, width = five(shape)
@@ -247,7 +247,7 @@ def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool
 def _pixel_map(
     problem: ConvTransposeProblem, layouts: Layouts, lanes: Four, pitch: int, output: bool = True, tensor: int = 0
 ) -> TensorMap:
-    """``pitch`` bytes of a tile's positions, in the input, or where a tap meets the output gradient."""
+    """The map whose boxes are ``pitch`` bytes of channels at a tile's positions: of x, or of g with element strides."""
     batch, channels, depth, height, width = five(problem.output_shape if output else problem.input_shape)
     strides = _pixel_strides(problem, layouts, output)
     assert strides is not None
@@ -274,7 +274,7 @@ def _weight_map(problem: ConvTransposeProblem, config: TmaConfig) -> TensorMap:
 
 
 def _digits(count: int, tiles: Four) -> Four:
-    """Tiles along n, d, h and w that come to so many."""
+    """``count`` in mixed radix: tiles along n, d, h and w."""
     count, w = divmod(count, tiles[3])
     count, h = divmod(count, tiles[2])
     n, d = divmod(count, tiles[1])

@@ -21,13 +21,13 @@ Three = tuple[int, int, int]
 ALONE: Three = (1, 1, 1)
 
 _MAX_BOX_SIDE = 256  # elements of the tensor, from a box's first to its last
-_TOGETHER = 8  # positions along w, at least, that a wgmma takes together
+_TOGETHER = 8  # positions along w, at least, of a tile whose taps share windows
 _MOST_IMAGES = 255  # of a tile, and positions along a side: a row's position has a byte for each
 _MOST_COLUMNS = 256  # N of a wgmma
 _MOST_SUMS = 128  # fp32 accumulators of a thread
-_MOST_SUMS_OF_THREE = 96  # where three groups multiply
+_MOST_SUMS_OF_THREE = 96  # with three consumer warpgroups
 _LEAST_STAGES, _MOST_STAGES = 3, 8
-_DECLARED = 1024  # bytes of shared memory that a kernel has beside its stages
+_DECLARED = 1024  # bytes of static shared memory, at most
 
 
 class Windows(NamedTuple):
@@ -42,20 +42,20 @@ class Windows(NamedTuple):
 
     @property
     def along(self) -> int:
-        """Taps of a line, those along the innermost dimension that has several."""
+        """Taps of a line: those along the innermost dimension with several taps. A line is N of one wgmma."""
         return next((count for count in reversed(self.taps) if count > 1), 1)
 
     def extents(self, problem: ConvTransposeProblem) -> Three:
-        """Positions along d, h and w, halo included."""
+        """Positions of a window along d, h and w, halo included."""
         d, h, w = (lanes + (taps - 1) * _shift(axis) for lanes, taps, axis in zip(self.lanes, self.taps, problem.axes3))
         return d, h, w
 
     def bytes(self, problem: ConvTransposeProblem) -> int:
-        """Of a window, in shared memory."""
+        """Bytes of a window in shared memory."""
         return round_up(math.prod(self.extents(problem)) * self.pitch, 1024)
 
     def count(self, problem: ConvTransposeProblem) -> int:
-        """Windows of a group."""
+        """Windows of a group, of all its channels and taps."""
         channels = math.ceil(problem.out_channels_per_group * DTYPE_BYTES[problem.dtype] / self.pitch)
         return channels * math.prod(
             min(_period(axis), axis.kernel) if taps > 1 else axis.kernel for taps, axis in zip(self.taps, problem.axes3)
@@ -83,47 +83,47 @@ class TmaConfig(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Of 128 threads that multiply."""
+        """Consumer warpgroups."""
         return self.row_groups * self.column_groups
 
     @property
     def loaders(self) -> int:
-        """Threads beside those that multiply: a whole warpgroup where setmaxnreg moves registers between warpgroups."""
+        """Producer threads: a whole warpgroup where setmaxnreg gives their registers to the consumers."""
         return 128 if self.resident == 1 else 32
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a CTA."""
         return 128 * self.groups + self.loaders
 
     @property
     def rows(self) -> int:
-        """The same."""
+        """M of a CTA."""
         return 64 * self.row_groups * self.row_tiles
 
     @property
     def block_columns(self) -> int:
-        """The same; ``columns`` are a line's."""
+        """N of a CTA; ``columns`` are N of one wgmma."""
         return self.column_groups * self.lines * self.columns
 
     @property
     def depth_bytes(self) -> int:
-        """What a stage holds of a row, or of a column that is no window's."""
+        """Bytes of K in a stage, of a row or a column of an input gradient."""
         return OPERATION_BYTES * self.steps
 
     @property
     def windows(self) -> Windows:
-        """Of a weight gradient."""
+        """The windows of a weight gradient's config."""
         return Windows(self.taps, self.lanes, self.pitch)
 
 
 def block_windows(problem: ConvTransposeProblem, config: TmaConfig) -> int:
-    """Of a weight gradient's block."""
+    """Windows of a weight gradient's CTA."""
     return config.block_columns * DTYPE_BYTES[problem.dtype] // (config.pitch * math.prod(config.taps))
 
 
 def stage_bytes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> int:
-    """In shared memory."""
+    """Shared memory of a stage."""
     rows = config.rows * config.depth_bytes
     if pass_ is Pass.WEIGHT_GRAD:
         return round_up(rows + block_windows(problem, config) * config.windows.bytes(problem), 1024)
@@ -131,7 +131,7 @@ def stage_bytes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -
 
 
 def tile_lanes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> Four:
-    """Extents of a tile of positions, so that there are few tiles; of a weight gradient just so many, of a stage."""
+    """Extents of a tile with which there are fewest tiles; a weight gradient's has exactly the positions of a stage."""
     if config.taps != ALONE:
         return (1, *config.lanes)
     if pass_ is Pass.WEIGHT_GRAD:
@@ -149,7 +149,7 @@ def tile_lanes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) ->
 
 
 def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[TmaConfig]:
-    """Every config of a layer, with as many stages as there is room for."""
+    """Every config of a layer, with as many stages as fit."""
     for config in _input_configs(problem) if pass_ is Pass.INPUT_GRAD else _weight_configs(problem):
         room = device.shared_bytes_of(config.resident) - _DECLARED
         buffers = min(_MOST_STAGES, room // stage_bytes(problem, pass_, config))
@@ -158,11 +158,11 @@ def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo
 
 
 def _input_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
-    """Their pipeline depth left open."""
+    """Configs of the input gradient, without their pipeline depth."""
     pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
     most = _MOST_SUMS // 2 if is_long_sum(problem) else _MOST_SUMS
     steps = next(steps for steps in (4, 2, 1) if steps == 1 or _fill(pixel, steps) <= _fill(pixel, steps // 2))
-    # Behind a group's channels lie those of the next, which meet no weight but may be no numbers.
+    # A box must end with its group: channels of the next would meet zero weights, but may be NaN.
     while problem.groups > 1 and steps and pixel % (steps * OPERATION_BYTES):
         steps //= 2
     for columns, row_tiles in itertools.product(_widths(problem.in_channels_per_group, 8), (1, 2) if steps else ()):
@@ -176,9 +176,9 @@ def _fill(pixel: int, steps: int) -> int:
 
 
 def _weight_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
-    """Their pipeline depth left open."""
+    """Configs of the weight gradient, without their pipeline depth."""
     yield from _alone_configs(problem)
-    # Of float32 with more rows a block has them in tiles of a warp's own, which is worth more.
+    # Float32 reads fragments by threads: with more rows, several row tiles a warp save more than shared windows do.
     if DTYPE_BYTES[problem.dtype] == 4 and problem.in_channels_per_group > 64:
         return
     pitch = channel_pitch(problem, problem.out_channels_per_group)
@@ -188,7 +188,7 @@ def _weight_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
 
 
 def _alone_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
-    """Those whose taps have windows of their own."""
+    """Configs with a window for each tap."""
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
     pitch = channel_pitch(problem, problem.out_channels_per_group)
     alone = Windows(ALONE, (1, 1, 4 * OPERATION_BYTES // size), pitch)
@@ -203,7 +203,7 @@ def _alone_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
 
 
 def _sharing_configs(problem: ConvTransposeProblem, windows: Windows, steps: int) -> Iterator[TmaConfig]:
-    """Those whose blocks have one window or a few of such: all their lines, shared out among groups."""
+    """Configs whose CTAs have one to four of such windows, whose lines are shared out among warpgroups."""
     size = DTYPE_BYTES[problem.dtype]
     columns, lines = windows.along * windows.pitch // size, math.prod(windows.taps) // windows.along
     row_tiles = (1, 2) if size == 2 else (1,)
@@ -220,14 +220,14 @@ def _sharing_configs(problem: ConvTransposeProblem, windows: Windows, steps: int
 
 
 def _most_sums(size: int, groups: int, resident: int) -> int:
-    """Of a thread. Those that find operands need registers for that."""
+    """Accumulators of a thread; in float32 threads also hold fragments of both operands."""
     if groups > 2:
         return _MOST_SUMS_OF_THREE if size == 2 else _MOST_SUMS_OF_THREE * 3 // 4
     return _MOST_SUMS // (resident if size == 2 else resident**2)
 
 
 def _widths(channels: int, multiple: int) -> list[int]:
-    """Columns of a block, so that all are alike."""
+    """N of a CTA: equal shares of the channels."""
     return sorted(
         {
             round_up(math.ceil(channels / math.ceil(channels / widest)), multiple)
@@ -237,12 +237,12 @@ def _widths(channels: int, multiple: int) -> list[int]:
 
 
 def box_fits(extents: Iterable[int], problem: ConvTransposeProblem) -> bool:
-    """Whether TMA brings so many elements along d, h and w at once."""
+    """Whether a TMA box can have so many elements along d, h and w."""
     return all((count - 1) * axis.stride < _MAX_BOX_SIDE for count, axis in zip(extents, problem.axes3))
 
 
 def shared_windows(problem: ConvTransposeProblem, positions: int, pitch: int) -> Iterator[Windows]:
-    """Windows of several taps, of tiles of so many positions; ``pitch`` is the most that a row may have."""
+    """Windows of several taps, of tiles of so many positions; ``pitch``: bytes of a row, at most."""
     size = DTYPE_BYTES[problem.dtype]
     sharing = (math.ceil(axis.kernel / _period(axis)) for axis in problem.axes3)
     for d, h, w in itertools.product(*({1, taps} for taps in sharing)):
@@ -257,7 +257,7 @@ def shared_windows(problem: ConvTransposeProblem, positions: int, pitch: int) ->
 
 
 def exact_lanes(positions: int) -> Iterable[Four]:
-    """Extents of so many positions, a power of two; long rows first."""
+    """Extents whose product is ``positions``, a power of two; long rows first."""
     powers = [1 << i for i in reversed(range(positions.bit_length()))]
     for w, h, d in itertools.product(powers, repeat=3):
         if w * h * d <= positions:
@@ -265,7 +265,7 @@ def exact_lanes(positions: int) -> Iterable[Four]:
 
 
 def _tiles(problem: ConvTransposeProblem, positions: int) -> Iterator[Three]:
-    """Of one image, whose rows instructions take whole, or two of them."""
+    """Extents of tiles of one image in which the K of a wgmma is a row's, or two whole rows."""
     depth = 32 // DTYPE_BYTES[problem.dtype]
     for n, d, h, w in exact_lanes(positions):
         if n == 1 and w >= _TOGETHER and (w >= depth or h % 2 == 0):
@@ -273,16 +273,16 @@ def _tiles(problem: ConvTransposeProblem, positions: int) -> Iterator[Three]:
 
 
 def _brought(problem: ConvTransposeProblem, windows: Windows) -> int:
-    """Positions of the output gradient that are brought for all of its images' tiles."""
+    """Positions of both operands that are loaded for all tiles."""
     tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], (1, *windows.lanes))
     return math.prod(tiles) * (math.prod(windows.lanes) + math.prod(windows.extents(problem)))
 
 
 def _period(axis: Axis) -> int:
-    """Taps from one to the next that meets elements of the same residue of the stride."""
+    """Distance in taps between two that read the same residue of the stride."""
     return axis.stride // math.gcd(axis.stride, axis.dilation)
 
 
 def _shift(axis: Axis) -> int:
-    """Positions that these two are apart."""
+    """Distance in positions between what these two read."""
     return axis.dilation // math.gcd(axis.stride, axis.dilation)

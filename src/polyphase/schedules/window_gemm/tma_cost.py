@@ -15,23 +15,23 @@ from polyphase.schedules.tiles import affordable_planes, tiles_of
 from polyphase.schedules.window_gemm.tma_config import TmaConfig, block_windows, stage_bytes, tile_lanes
 from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch
 
-_LEAST_STAGES = 4  # of a part of an input gradient's sum
+_LEAST_STAGES = 4  # of a split of an input gradient
 
 
 def input_items(problem: ConvTransposeProblem, config: TmaConfig, tiles: int) -> int:
-    """Of an input gradient, what blocks share out."""
+    """Work tiles of an input gradient, without split-K."""
     columns = math.ceil(problem.in_channels_per_group / config.columns)
     return tiles * problem.groups * columns
 
 
 def weight_blocks(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[int, int]:
-    """Of a weight gradient, of rows and of columns of a group."""
+    """M-tiles and N-tiles of a group of a weight gradient."""
     columns = math.ceil(config.windows.count(problem) / block_windows(problem, config))
     return math.ceil(problem.in_channels_per_group / config.rows), columns
 
 
 def depth_stages(problem: ConvTransposeProblem, config: TmaConfig) -> int:
-    """Stages of an input gradient: of each tap some."""
+    """Stages of an input gradient: as many for each tap as its channels fill."""
     pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
     return problem.taps * math.ceil(pixel / config.depth_bytes)
 
@@ -54,7 +54,7 @@ def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, devi
 
 
 def weight_planes(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> int:
-    """Planes of partial sums that a weight gradient leaves; 0 where it writes the result itself."""
+    """Planes of partial sums of a weight gradient; 0 where the kernel writes the result itself."""
     lanes = tile_lanes(problem, Pass.WEIGHT_GRAD, config)
     tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
     splits = weight_splits(problem, config, tiles, device)[0]
@@ -67,7 +67,7 @@ def _flush(lanes: tuple[int, ...]) -> int:
 
 
 def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, terms: Costs) -> float:
-    """Of a multiprocessor, for a block."""
+    """Predicted cycles of a multiprocessor for a stage of a CTA."""
     size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
     operations = config.groups * config.row_tiles * config.lines * config.steps
     if weights and size == 4:
@@ -86,7 +86,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig,
 
 
 def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float, float]:
-    """Instructions of a warp for an operation of float32, and words that each of its threads reads for them."""
+    """Float32, one k-step of a warp: its mma.sync instructions, and words that each thread reads for them."""
     columns, strips = config.lines * config.columns, config.row_tiles  # of 16 rows
     if config.row_tiles == 1:  # mainloop/box_product.cuh: ABREAST
         abreast = 4 if config.columns % 32 == 0 else 2 if config.columns % 16 == 0 else 1
@@ -99,7 +99,7 @@ def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float,
 def input_splits(
     problem: ConvTransposeProblem, config: TmaConfig, items: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
-    """Split-K count of an input gradient, its predicted seconds, and those of what comes after."""
+    """Split-K count of an input gradient, and predicted seconds of the kernel and of the reduction."""
     terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * config.resident
     stages, stage = depth_stages(problem, config), _stage_cycles(problem, Pass.INPUT_GRAD, config, terms)
     once = config.rows * config.block_columns * terms.result + terms.item / config.resident
@@ -120,7 +120,7 @@ def input_splits(
 def weight_splits(
     problem: ConvTransposeProblem, config: TmaConfig, tiles: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
-    """Split-K count of a weight gradient, its predicted seconds, and those of what comes after."""
+    """Split-K count of a weight gradient, and predicted seconds of the kernel and of the reduction."""
     blocks = math.prod(weight_blocks(problem, config)) * problem.groups
     places = device.multiprocessors * config.resident
     terms = _terms(Pass.WEIGHT_GRAD, device)
@@ -142,6 +142,6 @@ def weight_splits(
 
 
 def _fastest(most: int, seconds: Callable[[int], tuple[float, float]]) -> tuple[int, float, float]:
-    """The fastest split-K count up to ``most``, and its ``seconds``: of the kernel, and of what comes after."""
+    """The fastest split-K count up to ``most``, and its ``seconds``: of the kernel and of the reduction."""
     found = min(range(1, max(1, most) + 1), key=lambda splits: (sum(seconds(splits)), splits))
     return (found, *seconds(found))

@@ -16,7 +16,7 @@ from polyphase.schedules.window_gemm.tma_config import TmaConfig
 from polyphase.schedules.window_gemm.tma_cost import weight_planes
 from polyphase.schedules.window_gemm.window import Gradient
 
-_MOST_BYTES = 512 << 20  # of the tensors in channels_last
+_MOST_BYTES = 512 << 20  # of the transposed copies
 
 
 class _Transposed(Gradient):
@@ -38,7 +38,7 @@ class _Transposed(Gradient):
         return self._tma.nothing_fits(problem, device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
-        """None, too, where the tensors in channels_last would take too much memory."""
+        """None, too, where the transposed copies would take too much memory."""
         written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
         if _transposed_bytes(_last(problem, pass_), pass_) > _MOST_BYTES or not written_dense:
             return None
@@ -77,7 +77,7 @@ class _Transposed(Gradient):
         return between_transposes(inner, problem, pass_, layouts, last)
 
     def _layouts(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layouts:
-        """As the boxes' kernel gets them: what is transposed has no gaps, and is aligned; the weight is as it is."""
+        """Layouts that the TMA kernel sees: transposed copies are dense and aligned, the weight is not copied."""
         aligned = layouts.aligned or pass_ is Pass.WEIGHT_GRAD
         dense = Layouts.dense(_last(problem, pass_))
         return replace(dense, weight_channels_last=layouts.weight_channels_last, aligned=aligned)
@@ -102,13 +102,13 @@ class WindowWgradTransposed(_Transposed):
 
 
 def _transposed_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
-    """Of the tensors in channels_last."""
+    """Bytes of the transposed copies of a layer."""
     x, weight, y = problem.elements
     return DTYPE_BYTES[problem.dtype] * (x + y + (weight if pass_ is Pass.WEIGHT_GRAD else 0))
 
 
 def _last(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
-    """The layer in channels_last, those of a group padded to what TMA takes boxes of."""
+    """The layer in channels_last, with the channels of a group padded to a multiple of 16 bytes, as TMA needs."""
     piece = 16 // DTYPE_BYTES[problem.dtype]
 
     def padded(channels: int) -> int:

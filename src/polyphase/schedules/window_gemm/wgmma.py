@@ -74,7 +74,7 @@ class _WindowWgmma(Gradient):
         return None if _as_read(problem, pass_, layouts) is None else standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgmmaConfig]:
-        """Of equal ones that of the most stages first."""
+        """All; among equal ones the deepest pipeline comes first."""
         return sorted(legal_configs(at, pass_), key=lambda config: (-config.buffers, config))
 
     def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:
@@ -88,7 +88,7 @@ class _WindowWgmma(Gradient):
         return seconds[0] + share * seconds[1]
 
     def arranged(self, order: list[WgmmaConfig]) -> list[WgmmaConfig]:
-        """Each at its best pipeline depth alone."""
+        """Each shape at its best pipeline depth only."""
         best: dict[WgmmaConfig, WgmmaConfig] = {}
         for config in order:
             best.setdefault(config._replace(buffers=0), config)
@@ -149,7 +149,7 @@ class _WindowWgmma(Gradient):
     def _source(
         self, problem: ConvTransposeProblem, flattened: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig
     ) -> KernelSource:
-        """The kernel of a layer that it reads ``flattened``."""
+        """The kernel; ``flattened``: the layer as it reads it (`_as_read`)."""
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(flattened, pass_),
             ("WARPS", 4 * GROUPS + LOADERS // 32),
@@ -193,7 +193,7 @@ def _flush(problem: ConvTransposeProblem, tiling: Tiling) -> int:
 
 
 def _narrows(problem: ConvTransposeProblem, tiling: Tiling, length: int) -> bool:
-    """Whether sums of splits of such a ``length`` are complete when they are first stored."""
+    """Whether a split of such a ``length`` is the whole sum, with one flush: it is narrowed at once."""
     return 0 < tiling.total == length <= _flush(problem, tiling)
 
 

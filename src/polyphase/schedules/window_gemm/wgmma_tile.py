@@ -38,7 +38,7 @@ _STAGES = (6, 5, 4, 3)  # pipeline depths, deepest first
 _MOST_COLUMNS = 256  # N of a wgmma
 _MOST_SUMS = 256  # N x m64 tiles per warpgroup: 128 fp32 accumulators per thread
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
-_ROUNDING = 1 - 1e-9  # a bound is summed up in another order than what it bounds
+_ROUNDING = 1 - 1e-9  # bounds are rounded differently from what they bound
 
 
 class WgmmaConfig(NamedTuple):
@@ -78,18 +78,18 @@ class Runs:
 
     @classmethod
     def of_boxes(cls, count: Four, tensor_map: TensorMap) -> Runs:
-        """Those that TMA copies."""
+        """Runs that TMA loads."""
         size = DTYPE_BYTES[tensor_map.dtype]
         return cls(count, tensor_map.swizzle // size, tensor_map.swizzle, math.prod(tensor_map.box) * size, tensor_map)
 
     @property
     def bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of a stage."""
         return math.prod(self.count) * self.box_bytes
 
     @property
     def rows(self) -> int:
-        """Of up to 128 bytes, of a stage."""
+        """Rows of a stage, each of ``span`` bytes."""
         return self.bytes // self.span
 
 
@@ -116,7 +116,7 @@ class Tiling:
 
     @property
     def box_bytes(self) -> int:
-        """Of the window, if TMA copies it."""
+        """Bytes of the window's box; 0 where threads copy the window."""
         return 0 if self.window_map is None else math.prod(self.window_map.box) * DTYPE_BYTES[self.window_map.dtype]
 
 
@@ -157,7 +157,7 @@ def _shapes(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaConfig]
 
 
 def shared_bytes_of(config: WgmmaConfig, tiling: Tiling) -> int:
-    """Of a block, but for what the kernel declares itself."""
+    """Dynamic shared memory of a CTA."""
     return config.buffers * tiling.stage + tiling.table + tiling.places
 
 
@@ -165,15 +165,15 @@ def tiling_of(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, device: DeviceInfo
 ) -> Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
-    rows = config.rows if pass_ is Pass.INPUT_GRAD else 0  # whose place is remembered
-    declared = round_up(12 * rows + 20 * config.buffers, 1024)  # by the kernel itself, before what is aligned so
+    rows = config.rows if pass_ is Pass.INPUT_GRAD else 0  # whose offsets are kept in shared memory
+    declared = round_up(12 * rows + 20 * config.buffers, 1024)  # static; dynamic shared memory begins aligned behind it
     available = device.shared_bytes_per_block - declared
     terms = costs("window_wgmma", device)
     return _tilings(problem, pass_, layouts, config._replace(buffers=0), terms).best(config, available)
 
 
 class _Tilings:
-    """All tiles of a config, at any pipeline depth."""
+    """The tilings of a config, at any pipeline depth."""
 
     def __init__(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, terms: Costs
@@ -194,7 +194,7 @@ class _Tilings:
         self._tilings: dict[int, Tiling | None] = {}
 
     def best(self, config: WgmmaConfig, available: int) -> Tiling | None:
-        """Those of least work whose stages fit; with short rows that are copied only where there are no others."""
+        """The tiling of least work whose stages fit; copied windows of short rows only where there is no other."""
         places = [place for place, stage in enumerate(self._stages) if config.buffers * stage <= available]
         best = self._best(places, config, available, short=False)
         if best is None and not any(self._is_short(place) is False for place in range(len(self._lanes))):
@@ -224,18 +224,18 @@ class _Tilings:
         return self._tilings[place]
 
     def _is_short(self, place: int) -> bool | None:
-        """Whether threads copy rows of few positions; None where there are no such tiles."""
+        """Whether threads copy short rows; None where these extents have no tiling."""
         tiling = self._tiling(place)
         return None if tiling is None else tiling.window_map is None and tiling.lanes[3] < self._least_row
 
 
-_tilings = lru_cache(maxsize=64)(_Tilings)  # of hundreds of kilobytes at most; configs of one call follow each other
+_tilings = lru_cache(maxsize=64)(_Tilings)  # each has up to hundreds of kilobytes
 
 
 def _least_stages(
     problem: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig, lanes: Sequence[Four]
 ) -> Iterator[int]:
-    """Bytes that a stage of such tiles has at least."""
+    """Lower bounds of the bytes of a stage, for tiles of such extents."""
     size = DTYPE_BYTES[problem.dtype]
     depth = config.out_chunk * problem.taps
     for each in lanes:
@@ -251,9 +251,9 @@ def _least_works(
     by_tma: Sequence[bool],
     terms: Costs,
 ) -> Iterator[float]:
-    """What the work of such tiles is not less than: as if reads never met, and a window's rows ended with its columns.
+    """Lower bounds of the work with tiles of such extents: no bank conflicts, and rows without padding.
 
-    ``by_tma``: whether TMA may bring the window.
+    ``by_tma``: whether TMA may load the window.
     """
     size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
     weights, vector = pass_ is Pass.WEIGHT_GRAD, PIECE_BYTES // size
@@ -270,13 +270,13 @@ def _least_works(
         loads = stage + piece + rows * -(-(columns + vector - 1) // vector) / LOADERS * copy
         if boxed:
             loads = min(loads, rows * -(-columns * size // 128) * terms.row)
-        fewest = reads if positions >= FOUND else reads / 4  # of four reads, some of which may meet no row
+        fewest = reads if positions >= FOUND else reads / 4  # of four reads, some may be of no row
         cycles = steps * _operation(config, fewest, terms) + loads + terms.stage
         yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
 
 
 def _operation(config: WgmmaConfig, reads: float, terms: Costs) -> float:
-    """Predicted cycles of an operation whose rows take so many passes through shared memory."""
+    """Predicted cycles of a k-step whose fragments take so many wavefronts of shared memory."""
     product = terms.product + terms.read * reads + terms.column * config.columns
     return GROUPS * config.row_tiles * product + terms.operation
 
@@ -316,7 +316,7 @@ def _tiles(
 def _input_runs(
     problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, lanes: Four
 ) -> tuple[Runs | None, int]:
-    """The input's, of a tile of positions; beside them the elements of a row, where rows are one with those behind."""
+    """The input's runs in NCHW, a row of positions each; and the length of joined rows (H and W as one), or 0."""
     size = DTYPE_BYTES[problem.dtype]
     images, slabs, rows, columns = lanes
     batch, channels, depth, height, width = five(problem.input_shape)
@@ -327,7 +327,7 @@ def _input_runs(
     length, sides = columns, (width, channels, height, depth, max(1, batch))
     strides = tma_strides(zip(sides[1:], (channel, row, slab, image)))
     if strides is None and images * slabs * rows == 1:
-        length = round_up(length, OPERATION_BYTES // size)  # threads can end a run with zeros
+        length = round_up(length, OPERATION_BYTES // size)  # threads fill the rest of a run with zeros
     span = next((span for span in (128, 64, 32) if length * size % span == 0), None)
     if not layouts.aligned or layouts.input[4] != 1 or span is None:
         return None, 0
@@ -343,7 +343,7 @@ def _input_runs(
 
 
 def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, *apart: int) -> Runs | None:
-    """The same as threads copy it, of half precision: float32 would have to be rounded to TF32 on its way.
+    """Runs of the input that threads copy, in half types: float32 would have to be rounded to TF32 on the way.
 
     ``apart``: bytes from one row, channel and so on to the next.
     """
@@ -354,7 +354,7 @@ def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, *apart:
 
 
 def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, lanes: Four) -> Runs | None:
-    """The input's where channels are innermost: a tile's pixels, some channels a box."""
+    """The input's runs in NHWC: the pixels of a tile, some channels in each box."""
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
     batch, _, depth, height, width = five(problem.input_shape)
     image, _, slab, row, column = (step * size for step in layouts.input)
@@ -369,7 +369,7 @@ def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaCo
 
 
 def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig) -> Runs | None:
-    """The weight's, of a stage."""
+    """The weight's runs, 128 bytes each."""
     size, columns = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group * problem.taps
     if not layouts.aligned or columns * size % 16:
         return None
@@ -403,22 +403,22 @@ def stage_cycles(
 def _copy_cycles(
     problem: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig, tiling: Tiling, terms: Costs
 ) -> float:
-    """The same for what loaders copy of a window (``operand/window_rows.cuh``)."""
+    """Predicted cycles of a stage for a window that producers copy (``operand/window_rows.cuh``)."""
     vector = PIECE_BYTES // DTYPE_BYTES[problem.dtype]
     pieces = tiling.window.rows * tiling.window.pieces
-    apart = vector // math.gcd(vector, tiling.window.steps[3])  # channels that lie alike
+    apart = vector // math.gcd(vector, tiling.window.steps[3])  # distance of channels with the same misalignment
     while apart < config.out_chunk and apart * pieces < LOADERS:
         apart *= 2
     found = math.ceil(min(apart, config.out_chunk) * pieces / LOADERS)
     copied = found * math.ceil(config.out_chunk / apart)
-    begun = 1 / tiling.tiles[3] if problem.padding[-1] > 0 else 0.0  # tiles that rows begin in
+    begun = 1 / tiling.tiles[3] if problem.padding[-1] > 0 else 0.0  # share of tiles in which a row begins
     kind = f"{pass_.value}_{'halves' if DTYPE_BYTES[problem.dtype] == 2 else 'float32'}"
     copy = terms[f"copy_{kind}"] + begun * terms.words
     return terms[f"copy_stage_{kind}"] + found * terms[f"copy_piece_{kind}"] + copied * copy
 
 
 def _reads(problem: ConvTransposeProblem, pass_: Pass) -> int:
-    """How often a thread reads shared memory for its rows of an operation."""
+    """Reads of shared memory by a thread for its A fragment of a k-step."""
     single = DTYPE_BYTES[problem.dtype] == 4
     if in_pairs(problem):
         return 2 if single and pass_ is Pass.WEIGHT_GRAD else 4

@@ -16,10 +16,10 @@ from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.schedules.tiles import Four
 from polyphase.schedules.window_gemm.window import extent_of_window
 
-MAX_BOX_SIDE = 256  # elements that TMA brings at once along one dimension
-PIECE_BYTES = 16  # of rows that are copied
-_LEAST_STAGES, _MOST_SHARED = 3, 256 << 10  # of a kernel's stages; bytes, more than any GPU has
-FOUND = 32  # positions, and taps, that stand for all
+MAX_BOX_SIDE = 256  # elements of a TMA box along one dimension
+PIECE_BYTES = 16  # of a cp.async
+_LEAST_STAGES, _MOST_SHARED = 3, 256 << 10  # stages of a kernel; bytes of shared memory, more than any GPU has
+FOUND = 32  # positions and taps by which bank conflicts are counted
 _Places = tuple[tuple[int, int], ...]  # a box's extent along each dimension, and its step
 
 
@@ -37,16 +37,16 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """Of a channel."""
+        """Rows of a channel."""
         return math.prod(self.extent[:3])
 
 
 def window_by_tma(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four
 ) -> tuple[Window, TensorMap, int] | None:
-    """The window as TMA brings it, where it can.
+    """The window as TMA loads it, or None where it cannot.
 
-    Beside it the elements that its rows begin before the first that is met: a box begins at a multiple of 16 bytes.
+    The number is the skew: elements by which rows begin early, so that a box begins at a multiple of 16 bytes.
     """
     if not may_use_tma(problem, pass_, layouts, chunk, lanes):
         return None
@@ -70,11 +70,11 @@ def window_by_tma(
 
 
 def may_use_tma(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> bool:
-    """Whether TMA can bring the window."""
+    """Whether TMA can load the window."""
     vector, axis = 16 // DTYPE_BYTES[problem.dtype], problem.axes3[2]
     if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
         return False
-    # Channels behind a group's last meet no weight; what lies there must be none of the next group's.
+    # A box must end with its group: channels of the next would meet zero weights, but may be NaN.
     whole = problem.groups == 1 or pass_ is Pass.WEIGHT_GRAD or problem.out_channels_per_group % chunk == 0
     if not layouts.aligned or not whole or _box_strides(problem, layouts) is None:
         return False
@@ -85,7 +85,7 @@ def may_use_tma(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, ch
 
 @lru_cache(maxsize=64)
 def _box_strides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[int, ...] | None:
-    """Of boxes of the output gradient; None where TMA does not take it apart."""
+    """Strides in bytes of the output gradient's tensor map; None where TMA cannot read it."""
     size = DTYPE_BYTES[problem.dtype]
     batch, channels, depth, height, _ = five(problem.output_shape)
     image, channel, slab, row, _ = (step * size for step in layouts.output)
@@ -122,7 +122,7 @@ def as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk:
         image = above(slabs * slab, of_image)
         return image, slab, row, above(extent[0] * image, of_channel)
 
-    narrow = above(columns + vector - 1, of_row)  # a row ends, and the next begins, in pieces of their own
+    narrow = above(columns + vector - 1, of_row)  # two rows share no 16-byte piece
     if _LEAST_STAGES * chunk * steps(narrow)[3] * size > _MOST_SHARED:
         return None
     widths = range(narrow, narrow + 128 // size + 1, vector)
@@ -131,7 +131,7 @@ def as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk:
 
 
 def _quietest(widths: Iterable[int], conflicts: Callable[[int], float]) -> int:
-    """The first of ``widths`` with the fewest passes through shared memory, of which one is the least there can be."""
+    """The first of ``widths`` with the fewest wavefronts (``conflicts``); one is the least possible."""
     best = math.inf, 0
     for width in widths:
         passes = conflicts(width)
@@ -150,7 +150,7 @@ def in_pairs(problem: ConvTransposeProblem) -> bool:
 
 
 def conflicts_of(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, steps: Four) -> float:
-    """Passes of a warp through shared memory for one read of its rows.
+    """Wavefronts of shared memory for one read of a warp's A fragment.
 
     ``steps`` are the elements from one image, slab, row and channel of the window to the next.
     """
@@ -166,7 +166,7 @@ def conflicts_of(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, steps:
 
 
 def _first_places(counts: Four, steps: Four) -> _Places:
-    """What decides where the first places of a box lie, in order: from the innermost dimension on, as many as do."""
+    """The innermost dimensions of a box, as many as its first `FOUND` elements span: (extent, step) of each."""
     found: list[tuple[int, int]] = []
     room = FOUND
     for count, step in zip(reversed(counts), reversed(steps)):
@@ -180,7 +180,7 @@ def _first_places(counts: Four, steps: Four) -> _Places:
 
 @lru_cache(maxsize=16384)
 def _passes(rows: _Places, k: _Places, size: int, paired: bool) -> float:
-    """The same of rows, and of their elements, that lie at such places."""
+    """Wavefronts for rows and k at such offsets; ``paired``: two rows are read at once."""
     of_rows, of_k = _places(rows)[:: 2 if paired else 1], _places(k)[:: 4 // size]
     reads = 0
     for first, beyond in itertools.product((0, 8), (0, 8)):
@@ -195,7 +195,7 @@ def _passes(rows: _Places, k: _Places, size: int, paired: bool) -> float:
 
 
 def _places(box: _Places) -> list[int]:
-    """The first of them, in order."""
+    """Offsets of the first `FOUND` elements of a box, in order."""
     found = [0]
     for count, step in box:
         found = [place + further * step for further in range(count) for place in found]

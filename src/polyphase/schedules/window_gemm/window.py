@@ -1,4 +1,4 @@
-"""What the gradients' schedules on tensor cores have in common: tiles of positions, windows of the output gradient."""
+"""What the window GEMMs share: extents of tiles of positions, and windows of the output gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gradient(Schedule):
 
     @property
     def pass_(self) -> Pass:
-        """The one that it computes."""
+        """The pass that it computes."""
         return self.passes[0]
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -37,7 +37,7 @@ class Gradient(Schedule):
         return self._limits(problem, device)
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
-        """What its mainloop cannot take."""
+        """Why its mainloop cannot compute a layer whose dtype tensor cores take."""
         raise NotImplementedError
 
 
@@ -47,7 +47,7 @@ def is_long_sum(problem: ConvTransposeProblem) -> bool:
 
 
 def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chunk: int) -> int:
-    """Blocks of a tile of positions, or of a split of them, of so many channels each."""
+    """CTAs of a tile (input gradient) or of a split (weight gradient), of so many channels each."""
     blocks = math.ceil(problem.in_channels_per_group / in_chunk) * problem.groups
     if pass_ is Pass.WEIGHT_GRAD:
         blocks *= math.ceil(problem.out_channels_per_group / out_chunk)
@@ -61,7 +61,7 @@ def split_params(problem: ConvTransposeProblem, length: int, tiles: int) -> dict
 
 
 def lanes_of(problem: ConvTransposeProblem, positions: int) -> tuple[Four, ...]:
-    """Extents along n, d, h and w of at most so many positions, with as many images as those leave room for.
+    """Extents of tiles along n, d, h and w, of at most ``positions`` in all, with as many images as fit.
 
     Long rows come first.
     """
@@ -87,7 +87,7 @@ def _extents(size: int, most: int) -> list[int]:
 
 
 def extent_of_window(problem: ConvTransposeProblem, lanes: Four) -> Four:
-    """What ``lanes`` positions along n, d, h and w meet of a channel of the output gradient."""
+    """Extent of the window of a tile whose extents are ``lanes``: what its taps read of a channel."""
     images, d, h, w = lanes
     of_d, of_h, of_w = problem.axes3
     return (
@@ -101,7 +101,7 @@ def extent_of_window(problem: ConvTransposeProblem, lanes: Four) -> Four:
 def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: Four) -> tuple[StageBox, int]:
     """The window of ``lanes`` positions in ``out_chunk`` channels of the output gradient, in pieces.
 
-    Beside it the elements that its rows begin before the first that is met, so that pieces are aligned.
+    The number is the skew: elements by which its rows begin early, so that pieces are aligned.
     """
     size = DTYPE_BYTES[problem.dtype]
     grad = Side(five(problem.output_shape), layouts.output)
@@ -150,7 +150,7 @@ def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Con
 
 
 def rows_as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
-    """The same of an input gradient, whose weight's taps have to lie like the pixels; as it is, channels first."""
+    """`as_one_channel` for an input gradient, whose weight must be channels_last as well; NCHW is left as it is."""
     if not problem.channels_last:
         return problem, layouts
     alike = layouts.weight_channels_last or problem.out_channels == 1
@@ -158,6 +158,6 @@ def rows_as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tupl
 
 
 def channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
-    """Bytes of a box's row where those are rows or columns of an operand: the most that leave the fewest over."""
+    """Bytes of channels in a row of a box, 128, 64 or 32: the widest with the least padding."""
     pixel = channels * DTYPE_BYTES[problem.dtype]
     return min((128, 64, 32), key=lambda pitch: (round_up(pixel, pitch), -pitch))
