@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node, Tracer
 
 from polyphase import elementwise, fuse, fused
+from polyphase.fuse_trace import Trace, call_name, shared_modules
+from polyphase.module_steps import STEPS
 from polyphase.problem import ConvTransposeProblem
 from polyphase.problem.epilogue import Epilogue
 
@@ -187,7 +189,7 @@ class _Forward:
         return graph
 
     def _find(self) -> None:
-        trace = fuse._Trace(self.graph, self._model, fuse._shared(self._model))
+        trace = Trace(self.graph, self._model, shared_modules(self._model))
         for layer in self.graph.nodes:
             if layer.op != "call_module" or str(layer.target) not in self._layers:
                 continue
@@ -212,10 +214,10 @@ class _Forward:
                 "" if epilogue is not None else "its operands are of other kinds"
             )
             if why or found is None or epilogue is None:
-                why = f"{node.target if node.op == 'call_module' else fuse._name(node)}: {why}"
+                why = f"{node.target if node.op == 'call_module' else call_name(node)}: {why}"
                 break
             steps, operands, taken, value = [*steps, *found[0]], [*operands, *found[1]], [*taken, node], node
-        names = [f"{fuse._name(node)}()" if fuse._name(node) else str(node.target) for node in taken]
+        names = [f"{call_name(node)}()" if call_name(node) else str(node.target) for node in taken]
         if steps:
             epilogue = self._epilogue(steps, layer)
             assert epilogue is not None
@@ -248,10 +250,10 @@ class _Forward:
         output = layer.meta["value"]
         if node.op == "call_module":
             module: Any = self._model.get_submodule(str(node.target))
-            step = fuse._STEPS[type(module)](module)
+            step = STEPS[type(module)](module)
             names = [] if step is None else [self._tensors[id(tensor)] for _, tensor in step.tensors]
             return ([] if step is None else [step]), names
-        reading = elementwise.read(fuse._name(node), value, node.args, node.kwargs)
+        reading = elementwise.read(call_name(node), value, node.args, node.kwargs)
         if reading is None:
             return None
         if reading.other is None:
