@@ -1,5 +1,5 @@
 // Direct kernel of the weight gradient where groups have few channels: depthwise layers, and others whose groups would
-// leave most of a tensor core's operation empty. In exact arithmetic.
+// fill little of a tensor core's instruction. In exact arithmetic.
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
@@ -10,7 +10,7 @@
 //
 // The block's other threads, WALKERS times those, are at neighbouring positions, along w first, then h, d and n in
 // extents chosen at launch. Each takes POSITIONS neighbours along w at a time: it loads what they meet in a row of the
-// output gradient, then adds to all its sums. A block goes on along h, so that rows which the next positions meet again
+// output gradient, then adds to all its sums. A block advances along h, so that rows that the next positions read again
 // are in the cache. Splits of the positions write to different planes of `partial`, which the caller
 // sums in order: the result does not depend on timing.
 //
@@ -19,8 +19,9 @@
 //
 // X_PIXEL and GRAD_PIXEL are the elements from a pixel to its neighbour along w.
 //
-// Shared memory: all threads' sums of ROWS_AT_ONCE of their rows, [thread][sum] in the order of the weight, and an odd
-// number apart, so that they meet in no bank; written, then read by those that add them up and store, between barriers.
+// Shared memory: all threads' sums of ROWS_AT_ONCE of their rows, [thread][sum] in the order of the weight, at an odd
+// pitch, so that there are no bank conflicts; written, then read by the threads that add up and store, between
+// barriers.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -54,7 +55,7 @@ static_assert(VECTOR % OUT_CHANNELS == 0 || OUT_CHANNELS % VECTOR == 0, "a vecto
 static_assert(IN_CHANNELS % IN_HELD == 0 && X_HELD % X_VECTOR == 0 && VECTOR % GRAD_VECTOR == 0, "whole vectors");
 static_assert(GROUPS_HELD == 1 || IN_HELD == IN_CHANNELS, "input channels of several groups are neighbours");
 
-// Whether a position meets column `column` of a row's window at any tap.
+// Whether a position reads column `column` of a row's window at any tap.
 __host__ __device__ constexpr bool is_met(int column) {
   for (int tap = 0; tap < COLUMNS; ++tap) {
     const int rest = column - tap * AXIS_W.dilation;
@@ -80,7 +81,7 @@ struct Held {
   __device__ __forceinline__ accum_t operator[](int i) const { return widen(value[i]); }
 };
 
-// Elements of 16 bits stay in pairs until they are used: to take a pair apart would wait for the load.
+// Two elements of 16 bits stay in one register until they are used: to unpack them would wait for the load.
 template <class T, int COUNT, int WIDTH>
 struct Held<T, COUNT, WIDTH, true> {
   unsigned pairs[COUNT / 2];
@@ -111,12 +112,12 @@ struct Share {
         in(index / (ROW_SHARES * COLUMN_SHARES) * IN_HELD) {}
 };
 
-// POSITIONS neighbouring positions, of which `count` exist, and where they meet the output gradient at the first tap.
+// POSITIONS neighbouring positions, of which `count` exist, and where the first tap reads the output gradient.
 struct Positions {
   const scalar_t *x, *grad;  // of the thread's channels
   int count, d, h, w;
 
-  // Whether all rows of the kernel, and the share's columns, meet elements that exist.
+  // Whether all that the kernel's rows and the share's columns read exists.
   __device__ __forceinline__ bool is_whole(const Tensor5& g) const {
     return count >= POSITIONS && d >= 0 && d + (AXIS_D.kernel - 1) * AXIS_D.dilation < g.size[0] && h >= 0 &&
            h + (AXIS_H.kernel - 1) * AXIS_H.dilation < g.size[1] && w >= 0 && w + WINDOW <= g.size[2];
@@ -131,7 +132,7 @@ struct Sums {
     for (int i = 0; i < ROWS * COLUMNS * IN_HELD * VECTOR; ++i) (&of[0][0][0][0])[i] = 0;
   }
 
-  // WHOLE: nothing need be asked for.
+  // WHOLE: all elements exist, none is checked.
   template <bool WHOLE>
   __device__ __forceinline__ void add(const Positions& at, const Share& share, const Tensor5& g) {
     Held<scalar_t, X_HELD, X_VECTOR> x[POSITIONS];
@@ -240,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       at.grad = grad + n * params.g.stride[0] + at.d * params.g.stride[2] + at.h * params.g.stride[3] +
                 (long long)first_column * GRAD_PIXEL;
       const bool exists = owns && n < params.batch && d < params.x.size[0] && h < params.x.size[1] && at.count > 0;
-      if (__all_sync(~0u, !exists || at.is_whole(params.g))) {  // so that a warp does not compute in both ways
+      if (__all_sync(~0u, !exists || at.is_whole(params.g))) {  // so that a warp does not diverge
         if (exists) sums.add<true>(at, share, params.g);
       } else {
         if (exists) sums.add<false>(at, share, params.g);

@@ -12,7 +12,7 @@
 // the result does not depend on timing.
 //
 // Shared memory: two buffers of DEPTH × ROW_PITCH of x and DEPTH × COLUMN_PITCH of g, both [position][row or column],
-// padded so that stores along K do not meet in one bank; then every thread's sums as [K slice][sum][thread].
+// padded so that stores along K have no bank conflicts; then every thread's sums as [K slice][sum][thread].
 //
 // Synchronisation: stage i+1 is loaded to registers while stage i is computed, and stored to the other buffer; one
 // barrier a stage suffices, since a buffer is written again only after the barrier that follows its last reads.
@@ -63,19 +63,16 @@ __device__ __forceinline__ Column column_at(int column) {
           tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation, tap % AXIS_W.kernel * AXIS_W.dilation};
 }
 
-// THREAD_ROWS or THREAD_COLUMNS neighbouring values from shared memory, 16 bytes at a time where they are that many.
+// THREAD_ROWS or THREAD_COLUMNS neighbouring values from shared memory, by vectorised loads.
 template <int COUNT>
 struct Values {
   accum_t value[COUNT];
 
   __device__ __forceinline__ void load(const accum_t* from) {
-    struct alignas((COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1) * sizeof(accum_t)) Chunk {
-      accum_t value[COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1];
-    };
     constexpr int CHUNK = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < COUNT; i += CHUNK) {
-      const Chunk chunk = *(const Chunk*)(from + i);
+      const Vector<accum_t, CHUNK> chunk = *(const Vector<accum_t, CHUNK>*)(from + i);
 #pragma unroll
       for (int j = 0; j < CHUNK; ++j) value[i + j] = chunk.value[j];
     }
@@ -96,7 +93,7 @@ __device__ __forceinline__ void store_results(const accum_t* totals, accum_t* pa
   }
 }
 
-// Of x, so many positions further on.
+// Moves a position of x on by so many.
 __device__ __forceinline__ void advance(const Tensor5& x, int by, long long& n, int& d, int& h, int& w) {
   w += by;
   while (w >= x.size[2]) {
@@ -122,7 +119,7 @@ __device__ __forceinline__ void add_products(const accum_t* rows, const accum_t*
     for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
 }
 
-// Adds a chain to the thread's sums in shared memory, and begins the next.
+// Adds a chain to the thread's sums in shared memory, and starts from zero.
 __device__ __forceinline__ void flush(accum_t (&sum)[THREAD_ROWS][THREAD_COLUMNS], accum_t* own) {
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) {

@@ -1,26 +1,26 @@
 // Direct kernel of the weight gradient of long kernels, exact in float32: rows of the output gradient are streamed
 // once.
 //
-// A tap along the width is t = j·stride + r, and what it multiplies at input position i lies j strides further on:
+// A tap along the width is t = j·stride + r. At input position i = y - j it reads g at y·stride + r - padding:
 //
 //   gw[ci, co, j·stride + r] = Σ over batch and positions y of  x[n, ci, y - j] · g[n, co, y·stride + r - padding]
 //
-// So for one y the elements of g that all r meet are neighbours in memory, and each serves all j and all input
+// So for one y the elements of g that all r read are neighbours in memory, and each serves all j and all input
 // channels.
 //
 // Index mapping. A column is VECTOR neighbouring r of one output channel and row of the kernel (d, h). A thread owns a
 // column for IN_HELD input channels and TAPS_HELD neighbouring j, as sums in registers; neighbouring threads own
 // neighbouring columns. A block has LANES columns of one group and WALKERS threads for each, which take steps of
-// POSITIONS neighbouring y in turns; its steps are a part of those of all images. Blocks that differ in input channels
-// and j alone are neighbours, so that they find g in the L2 cache.
+// POSITIONS neighbouring y in turns; its steps are a split of those of all images. Blocks that differ only in input
+// channels and j have neighbouring indices, so that they find g in the L2 cache.
 //
 // A step's elements of g are loaded a step ahead. Those of x are few and come from the L1 cache: threads of a walker
 // read the same. Where rows of g are whole quads, columns begin up to three elements before r = 0, so that quads are
 // aligned; sums of such r are not stored.
 //
 // A chain of sums ends after `flush` steps, and is added to what the block has stored. The sums of its walkers are
-// added up in shared memory, in order, a row of them at a time in one of two buffers. Splits leave
-// planes, which steps/reduce_splits.cu adds up.
+// added up in shared memory, in order, a row of them at a time in one of two buffers. Splits leave planes, which
+// steps/reduce_splits.cu adds up.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -30,10 +30,10 @@
 constexpr bool ALIGNED = PIECE > 1;  // rows of g are whole quads
 constexpr int THREADS = round_up(LANES * WALKERS, 32);
 constexpr int COLUMNS = OUT_CHANNELS * LINES * VECTORS;
-constexpr int REACH = TAPS_HELD - 1, X_MET = POSITIONS + REACH;  // positions of x that a step meets
+constexpr int REACH = TAPS_HELD - 1, X_MET = POSITIONS + REACH;  // positions of x that a step reads
 constexpr int QUADS = VECTOR / 4, RESULTS = LANES * VECTOR;
 
-// What a thread loads of g for a step, and where that meets x.
+// What a thread loads of g for a step, and the positions of x that multiply it.
 struct Loaded {
   Quad<scalar_t> g[POSITIONS][QUADS];
   long long image;  // as Rows has them

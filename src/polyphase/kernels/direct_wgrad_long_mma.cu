@@ -6,8 +6,8 @@
 // columns for IN_HELD input channels at TAPS_HELD neighbouring j, which are the rows of ROW_TILES tiles of 16. Element
 // v of all eight columns is one tile of mma.sync: lane / 4 is a column, and a lane has four neighbouring positions of
 // each 16 of a step, whose order along k does not matter as long as both operands have the same. So a lane loads 16
-// bytes of g at each of its positions, a step ahead, and takes pairs of positions apart by elements. A block has LANES
-// columns, of one warp each eight, and WALKERS warps for each, which take steps in turns.
+// bytes of g at each of its positions, a step ahead; byte permutes of two positions make a word of each element's tile.
+// A block has LANES columns, of one warp each eight, and WALKERS warps for each, which take steps in turns.
 //
 // x comes from the L1 cache, element by element, zeros beside a row. Sums of tensor cores end after `flush` steps, and
 // are added in float32 to what the block has stored; walkers' sums are added in order through shared memory, a row tile
@@ -27,7 +27,7 @@ constexpr int PITCH = 8 * VECTOR + 4;  // shared sums of a row of a warp
 static_assert(sizeof(scalar_t) == 2 && VECTOR == 8 && LANES % 8 == 0 && POSITIONS % 16 == 0, "fragments are whole");
 static_assert(ROWS <= 16 * ROW_TILES, "a row for each input channel and j");
 
-// The rows of x that a lane has: where each lies, and its j, so large that it meets nothing where there is none.
+// The rows of x that a lane has: where each lies, and its j. A row that does not exist has a j beyond every position.
 struct InputRows {
   long long offset[ROW_TILES][2];
   int tap[ROW_TILES][2];
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Sums sums;
     sums.clear();
     const int until = min(first + params.flush, end);
-    Loaded one, other;  // in turns: a copy would wait for what is loaded
+    Loaded one, other;  // alternating: a copy would wait for the loads
     auto load = [&](Loaded& to, int step) {
       if (step < until) to.load(params, grad, at, column, x, rows, step);
     };

@@ -3,23 +3,23 @@
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
 // Taps along the width are columns of a row of the output gradient that lie side by side, and positions are places
-// further on in it. So g lies in shared memory as it comes, its halo included: nothing is unfolded, and what a thread
-// reads of a row serves several positions. (Where channels come last the host takes all of them for one, and the row of
-// a few wide pixels for one of many narrow ones: `as_one_channel` in schedules/window_gemm/window.py.)
+// further on in it. So g keeps its order in shared memory, halo included: there is no im2col, and what a thread reads
+// of a row serves several positions. (Where channels come last the host takes all of them for one, and the row of a few
+// wide pixels for one of many narrow ones: `as_one_channel` in schedules/window_gemm/window.py.)
 //
-// Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels with all their taps, and one contiguous
-// part of the tiles of input positions; a stage is a tile, of one image and one slab of it. A thread owns THREAD_ROWS
-// channels by THREAD_COLUMNS taps of each of THREAD_LINES kernel rows, and takes POSITIONS neighbours along w at once.
-// K_SLICES groups of threads, each SLICE_THREADS apart, share the positions of a tile; their sums are added in order at
-// the end. Splits write to different planes of `partial`, which the caller sums in order: the result
-// does not depend on timing.
+// Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels with all their taps, and one split,
+// contiguous, of the tiles of input positions; a stage is a tile, of one image and one slab of it. A thread owns
+// THREAD_ROWS channels by THREAD_COLUMNS taps of each of THREAD_LINES kernel rows, and takes POSITIONS neighbours along
+// w at once. K_SLICES groups of threads, each SLICE_THREADS apart, share the positions of a tile; their sums are added
+// in order at the end. Splits write to different planes of `partial`, which the caller sums in order: the result does
+// not depend on timing.
 //
 // Shared memory: two stages, each the tile's input and its window of the output gradient. The input lies as
-// [position][channel] where X_LAST, else as [channel][position]: as it comes, too. Behind the last stage the sums of
-// all slices, [slice][row][column], take their place.
+// [position][channel] where X_LAST, else as [channel][position]: in its order in memory, too. After the last stage the
+// sums of all slices, [slice][row][column], take the place of both.
 //
 // Synchronisation: a stage is copied while the one before it is computed. The barrier that follows a stage's arrival
-// also says that all have done with the one before, whose buffer is filled next.
+// also means that all threads are done with the one before, whose buffer is filled next.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -59,13 +59,13 @@ static_assert(ROW_THREADS * COLUMN_THREADS <= SLICE_THREADS, "a slice has a thre
 static_assert(THREAD_ROWS % 4 == 0, "rows are read four at a time");
 static_assert(ROW_SHARES == 1 || THREAD_COLUMNS * AXIS_W.dilation % 4 == 0, "threads begin at whole quads of a row");
 
-// Where in its window a thread's column meets a position, of the first tap's first.
+// Which element of its window a thread's column reads at a position.
 __host__ __device__ constexpr int place(int position, int column) {
   return SKEW + position * AXIS_W.stride + column * AXIS_W.dilation;
 }
 constexpr int QUADS = place(POSITIONS - 1, THREAD_COLUMNS - 1) / 4 + 1;  // of four elements, of a thread's window
 
-// The first position that meets a quad; POSITIONS where none does.
+// The first position that reads a quad; POSITIONS where none does.
 __host__ __device__ constexpr int first_met(int quad) {
   for (int position = 0; position < POSITIONS; ++position)
     for (int column = 0; column < THREAD_COLUMNS; ++column)
@@ -166,14 +166,10 @@ struct Sums {
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < THREAD_ROWS; ++i)
-#pragma unroll
-      for (int line = 0; line < THREAD_LINES; ++line)
-#pragma unroll
-        for (int j = 0; j < THREAD_COLUMNS; ++j) of[i][line][j] = 0;
+    for (int i = 0; i < THREAD_ROWS * THREAD_LINES * THREAD_COLUMNS; ++i) (&of[0][0][0])[i] = 0;
   }
 
-  // POSITIONS neighbours: `x` is the first's first row of the thread's; in `window` and `lines` from there on they meet
+  // POSITIONS neighbours: `x` is the first's first row of the thread's; in `window` and `lines` from there on they read
   // the thread's first columns.
   __device__ __forceinline__ void add(const float* x, int x_pitch, const float* window,
                                       const int (&lines)[THREAD_LINES]) {
@@ -201,11 +197,11 @@ struct Sums {
   }
 
  private:
-  // What the thread's positions meet.
+  // What the thread's positions read.
   struct Met {
     Four of[THREAD_LINES][QUADS];
 
-    // Quads that are met first by one of these positions.
+    // Loads the quads whose first reader is one of these positions.
     __device__ __forceinline__ void read(const float* from, const int (&lines)[THREAD_LINES], int first, int last) {
 #pragma unroll
       for (int line = 0; line < THREAD_LINES; ++line)

@@ -63,8 +63,8 @@ struct Sums {
     others.clear();
   }
 
-  // One tap of one output channel: `from` is what the tile's first position meets, of column `column`, if its row
-  // exists; WHOLE: all that the tile meets exists. `weights` are of the first input channel, of which `last` more
+  // One tap of one output channel: `from` is what the tile's first position reads, of column `column`, if its row
+  // exists; WHOLE: all that the tile reads exists. `weights` are of the first input channel, of which `last` more
   // exist.
   template <bool WHOLE>
   __device__ __forceinline__ void add(const Params& params, const scalar_t* from, int column, bool row_exists,
@@ -85,8 +85,8 @@ struct Sums {
     }
   }
 
-  // Leaves the sum number `lane` of all lanes in the first: a lane gives half of its sums away, and gets the other
-  // half.
+  // A butterfly reduction that transposes: at each step a lane exchanges half of its sums, until lane i has sum i of
+  // all lanes in the first place.
   template <int HALF = 16>
   __device__ __forceinline__ void add_up(int lane) {
     const bool upper = lane & HALF;
@@ -99,7 +99,7 @@ struct Sums {
   }
 };
 
-// Whether all that `count` neighbours along a dimension meet exists, of which the first meets `from` first.
+// Whether all that `count` neighbours along a dimension read exists; `from`: the first element that the first reads.
 __device__ __forceinline__ bool whole(Axis axis, int from, int count, int size) {
   return from >= 0 && from + (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation < size;
 }

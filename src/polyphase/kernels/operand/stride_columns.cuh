@@ -1,5 +1,5 @@
-// The columns and steps of kernels that stream the output gradient of a long kernel: direct_wgrad_long and its form for
-// tensor cores, direct_wgrad_long_mma. The former says what they are. PIECE elements of g are loaded at once.
+// Columns and steps of direct_wgrad_long.cu, which explains them, and of direct_wgrad_long_mma.cu. PIECE elements of g
+// are loaded at once.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The window of a stage in the kernels of mainloop/window_wgmma.cuh, and its copy where TMA cannot bring it: cp.async
+// The window of a stage in the kernels of mainloop/window_wgmma.cuh, and its copy where TMA cannot load it: cp.async
 // of 16 bytes, whatever the alignment of its rows. The address of an element modulo 16 is the same in shared memory as
 // in the tensor. For that the window's pitches equal the tensor's modulo 16 bytes, and the window starts `shift` bytes
 // late in its stage. Rows have room for the 16-byte pieces that they fill in part.
@@ -62,7 +62,8 @@ struct RowLoader {
                                       const int (&origin)[4]) const {
     from += offset_of(tensor, origin);
     const int shift = behind_a_piece(from);
-    // Of rows, in the window's. Where rows begin before the window does what lies before that may be anything.
+    // The end and the beginning of the tensor's rows, in bytes of the window's. Before a row that begins earlier than
+    // the window there may be anything.
     const int beyond = window.extent[3] + PIECE;
     const int end = min(tensor.size[2] - origin[3], beyond) * ELEMENT;
     const int begin = origin[3] < 0 ? min(-origin[3], beyond) * ELEMENT : -PIECE;

@@ -42,7 +42,7 @@ _SHARED_BYTES = 48 << 10  # of a CTA; one row of its threads' sums may take more
 _LEAST_TILES = 4  # of a split
 
 
-class ChannelsWgradConfig(NamedTuple):
+class ChannelsConfig(NamedTuple):
     """The compile-time shape of a kernel; ``direct_wgrad_channels.cu`` says what the names mean."""
 
     vector: int
@@ -108,19 +108,14 @@ class DirectWgradChannels(Schedule):
             return None
         return standard(problem)
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[ChannelsWgradConfig]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[ChannelsConfig]:
         return sorted(_configs(at, device))
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ChannelsWgradConfig) -> float:
+    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ChannelsConfig) -> float:
         return _estimate(at, config, device)[0]
 
     def cost(
-        self,
-        problem: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: ChannelsWgradConfig,
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsConfig
     ) -> Cost | None:
         x, grad = sides_of(problem, layouts)
         # The kernel has distances within a row as constants of 32 bits.
@@ -129,12 +124,7 @@ class DirectWgradChannels(Schedule):
         return _estimate(problem, config, device)
 
     def program(
-        self,
-        problem: ConvTransposeProblem,
-        pass_: Pass,
-        device: DeviceInfo,
-        layouts: Layouts,
-        config: ChannelsWgradConfig,
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsConfig
     ) -> Program:
         x, grad = sides_of(problem, layouts)
         source = KernelSource(
@@ -190,7 +180,7 @@ def _at_once(side: Side, held: int, problem: ConvTransposeProblem, layouts: Layo
     return widest_piece(DTYPE_BYTES[problem.dtype], held, batch, *spatial)
 
 
-def _window(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> int:
+def _window(problem: ConvTransposeProblem, config: ChannelsConfig) -> int:
     """Columns of a row of the output gradient from the first that a thread's positions meet to the last."""
     width = problem.axes3[2]
     return (config.positions - 1) * width.stride + (config.columns - 1) * width.dilation + 1
@@ -202,7 +192,7 @@ def _columns_met(problem: ConvTransposeProblem, positions: int, columns: int) ->
     return len({i * width.stride + tap * width.dilation for i in range(positions) for tap in range(columns)})
 
 
-def _tiles(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> tuple[Four, Four]:
+def _tiles(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[Four, Four]:
     """How a block's walkers extend along n, d, h and w, and the tiles that images come to, in steps of theirs."""
     depth, height, width = five(problem.input_shape)[2:]
     sizes = depth, height, math.ceil(width / config.positions)
@@ -210,20 +200,20 @@ def _tiles(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> tuple[
     return walkers, tiles_of(problem.batch, sizes, walkers)
 
 
-def _blocks(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> tuple[int, int]:
+def _blocks(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[int, int]:
     """CTAs of a split: of vectors, and of shares."""
     vectors = problem.out_channels // config.vector
     return math.ceil(vectors / config.lanes), math.ceil(config.shares(problem) / config.block_shares)
 
 
-def _splits(problem: ConvTransposeProblem, config: ChannelsWgradConfig, device: DeviceInfo) -> int:
+def _splits(problem: ConvTransposeProblem, config: ChannelsConfig, device: DeviceInfo) -> int:
     """Split-K count of the positions: a split has a few tiles."""
     blocks, tiles = math.prod(_blocks(problem, config)), math.prod(_tiles(problem, config)[1])
     resident, most = device.multiprocessors * config.min_blocks, min(tiles // _LEAST_TILES, affordable_planes(problem))
     return splits_in_few_rounds(blocks, resident, most, lambda splits: -(-tiles // splits) + _LEAST_TILES // 2)
 
 
-def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsWgradConfig]:
+def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsConfig]:
     """Every config whose sums fit a thread's registers."""
     size, of_in, of_out = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group, problem.out_channels_per_group
     words = accumulator_bytes(problem.dtype) // 4
@@ -238,7 +228,7 @@ def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Chan
             if rows * of_row * words > _MAX_SUMS or of_row * words > _MAX_SUMS_OF_ROW:
                 continue
             for positions in (8, 4, 2, 1):
-                config = ChannelsWgradConfig(vector, positions, rows, columns, in_held, 1, 1, 1)
+                config = ChannelsConfig(vector, positions, rows, columns, in_held, 1, 1, 1)
                 registers = _registers(problem, config)
                 if registers > _MAX_REGISTERS or rows * of_row * words * positions > _MAX_UNROLLED:
                     continue
@@ -251,18 +241,18 @@ def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Chan
                     yield config._replace(min_blocks=hoped)
 
 
-def _shared_bytes(problem: ConvTransposeProblem, config: ChannelsWgradConfig, rows: int) -> int:
+def _shared_bytes(problem: ConvTransposeProblem, config: ChannelsConfig, rows: int) -> int:
     """Shared memory of a block that adds up so many of its threads' rows at once."""
     return config.threads * (rows * config.sums_of_row | 1) * accumulator_bytes(problem.dtype)
 
 
-def _rows_at_once(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> int:
+def _rows_at_once(problem: ConvTransposeProblem, config: ChannelsConfig) -> int:
     """Rows of its threads that a block adds up at once."""
     fitting = (n for n in range(config.rows, 1, -1) if _shared_bytes(problem, config, n) <= _SHARED_BYTES)
     return next(fitting, 1)
 
 
-def _lanes(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> tuple[int, int]:
+def _lanes(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[int, int]:
     """Neighbouring threads that own neighbouring vectors, and the shares of a block."""
     vectors, shares = problem.out_channels // config.vector, config.shares(problem)
     if not problem.channels_last:
@@ -277,7 +267,7 @@ def _held(problem: ConvTransposeProblem, channels: int) -> int:
     return channels // 2 if DTYPE_BYTES[problem.dtype] == 2 and channels % 2 == 0 else channels
 
 
-def _registers(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> int:
+def _registers(problem: ConvTransposeProblem, config: ChannelsConfig) -> int:
     """Registers of a thread, by estimate: its sums, its input, a row of the output gradient, and some of others."""
     met = _columns_met(problem, config.positions, config.columns)
     held = config.positions * _held(problem, config.x_held(problem)) + met * _held(problem, config.vector)
@@ -285,7 +275,7 @@ def _registers(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> in
     return 48 + others + (config.sums + held) * accumulator_bytes(problem.dtype) // 4
 
 
-def _estimate(problem: ConvTransposeProblem, config: ChannelsWgradConfig, device: DeviceInfo) -> tuple[float, str]:
+def _estimate(problem: ConvTransposeProblem, config: ChannelsConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("direct_wgrad_channels", device)
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
@@ -331,7 +321,7 @@ def _loads(problem: ConvTransposeProblem, channels: int) -> int:
     return channels // math.gcd(channels, 16 // DTYPE_BYTES[problem.dtype])
 
 
-def _at_borders(problem: ConvTransposeProblem, config: ChannelsWgradConfig) -> float:
+def _at_borders(problem: ConvTransposeProblem, config: ChannelsConfig) -> float:
     """Share of a warp's steps that read beside the output gradient, where each element is checked."""
     width = problem.axes3[2]
     at_once = max(1, 32 / (config.lanes * config.block_shares))  # walkers of a warp

@@ -24,7 +24,7 @@ _THREADS = 256
 _DEPTHS = (8, 16, 32, 64, 128)
 
 
-class WgradGemmConfig(NamedTuple):
+class GemmConfig(NamedTuple):
     """The compile-time shape of ``direct_wgrad_gemm.cu``; its file says what the names mean."""
 
     rows: int
@@ -56,16 +56,16 @@ class DirectWgradGemm(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Product:
         return _product(problem)
 
-    def configs(self, at: _Product, pass_: Pass, device: DeviceInfo) -> Iterator[WgradGemmConfig]:
+    def configs(self, at: _Product, pass_: Pass, device: DeviceInfo) -> Iterator[GemmConfig]:
         return _configs(at, device.shared_bytes_per_block)
 
-    def seconds(self, at: _Product, pass_: Pass, device: DeviceInfo, config: WgradGemmConfig) -> float:
+    def seconds(self, at: _Product, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
         """Cycles of a multiprocessor per position, whatever the size of images."""
         tiles = math.ceil(at.rows / config.rows) * math.ceil(at.columns / config.columns)
         return tiles * _cycles(config, at, costs("direct_wgrad_gemm", device)) / config.depth
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradGemmConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost:
         positions, terms = problem.batch * math.prod(problem.input_size), costs("direct_wgrad_gemm", device)
         cycles = _cycles(config, _product(problem), terms) / config.depth
@@ -76,7 +76,7 @@ class DirectWgradGemm(Schedule):
         return seconds + terms.launch, bound
 
     def program(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradGemmConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
         tiles, splits = _tiles(problem, config), _splits(problem, config, device)
         positions = problem.batch * math.prod(problem.input_size)
@@ -114,26 +114,26 @@ def _product(problem: ConvTransposeProblem) -> _Product:
     return _Product(problem.in_channels_per_group, columns, words, 1 if problem.channels_last else lines)
 
 
-def _tiles(problem: ConvTransposeProblem, config: WgradGemmConfig) -> int:
+def _tiles(problem: ConvTransposeProblem, config: GemmConfig) -> int:
     """CTAs of a split."""
     columns = problem.out_channels_per_group * problem.taps
     rows = math.ceil(problem.in_channels_per_group / config.rows)
     return problem.groups * rows * math.ceil(columns / config.columns)
 
 
-def _splits(problem: ConvTransposeProblem, config: WgradGemmConfig, device: DeviceInfo) -> int:
+def _splits(problem: ConvTransposeProblem, config: GemmConfig, device: DeviceInfo) -> int:
     """Four waves of blocks even out their ends; a split of less than 16 stages would be mostly prologue."""
     waves = math.ceil(4 * device.multiprocessors * config.min_blocks / max(1, _tiles(problem, config)))
     positions = problem.batch * math.prod(problem.input_size)
     return max(1, min(waves, affordable_planes(problem), positions // (16 * config.depth)))
 
 
-def _shared_floats(config: WgradGemmConfig) -> int:
+def _shared_floats(config: GemmConfig) -> int:
     row_pitch, column_pitch = -(-config.rows // 4) * 4 + 4, -(-config.columns // 4) * 4 + 4
     return 2 * config.depth * (row_pitch + column_pitch) + _THREADS * config.thread_rows * config.thread_columns
 
 
-def _configs(product: _Product, shared_bytes: int) -> Iterator[WgradGemmConfig]:
+def _configs(product: _Product, shared_bytes: int) -> Iterator[GemmConfig]:
     """Every config whose registers and shared memory suffice for a block, and that is not mostly idle."""
     rows = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if count <= next_power_of_two(product.rows)]
     columns = [count for count in (4, 8, 16, 32, 64, 128) if count <= max(4, next_power_of_two(product.columns))]
@@ -153,7 +153,7 @@ def _configs(product: _Product, shared_bytes: int) -> Iterator[WgradGemmConfig]:
             blocks = min(6, int(REGISTERS / (registers * 1.25 * _THREADS)))
             if blocks < 1:
                 continue
-            config = WgradGemmConfig(block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks)
+            config = GemmConfig(block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks)
             if _shared_floats(config) * 4 * product.words <= shared_bytes:
                 yield config
 
@@ -163,7 +163,7 @@ def _items(side: int, depth: int) -> int:
     return -(-side * depth // _THREADS)
 
 
-def _cycles(config: WgradGemmConfig, product: _Product, terms: Costs) -> float:
+def _cycles(config: GemmConfig, product: _Product, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a stage of a tile."""
     x_items, g_items = _items(config.rows, config.depth), _items(config.columns, config.depth)
     steps = config.depth // config.k_slices

@@ -39,7 +39,7 @@ _CHAIN = 2048  # terms of a sum
 _LEAST_STEPS = 4  # of a thread in a split
 
 
-class LongWgradConfig(NamedTuple):
+class LongConfig(NamedTuple):
     """The compile-time shape of a kernel; ``direct_wgrad_long.cu`` says what the names mean.
 
     ``row_tiles``: of 16 rows of a warp on tensor cores; 0 for CUDA cores.
@@ -92,13 +92,13 @@ class DirectWgradLong(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         return standard(problem) if layouts.output[4] == 1 else None
 
-    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[LongWgradConfig]:
+    def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[LongConfig]:
         found = sorted(_configs(at))
         if DTYPE_BYTES[at.dtype] == 2 and device.capability >= 80 and _piece(at, Layouts.dense(at), _OCTET) == _OCTET:
             found += sorted(_configs_of_cores(at))
         return found
 
-    def arranged(self, order: list[LongWgradConfig]) -> list[LongWgradConfig]:
+    def arranged(self, order: list[LongConfig]) -> list[LongConfig]:
         """Some of both kinds: unaligned tensors have CUDA cores only."""
         ways = [[config for config in order if bool(config.row_tiles) is cores] for cores in (False, True)]
         first = [each for way in ways for each in way[: self.offered // 2]] if all(ways) else []
@@ -106,7 +106,7 @@ class DirectWgradLong(Schedule):
         return first + [config for config in order if config not in first]
 
     def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongWgradConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongConfig
     ) -> Cost | None:
         width = problem.axes3[2]
         columns = problem.output_size[-1] + 2 * (config.x_met + 1) * width.stride + width.kernel + width.padding
@@ -117,7 +117,7 @@ class DirectWgradLong(Schedule):
         return _estimate(problem, config, device, _piece(problem, layouts, _piece_of(config)))
 
     def program(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongWgradConfig
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongConfig
     ) -> Program:
         steps, along = _steps(problem, config)
         piece = _piece(problem, layouts, _piece_of(config))
@@ -168,7 +168,7 @@ def _pixel(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     return layouts.input[4] if problem.input_size[-1] > 1 else 1
 
 
-def _piece_of(config: LongWgradConfig) -> int:
+def _piece_of(config: LongConfig) -> int:
     """Elements of the output gradient in a vectorised load, where tensors are aligned."""
     return _OCTET if config.row_tiles else _QUAD
 
@@ -181,14 +181,14 @@ def _piece(problem: ConvTransposeProblem, layouts: Layouts, piece: int) -> int:
     return piece if layouts.aligned and fits and all(value % piece == 0 for value in multiples) else 1
 
 
-def _steps(problem: ConvTransposeProblem, config: LongWgradConfig) -> tuple[int, tuple[int, int, int]]:
+def _steps(problem: ConvTransposeProblem, config: LongConfig) -> tuple[int, tuple[int, int, int]]:
     """Steps of all images; those of a row, rows of a slab and slabs of an image."""
     depth, height, width = five(problem.input_shape)[2:]
     along = math.ceil((width + config.taps_held - 1) / config.positions) if width else 0
     return problem.batch * depth * height * along, (max(1, along), max(1, height), max(1, depth))
 
 
-def _columns(problem: ConvTransposeProblem, config: LongWgradConfig, piece: int) -> int:
+def _columns(problem: ConvTransposeProblem, config: LongConfig, piece: int) -> int:
     """Columns of a group."""
     depth, height, width = problem.axes3
     skew = -width.padding % piece
@@ -196,19 +196,19 @@ def _columns(problem: ConvTransposeProblem, config: LongWgradConfig, piece: int)
     return lines * math.ceil((_residues(problem) + skew) / config.vector)
 
 
-def _row_blocks(problem: ConvTransposeProblem, config: LongWgradConfig) -> int:
+def _row_blocks(problem: ConvTransposeProblem, config: LongConfig) -> int:
     """CTAs that read the same elements of the output gradient."""
     channels = math.ceil(problem.in_channels_per_group / config.in_held)
     return channels * math.ceil(_taps_along(problem) / config.taps_held)
 
 
-def _blocks(problem: ConvTransposeProblem, config: LongWgradConfig, piece: int) -> int:
+def _blocks(problem: ConvTransposeProblem, config: LongConfig, piece: int) -> int:
     """CTAs of a split."""
     columns = math.ceil(_columns(problem, config, piece) / config.lanes)
     return problem.groups * columns * _row_blocks(problem, config)
 
 
-def _splits(problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, piece: int) -> int:
+def _splits(problem: ConvTransposeProblem, config: LongConfig, device: DeviceInfo, piece: int) -> int:
     """Split-K count of the steps."""
     blocks, steps = _blocks(problem, config, piece), _steps(problem, config)[0]
     resident, walkers = device.multiprocessors * config.min_blocks, config.walkers
@@ -217,21 +217,21 @@ def _splits(problem: ConvTransposeProblem, config: LongWgradConfig, device: Devi
     return splits_in_few_rounds(blocks, resident, most, lambda splits: -(-steps // (splits * walkers)) + least)
 
 
-def _shared_bytes(problem: ConvTransposeProblem, config: LongWgradConfig) -> int:
+def _shared_bytes(problem: ConvTransposeProblem, config: LongConfig) -> int:
     """Two rows of sums; on tensor cores a row tile of each warp, with four elements of padding a row."""
     if config.row_tiles:
         return config.threads // 32 * 16 * (8 * config.vector + 4) * 4
     return 2 * config.threads * config.vector * accumulator_bytes(problem.dtype)
 
 
-def _configs(problem: ConvTransposeProblem) -> Iterator[LongWgradConfig]:
+def _configs(problem: ConvTransposeProblem) -> Iterator[LongConfig]:
     """Every config whose sums fit a thread's registers."""
     words, size = accumulator_bytes(problem.dtype) // 4, DTYPE_BYTES[problem.dtype]
     channels = [held for held in equal_parts(problem.in_channels_per_group) if held <= _MAX_HELD]
     taps = [held for held in equal_parts(_taps_along(problem)) if held <= _MAX_HELD]
     vectors = (_QUAD, 2 * _QUAD) if size == 2 else (_QUAD,)
     for vector, positions, in_held, taps_held in itertools.product(vectors, (2, 4, 8), channels, taps):
-        config = LongWgradConfig(vector, positions, in_held, taps_held, 1, 1, 1)
+        config = LongConfig(vector, positions, in_held, taps_held, 1, 1, 1)
         loaded = 2 * positions * vector * size // 4
         met = config.x_met * min(in_held, _LOADED_CHANNELS)
         registers = 40 + words * (config.sums + met) + loaded + (positions * vector if size == 2 else 0)
@@ -245,7 +245,7 @@ def _configs(problem: ConvTransposeProblem) -> Iterator[LongWgradConfig]:
         yield config._replace(min_blocks=max(1, min(12, REGISTERS // (config.threads * round_up(registers, 8)))))
 
 
-def _configs_of_cores(problem: ConvTransposeProblem) -> Iterator[LongWgradConfig]:
+def _configs_of_cores(problem: ConvTransposeProblem) -> Iterator[LongConfig]:
     """Every config on tensor cores whose sums fit a thread's registers."""
     channels, taps = equal_parts(problem.in_channels_per_group), equal_parts(_taps_along(problem))
     for positions, in_held, taps_held in itertools.product((16, 32), channels, taps):
@@ -253,14 +253,14 @@ def _configs_of_cores(problem: ConvTransposeProblem) -> Iterator[LongWgradConfig
         registers = 32 + 32 * row_tiles + 2 * positions + row_tiles * (positions + 6)
         if row_tiles > _MAX_ROW_TILES or registers > _MAX_REGISTERS:
             continue
-        config = LongWgradConfig(_OCTET, positions, in_held, taps_held, 1, 1, 1, row_tiles)
+        config = LongConfig(_OCTET, positions, in_held, taps_held, 1, 1, 1, row_tiles)
         warps = math.ceil(_columns(problem, config, _OCTET) / 8)
         lanes = 8 * math.ceil(warps / math.ceil(warps / _WARPS))
         config = config._replace(lanes=lanes, walkers=max(1, 8 * _WARPS // lanes))
         yield config._replace(min_blocks=max(1, min(8, REGISTERS // (config.threads * round_up(registers, 8)))))
 
 
-def _step_of_cores(problem: ConvTransposeProblem, config: LongWgradConfig, terms: Costs) -> tuple[float, float]:
+def _step_of_cores(problem: ConvTransposeProblem, config: LongConfig, terms: Costs) -> tuple[float, float]:
     """Issue slots of a warp's step on tensor cores, and lines that its loads touch."""
     chunks, x_loads = config.positions // 16, 8 * config.row_tiles
     issued = terms.step + chunks * (terms.load * (4 + x_loads) + (16 + 8 * config.row_tiles + x_loads) * terms.issue)
@@ -268,7 +268,7 @@ def _step_of_cores(problem: ConvTransposeProblem, config: LongWgradConfig, terms
     return issued, chunks * (16 * columns + x_loads * min(8, math.ceil(8 / config.taps_held)))
 
 
-def _step(problem: ConvTransposeProblem, config: LongWgradConfig, terms: Costs, piece: int) -> tuple[float, float]:
+def _step(problem: ConvTransposeProblem, config: LongConfig, terms: Costs, piece: int) -> tuple[float, float]:
     """Issue slots of a warp's step, and lines that its loads touch."""
     if config.row_tiles:
         return _step_of_cores(problem, config, terms)
@@ -284,9 +284,7 @@ def _step(problem: ConvTransposeProblem, config: LongWgradConfig, terms: Costs, 
     return issued, lines
 
 
-def _estimate(
-    problem: ConvTransposeProblem, config: LongWgradConfig, device: DeviceInfo, piece: int
-) -> tuple[float, str]:
+def _estimate(problem: ConvTransposeProblem, config: LongConfig, device: DeviceInfo, piece: int) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("direct_wgrad_long", device)
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4

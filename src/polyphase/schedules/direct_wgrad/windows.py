@@ -22,7 +22,7 @@ from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, affordable_planes, constants_of, layer_constants, tiles_of
-from polyphase.schedules.window_gemm.stages import widest_piece
+from polyphase.schedules.window_gemm.stages import channel_piece, row_piece
 from polyphase.schedules.window_gemm.window import as_one_channel
 
 _POSITIONS = 4  # that a thread takes at once
@@ -83,15 +83,11 @@ class _Layer:
                 return None
             problem, layouts = found
         grad = Side(five(problem.output_shape), layouts.output)
-        batch, channel, depth, height, width = x.strides
+        x_piece = row_piece(x, 4, layouts.aligned, 0)
         if x.channels_last:
-            x_piece = widest_piece(4, given.in_channels, batch, depth, height, width)
-        else:
-            x_piece = widest_piece(4, x.shape[4], batch, channel, depth, height) if width == 1 else 1
-        batch, channel, depth, height, width = grad.strides
-        grad_piece = widest_piece(4, grad.shape[4], batch, channel, depth, height) if width == 1 else 1
-        whole = layouts.aligned
-        return cls(problem, x, grad, *(piece if whole and piece == 4 else 1 for piece in (x_piece, grad_piece)))
+            x_piece = channel_piece(x, given.in_channels, given.in_channels, 4, layouts.aligned)
+        grad_piece = row_piece(grad, 4, layouts.aligned, 0)
+        return cls(problem, x, grad, *(piece if piece == 4 else 1 for piece in (x_piece, grad_piece)))
 
     @property
     def columns(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -103,21 +102,6 @@ class _WindowTma(Gradient):
             ("BY_THREADS", mn_major and DTYPE_BYTES[problem.dtype] == 4),
         )
 
-    def _main(
-        self,
-        problem: ConvTransposeProblem,
-        device: DeviceInfo,
-        config: TmaConfig,
-        source: KernelSource,
-        items: int,
-        params: dict[str, Any],
-        maps: tuple[TensorMap, ...],
-    ) -> Step:
-        """The launch of a persistent kernel whose blocks share out so many work tiles."""
-        blocks = min(items, device.multiprocessors * config.resident)
-        shared_bytes = config.buffers * stage_bytes(problem, self.pass_, config)
-        return main_step(source, blocks, config.threads, shared_bytes, params, maps)
-
 
 class WindowDgradTma(_WindowTma):
     """The input gradient: for each tap a box of the output gradient times a box of the weight."""
@@ -164,7 +148,9 @@ class WindowDgradTma(_WindowTma):
             "plane": problem.elements[0] if splits > 1 else 0,
         }
         maps = _pixel_map(problem, layouts, lanes, pitch), _weight_map(problem, config)
-        main = self._main(problem, device, config, source, items * splits, params, maps)
+        blocks = min(items * splits, device.multiprocessors * config.resident)
+        shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
+        main = main_step(source, blocks, config.threads, shared_bytes, params, maps)
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=splits, may_split=True)
 
 
@@ -221,7 +207,9 @@ class WindowWgradTma(_WindowTma):
             _pixel_map(problem, layouts, lanes, of_x, output=False),
             _pixel_map(problem, layouts, boxes, windows.pitch, tensor=1),
         )
-        main = self._main(problem, device, config, source, items, params, maps)
+        grid = min(items, device.multiprocessors * config.resident)
+        shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
+        main = main_step(source, grid, config.threads, shared_bytes, params, maps)
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
 
 
