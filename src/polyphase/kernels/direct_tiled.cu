@@ -14,19 +14,19 @@
 // DST_PER_THREAD accumulators, of which those without taps cost nothing.
 //
 // Sums have two levels, so that rounding does not grow with the number of source channels: after CHAIN stages a thread
-// adds its accumulators to its lane's sums in shared memory, and starts anew. Source slices share these sums, and take
-// turns: each adds after another stage.
+// adds its accumulators to its lane's sums in shared memory, and starts again from zero. Source slices share these
+// sums, and each adds after a different stage, so that no two add at once.
 //
 // Shared memory: BUFFERS buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; as
 // many of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting at a
 // multiple of four source elements and split by residues so that lanes read neighbouring words at even strides too,
-// planes as long as the longest tile; then where each element of a lane's row goes; then for each warp the row that it
-// turns into a whole output line; then the sums of the lanes.
+// planes as long as the longest tile; then the destination of each element of a lane's row; then for each warp the
+// elements of its lanes' rows, which it transposes into a line of output; then the sums of the lanes.
 //
 // Synchronisation: steps (a stage of a work tile) are loaded BUFFERS - 1 ahead. With two buffers the next step waits in
 // registers while one is computed, and is then stored to the other buffer; with more, copies go to their buffer
 // asynchronously. One barrier a step suffices, since a buffer is written again only after the barrier that follows its
-// last reads. A warp's row is its own.
+// last reads. The row of a warp is used by no other.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"

@@ -1,23 +1,23 @@
-// Forward pass of layers with few output channels on tensor cores: what every pixel adds to all that it reaches, as one
-// product of matrices, and then the sum of what every output gets:
+// Forward pass of layers with few output channels: one GEMM of all pixels by all pairs of output channel and tap, then
+// col2im in shared memory, which adds up the products that meet in an output:
 //
 //   product[pixel, column]  =  Σ_ci x[pixel, ci] · w[ci, column],   a column being an output channel co and a tap
 //   y[co, o]                =  bias[co]  +  Σ over the taps that meet o of   product[pixel that the tap reads, column]
 //
-// No product is computed for nothing, whatever the stride, and of few channels only the columns are few. Pixels go from
-// global memory to the registers that the tensor cores read them from: no two warps read the same.
+// No product is wasted, whatever the stride. Pixels go from global memory straight to the registers of MMA fragments:
+// no two warps read the same pixel.
 //
-// Index mapping. A block owns a tile of cells (core/geometry.cuh) and OUT_CHUNK output channels of one group. The
-// pixels of the window that the tile reads, cut at the edges of images that a tile covers from edge to edge, come in
-// bands of image rows, one after the other: what a band adds to the product stays until the next one has made all sums
-// that need both. Rows of a band's product are its pixels. A warp owns ROW_TILES tiles of 16 of them, and all columns.
-// Of an operation's channels a lane has the CHANNELS neighbours from `lane % 4` · CHANNELS on; of the warp's pixels the
-// units of UNIT neighbours that follow from `lane / 4` · UNIT on: pixel i of those is row `lane / 4 + i % 2 · 8` of row
-// tile i / 2. Which channel and which pixel that is, is the same to the product, as long as both operands agree.
+// Index mapping. A block owns a tile of cells (core/geometry.cuh) and OUT_CHUNK output channels of one group. The tile
+// reads a window of pixels, which is clipped to the image where the tile spans the image. The window is multiplied in
+// bands of image rows, one after the other. The products of a band stay in shared memory until no output of a later
+// band needs them. Rows of a band's product are its pixels. A warp owns ROW_TILES tiles of 16 of them, and all columns.
+// Of an operation's channels a lane has the CHANNELS neighbours from `lane % 4` · CHANNELS on; of the warp's pixels it
+// has units of UNIT neighbours, the first from `lane / 4` · UNIT on: pixel i of those is row `lane / 4 + i % 2 · 8` of
+// row tile i / 2. A GEMM may permute k and rows in this way, as long as both operands and the store agree.
 //
-// float32 comes in two parts of TF32, and each operation's sum leaves the tensor cores at once, since they round
-// towards zero. The parts of what is not finite, or would not be as TF32, sum to NaN. Where an output is NaN it is
-// therefore computed again, plainly.
+// float32 is split into two parts of TF32. Tensor cores truncate, so each operation's sum is added to the accumulators
+// in float32. The parts of a value that is not finite, or overflows TF32, sum to NaN. So outputs that are NaN are
+// computed again without tensor cores.
 //
 // Shared memory: the weights of STEPS_HELD operations, in the order in which lanes take them, and the product as
 // [column][n][d][h][w], where h is a ring.
@@ -57,7 +57,7 @@ constexpr bool EXACT = PARTS == 2;
 constexpr int RUN = AXIS_W.stride;  // neighbouring outputs of a cell
 constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * ELEMENT <= 16;
 
-static_assert(STEPS_HELD % PREFETCH == 0, "pixels on their way change places in turn");
+static_assert(STEPS_HELD % PREFETCH == 0, "the prefetched operations are used round robin");
 static_assert(PITCH % 32 == 4, "8 pixels by 4 pairs of columns lie in different banks");
 
 // Whether channel `i` of the thread's in an operation is one of the group's. Behind the last operation none is.
@@ -72,10 +72,10 @@ __device__ __forceinline__ unsigned bits_of(T value) {
   return value.bits;
 }
 
-// Of one operation's weights: two chunks of 16 bytes a column, in all parts, as ptx/wgmma.cuh has them.
+// One operation's weights: two chunks of 16 bytes for each column and part, in the layout of ptx/wgmma.cuh.
 constexpr int CHUNK_BYTES = COLUMN_TILES * 8 * 16, PART_BYTES = 2 * CHUNK_BYTES, STEP_BYTES = PARTS * PART_BYTES;
 
-// Those of the operations from `step` on; what is beyond the channels or columns is zero.
+// Loads the weights of the operations from `step` on; channels and columns that do not exist are zero.
 __device__ __forceinline__ void load_weights(const scalar_t* weight, int step, int first_out, char* to) {
   const int steps = min(STEPS_HELD, STEPS - step);
 #pragma unroll 4
@@ -104,7 +104,7 @@ __device__ __forceinline__ void load_weights(const scalar_t* weight, int step, i
   fence_proxy_async();
 }
 
-// One operation's pixels of a lane on their way: of each unit the channels, or of each pixel where those come last.
+// One operation's pixels of a lane, as loaded: [unit][channel][pixel], or [pixel][channel] with channels last.
 struct Pixels {
   unsigned words[4 * ROW_TILES];
 
@@ -118,8 +118,8 @@ struct Pixels {
   }
 };
 
-// A lane's pixels: where they lie, and where their products go. Pixels beside the image are its nearest: no output
-// reads their product. WHOLE: a unit, or a lane's channels where those come last, are read at once.
+// A lane's pixels: where they lie, and where their products go. Outside the image the nearest pixel is read: no output
+// uses that product. WHOLE: a unit, or a lane's channels where those come last, are read at once.
 template <bool WHOLE>
 struct PixelLoader {
   static constexpr bool IN_ROWS = WHOLE && !X_CHANNELS_LAST;
@@ -363,8 +363,8 @@ __device__ __forceinline__ bool store_cell(const Params& params, const float* pr
   return numbers;
 }
 
-// The same one by one, without the tensor cores. `x` is the group's first channel of the cell's pixel, and `weight` its
-// first weight of the channel.
+// The outputs of a cell one by one, without tensor cores. `x` is the group's first channel of the cell's pixel, and
+// `weight` its first weight of the channel.
 __device__ __forceinline__ void store_cell_plainly(const Params& params, const scalar_t* x, const scalar_t* weight,
                                                    const Reads<AXIS_D.kernel>& d, const Reads<AXIS_H.kernel>& h,
                                                    const Reads<AXIS_W.kernel>& w, ChannelTerms terms, scalar_t* to,

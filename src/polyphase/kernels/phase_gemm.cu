@@ -1,8 +1,8 @@
-// Forward pass of layers with many outputs a cell on tensor cores: long kernels with large strides.
+// Forward pass of long kernels with large strides, whose cells have many outputs, on tensor cores.
 //
 // Counted from the first element that any tap reaches, padding included, output o is element o % stride of cell
 // o / stride, and all elements of a cell read the same pixels: those 0, 1, … REACH - 1 before it. So they are columns
-// of one product of matrices, whose rows are cells:
+// of one GEMM, whose rows are cells:
 //
 //   y[co, cell·stride + phase]  =  bias[co]  +  Σ_reach Σ_ci x[cell - reach, ci] · w[ci, co, phase + reach·stride]
 //
@@ -11,13 +11,13 @@
 //
 // Index mapping. A block owns ROWS cells, of all images one after the other, and COLUMNS columns of one group, in the
 // order (output channel, phase along d, h, w), or with CHANNELS_INNERMOST (d, h, w, channel). A stage is one reach and
-// the channels of STAGE_STEPS instructions. Words of four bytes, one channel or two, come through registers: those of
-// the next stage are on their way while one is multiplied. Of a warp's columns a lane has the 8 neighbours from `lane %
-// 4` · 8 on: column i of instruction j is column i / 2 · 8 + 2·j + i % 2 of the warp.
+// the channels of STAGE_STEPS instructions. Words of four bytes, one channel or two, pass through registers into two
+// shared buffers: the next stage is in flight while one is multiplied. Of a warp's columns a lane has the 8 neighbours
+// from `lane % 4` · 8 on: column i of instruction j is column i / 2 · 8 + 2·j + i % 2 of the warp.
 //
-// float32 comes in two parts of TF32, and each step's sum leaves the tensor cores at once, since they round towards
-// zero. What is not finite makes NaN of columns without that tap. Where an output is NaN it is therefore computed
-// again, plainly.
+// float32 is split into two parts of TF32. Tensor cores truncate, so each step's sum is added to the accumulators in
+// float32. A column without a tap multiplies the pixel by zero, which gives NaN where the pixel is not finite. So
+// outputs that are NaN are computed again without tensor cores.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -96,7 +96,7 @@ struct Cell {
     h = (int)(row % params.cells[1].value), row /= params.cells[1].value;
     d = (int)(row % params.cells[0].value), image = (int)(row / params.cells[0].value);
   }
-  // The one that lies `ahead` of another.
+  // The cell that follows `ahead` cells after another.
   __device__ __forceinline__ Cell(const Params& params, const Cell& from, int ahead) {
     w = from.w + ahead, h = from.h + w / params.cells[2], w = w % params.cells[2];
     d = from.d + h / params.cells[1], h = h % params.cells[1];
@@ -172,7 +172,7 @@ struct Words {
   scalar_t elements[COUNT][WORD];
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % LANES; }
-  // Of the thread's, in a stage.
+  // The first of the thread's channels in a stage.
   static __device__ __forceinline__ int first_channel() { return (int)threadIdx.x / LANES * WORD; }
 
   template <class Operand>
@@ -255,7 +255,7 @@ struct Outputs {
   __device__ __forceinline__ Outputs(const Params& params, scalar_t* y, const Cell& cell)
       : params(params), cell(cell), to(y + cell.image * params.y.stride[0]) {}
 
-  // Where a column lies along a dimension; beside the output it is cropped.
+  // Where a column lies along a dimension; it is cropped where that is outside the output.
   static __device__ __forceinline__ int place(Axis axis, int cell, int phase) {
     return cell * axis.stride + phase - axis.padding;
   }
@@ -311,7 +311,7 @@ struct Outputs {
     }
   }
 
-  // What has been written of NaN is computed again.
+  // Computes the outputs again that were written as NaN.
   __device__ __forceinline__ void mend(int first, const scalar_t* x, const scalar_t* weight,
                                        const EpilogueOperands& operands) const {
 #pragma unroll 1

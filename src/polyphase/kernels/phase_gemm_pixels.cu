@@ -6,22 +6,23 @@
 //
 // which is the order in which weights lie in memory, and in which a cell's elements of a row are neighbours.
 //
-// Who does what. Two consumer warpgroups multiply, one producer warpgroup loads. One consumer adds the bias to a chunk
-// and stores it while the other multiplies (ping-pong, by `order`).
+// Warp specialisation. Two consumer warpgroups multiply, one producer warpgroup loads. One consumer runs the epilogue
+// of a chunk while the other multiplies (ping-pong, by the barriers `order`).
 //
 // Index mapping. A tile is TILE pixels, of all images one after the other, ROW_TILES · 64 for each consumer. The
-// channels of its pixels stay in registers for all columns: they come from global memory straight into MMA fragments,
-// or, with PREFETCH, by cp.async through a ring in shared memory for each consumer. COLUMNS columns are a chunk; its
-// weights (steps/pack_columns.cu) come stage by stage through shared memory by TMA, STAGE_STEPS operations each, or are
-// all there (RESIDENT). Tiles are dealt out one by one, so that neighbours are stored together; the chunks of those
-// that are left over are shared out. A tile's last chunk is stored when the next tile's pixels are on their way.
+// channels of its pixels stay in registers for all columns: they are loaded from global memory straight into MMA
+// fragments, or, with PREFETCH, by cp.async through a ring in shared memory for each consumer. COLUMNS columns are a
+// chunk; its weights (steps/pack_columns.cu) are loaded stage by stage into shared memory by TMA, STAGE_STEPS
+// operations each, or stay there (RESIDENT). Blocks are persistent and take every gridDim-th tile, so that neighbouring
+// tiles are stored at the same time; the chunks of the last round of tiles are divided among all blocks. A tile's last
+// chunk is stored when the loads of the next tile's pixels have been issued.
 //
-// In float32 the tensor cores multiply float16 (SCALED, operand/scaled_half.cuh): a pixel's channels are all at hand
-// when they become operands, and so is their largest.
+// float32 is multiplied as float16 (SCALED, operand/scaled_half.cuh): a thread group holds all channels of a pixel, so
+// it knows the largest, by which the pixel is scaled.
 //
-// Which of a tile's pixels are which of M is all the same to the product. A thread has runs of RUN neighbours, as many
-// as it reads and stores at once: its outputs of a run are neighbours, too, where a cell is two elements wide, and
-// those of a warp's threads follow each other.
+// The order of pixels along M does not matter to a GEMM. So a thread has runs of RUN neighbouring pixels, as many as it
+// reads and stores at once. Where a cell is two elements wide the outputs of a run are neighbours, too, and those of a
+// warp's threads follow one another.
 //
 // Shared memory: STAGES stages of weights; with PREFETCH PIXEL_SLOTS slots of pixels for each consumer; bias and scales
 // of two chunks for each (`Terms`); `Shared`, the barriers.
@@ -149,7 +150,7 @@ using Words = Vector<unsigned, ceil_div(COUNT* ELEMENT, 4)>;
 // Where 16 bytes of a row of pixels lie in it: those of channels that neighbouring threads read are in different banks.
 __device__ __forceinline__ int place_in_row(int piece, int channel) { return (piece ^ channel / 2 % 4 * 2) * 16; }
 
-// A warp brings a group's pixels, BYTES at a time, run by run. Those that do not exist are zero.
+// A warp loads a warpgroup's pixels, BYTES at a time, run by run. Pixels that do not exist are zero.
 template <int BYTES>
 __device__ __forceinline__ void load_pixels(const Params& params, const scalar_t* x, unsigned slots,
                                             const Shared& shared, int group) {
@@ -172,8 +173,8 @@ __device__ __forceinline__ void load_pixels(const Params& params, const scalar_t
   }
 }
 
-// float32 comes as two channels for each word of an operand: the first in its place, the second here. (Were both here,
-// the compiler would keep them beside the operands of the chunk before.)
+// In float32 a word of an operand is made of two channels: the first is loaded into its place, the second here. (Were
+// both here, the compiler would keep them in registers besides the operands of the previous chunk.)
 struct Seconds {
   float of[SCALED ? STEPS : 1][4];
 };
@@ -183,7 +184,7 @@ struct Rows {
   unsigned of[ROW_TILES][STEPS][4];
   float unscale[PIXELS];  // SCALED: what sums are multiplied by
 
-  // From the group's slots, as many as it has from FIRST on.
+  // Takes pixels from the group's slots, COUNT at most, from slot FIRST of a run on.
   template <int FIRST, int COUNT>
   __device__ __forceinline__ void take(unsigned slots, const Shared& shared, int group, PixelSlot& slot,
                                        Seconds& seconds) {
@@ -210,8 +211,8 @@ struct Rows {
       if (lane() == 0) mbarrier_arrive(shared_address(&shared.room[group][slot.index]));
     }
   }
-  // `x` is the group's first channel. Pixels that do not exist are read where others lie. Nothing waits for what is on
-  // its way before settle().
+  // `x` is the group's first channel. Pixels that do not exist are read from an address that does. No instruction
+  // waits for these loads before settle().
   __device__ __forceinline__ void load_runs(const Params& params, const scalar_t* x, int first, Seconds& seconds) {
     const int channel = lane() % 4 * 2;
 #pragma unroll
@@ -222,7 +223,7 @@ struct Rows {
         load_half<false>(seconds, i, run, from, params.x_stride, channel);
     }
   }
-  // The same where pixels lie apart.
+  // The same where a run is a single pixel.
   __device__ __forceinline__ void load_apart(const Params& params, const scalar_t* x, int first, Seconds& seconds) {
     const int channel = lane() % 4 * 2;
     x += (long long)channel * params.x_stride;
@@ -236,8 +237,8 @@ struct Rows {
                       channel);
     }
   }
-  // What was loaded, as the tensor cores read it. `turns` is true: without a condition the compiler has too few
-  // registers.
+  // Converts what was loaded to MMA operands. `turns` is always true: without a condition in the way the compiler moves
+  // code until registers spill.
   __device__ __forceinline__ void settle(const Seconds& seconds, bool turns) {
     if constexpr (SCALED) {
       float scale[2];
@@ -347,7 +348,7 @@ struct Rows {
   }
 };
 
-// Has a run's pixels come to the L2 cache: a warp's, a channel for each lane.
+// Prefetches a run's pixels to L2: those of a warp, one channel for each lane.
 __device__ __forceinline__ void prefetch(const Params& params, const scalar_t* x, const Run& run) {
   const Pixel pixel(params, first_pixel(run.unit / params.groups));
   if (!run.exists() || !pixel.exists) return;
@@ -386,8 +387,9 @@ struct Columns {
   }
 };
 
-// What makes outputs of sums, in shared memory: of each of a chunk's columns what its weights were divided by, where
-// they are scaled, and the bias. Chunks take places in turn: while one is stored, the next one's terms come.
+// What the epilogue reads of a chunk's columns, in shared memory: the factor that undoes the scaling of the weights,
+// where they are scaled, and the bias. TERM_PLACES chunks have room: the next one's terms are loaded while one is
+// stored.
 struct Terms {
   float next[SOME_TERMS];
 
@@ -404,7 +406,7 @@ struct Terms {
     const EpilogueOperands of_group = operands + group * OUT_CHANNELS;
     if (HAS_BIAS) next[TERMS - 1] = channel_terms(of_group, min(column / TAPS, OUT_CHANNELS - 1)).bias;
   }
-  // What was loaded; seen after the group's threads have met.
+  // Writes what was loaded; visible to the warpgroup after its next barrier.
   __device__ __forceinline__ void publish(unsigned first, int chunk) const {
     if (TERMS == 0) return;
     if (threadIdx.x % 128 >= COLUMNS) return;
@@ -432,7 +434,7 @@ struct TwoTerms {
   }
 };
 
-// The weights of a stage, as the tensor cores are told of them.
+// The matrix descriptor of a stage's weights.
 struct Stage {
   unsigned long long described;
   __device__ __forceinline__ explicit Stage(unsigned address)
@@ -639,7 +641,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Sums sums;
   Columns columns(params, 0);
   Cells to;
-  // A round stores what the one before has multiplied, when the pixels that come next are on their way.
+  // Each iteration stores the chunk before, after it has issued the loads of the pixels that follow.
 #pragma unroll 1
   for (int chunk = 0;; ++chunk) {
     const bool begins = chunk == run.behind;
@@ -674,7 +676,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     __syncwarp();
     if (lane() == 0) mbarrier_arrive(order + 8 * (GROUPS - 1 - group));
-    columns = Columns(params, chunk);  // while the last products are on their way
+    columns = Columns(params, chunk);  // while the last wgmma are in flight
     if (!PREFETCH && chunk + 1 == run.behind)
       prefetch(params, x, Runs(runs).next(params));  // all at once, before any is waited for
     const bool more = chunk + 1 < run.behind;

@@ -6,15 +6,15 @@
 // with cells and phases of core/geometry.cuh. Rows are destination channels, columns are cells of all images, one after
 // the other, and k runs over the phase's tap groups: CHUNK source channels at one tap. Any number of taps and channels,
 // any stride, dilation and image size fits. The source has its channels innermost, those of a group in whole pieces of
-// 16 bytes; the destination lies as it will.
+// 16 bytes; the destination may have any strides.
 //
 // Index mapping. A block owns ROWS channels of one group, one phase and COLUMNS cells, and with several splits one
-// contiguous part of the stages. Both operands come by cp.async, 16 bytes a thread: rows packed
-// (steps/pack_tap_groups.cu), columns from where each cell's tap lies in the source. All pieces of a thread belong to
-// one tap group.
+// contiguous part of the stages. Both operands are loaded by cp.async, 16 bytes a thread: rows from
+// packed weights (steps/pack_tap_groups.cu), columns from the source element that each cell's tap reads. All pieces of
+// a thread belong to one tap group.
 //
-// Shared memory: BUFFERS stages, each rows as [part][row][k] and columns as [column][k]; at the end, where each column
-// lies in the destination.
+// Shared memory: BUFFERS stages, each rows as [part][row][k] and columns as [column][k]; in the epilogue the
+// destination offset of each column.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"

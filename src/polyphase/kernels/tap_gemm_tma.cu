@@ -5,19 +5,20 @@
 //
 // with cells and phases of core/geometry.cuh. Rows are a tile of cells, columns are destination channels, and k runs
 // over the phase's tap groups: CHUNK source channels at one tap. The source has its channels innermost; for each tap
-// group TMA brings a box of it, every SRC-th element, and zeros beside the tensor. No thread computes an address of a
-// tap, and after the first read elements come from L2. The destination may have any strides.
+// group TMA loads one box of it, every SRC-th element, with zeros outside the tensor. No thread computes the address of
+// a tap, and after the first read elements come from L2. The destination may have any strides.
 //
-// With RUNS the source was written as such (core/run_groups.cuh): a tensor that overlaps itself, whose innermost
-// dimension is a cell's run, and whose next one are cells. k is then padded for a run, not for each tap; there is no
-// element stride, and any stride fits.
+// With RUNS the source was written as padded rows (core/run_groups.cuh), which the tensor map describes as a tensor
+// that overlaps itself: its innermost dimension is the run of elements that one cell reads, the next one cells. k is
+// padded once for a run instead of once for each tap, and the stride may be any.
 //
-// Index mapping. Two warpgroups multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns; one thread more has TMA
-// bring what comes next. Persistent blocks take work tiles (column block fastest, then phase, tile, group, split) in
-// turns. With several splits of the stages each leaves a plane of partial sums (steps/reduce_splits.cu).
+// Index mapping. Two consumer warpgroups multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns; one producer
+// thread issues TMA. Blocks are persistent and take every gridDim-th work tile (column block fastest, then phase, tile,
+// group, split). With split-K each split stores a plane of partial sums (steps/reduce_splits.cu).
 //
-// float32 comes in one part or two: the source's parts are channels of their own (steps/transpose.cu), those of the
-// weights lie one behind the other (steps/pack_tap_groups.cu). Three products of two parts each are added.
+// float32 is read as TF32, or split into two parts of TF32: the source's parts are channels of their own
+// (steps/transpose.cu), those of the weights follow one another (steps/pack_tap_groups.cu). Three products of parts are
+// added.
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after FLUSH stages they are added in
 // float32 to a second set of registers, where there are more stages.
@@ -52,7 +53,7 @@ struct Params {
 constexpr int COLUMN_BLOCKS = ceil_div(DST_CHANNELS, COLUMNS);
 static_assert(PITCH == CHUNK * (int)sizeof(scalar_t), "a row of a stage is a tap group");
 
-// What a block computes at once.
+// What a block computes before it stores.
 struct WorkTile {
   int split, group, phase, column_block;
   int first[4];  // cell along n, d, h, w

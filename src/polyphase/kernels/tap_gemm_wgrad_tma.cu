@@ -1,10 +1,10 @@
-// The weight gradient of any layer by TMA and wgmma. Along each dimension a tap is r + j·STEP, where STEP taps
-// further a tap meets elements of the same residue of the stride, SHIFT positions further:
+// The weight gradient of any layer by TMA and wgmma. Along each dimension a tap is r + j·STEP: taps STEP apart meet
+// elements of the same residue of the stride, SHIFT positions apart:
 //
 //   gw[cb, cp, tap] = Σ over positions k of   base[cb, k - shift(j_w)] · phased[plane(r), cp, k + shift(j_d, j_h)]
 //
-// Both operands come as planes whose positions are innermost (steps/flatten_positions.cu), of images that are padded,
-// so that a shift is a distance in memory, and what lies beside an image is multiplied by zero. "base" is the layer's
+// Both operands are read as planes whose positions are innermost (steps/flatten_positions.cu), of padded images,
+// so that a shift is a distance in memory, and elements outside an image are multiplied by zero. "base" is the layer's
 // input, and "phased" the gradient of its output, one plane for each residue; with stride 1 they may be SWAPPED, where
 // taps count backwards. TMA begins at multiples of 16 bytes, and so do rows of a padded image: shifts along d and h are
 // where a box begins, those along the width are of copies of the base, COPIES of them, that are shifted beforehand.
@@ -13,9 +13,9 @@
 // or with WINDOW all j of the base, and all r of the phased operand, so that this one is read less often. A tile has
 // ROW_ITEMS items of one side by COLUMN_ITEMS items of the other; MIRRORED, rows are of the base. k runs over
 // positions, split among `splits` blocks, which leave planes of partial sums (steps/transpose.cu, or reduce_splits.cu
-// where the order stays); sums that are complete are `narrowed` to the tensors' type at once. Two warpgroups
-// multiply, and a warp has TMA bring what comes next: a lane has a box. Persistent blocks take work tiles (tile of the
-// phased side fastest, then of the base, group, split) in turns.
+// where the order stays); sums that are complete are `narrowed` to the tensors' type at once. Two consumer warpgroups
+// multiply; the lanes of one producer warp issue TMA, one box each. Blocks are persistent and take every gridDim-th
+// work tile (tile of the phased side fastest, then of the base, group, split).
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
 // float32 to the plane in memory, or, where float32 comes in two parts, after PROMOTE stages to registers.
@@ -82,7 +82,7 @@ constexpr int MANY = ceil_div(phased_items(ALONG_W.count), PHASED_ITEMS);
 constexpr int FEW = ceil_div(phased_items(LAST_RESIDUES < ALONG_W.count ? LAST_RESIDUES : ALONG_W.count), PHASED_ITEMS);
 constexpr int TILES = WHOLE_TILES * MANY + (BASE_TILES - WHOLE_TILES) * FEW;
 
-// What a block computes at once: the first items of both sides, and stages.
+// What a block computes before it stores: the first items of both sides, and stages.
 struct WorkTile {
   int base, phased, group, split, first, stages;
 

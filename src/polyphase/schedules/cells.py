@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import Any
 
 from polyphase.jit.source import Constant
@@ -33,6 +33,10 @@ class Side:
     def channels_last(self) -> bool:
         """Whether neighbouring channels are neighbours in memory."""
         return channels_innermost(self.shape[1], self.strides)
+
+    def apart(self, dimension: int) -> int:
+        """The largest number that all strides but that of one dimension are multiples of."""
+        return reduce(math.gcd, (stride for i, stride in enumerate(self.strides) if i != dimension))
 
     def params(self) -> dict[str, Any]:
         """The kernels' ``Tensor5``."""
@@ -199,12 +203,9 @@ class Gather:
     @property
     def aligned_src(self) -> bool:
         """Whether four neighbouring source elements (channels, where those come last) can be read at once anywhere."""
-        batch, channel, depth, height, width = self.src.strides
-        if self.src.channels_last:
-            whole, others = self.src_channels % 4 == 0, (batch, depth, height, width)
-        else:
-            whole, others = self.src.shape[4] % 4 == 0 and width == 1, (batch, channel, depth, height)
-        return self.aligned and whole and all(stride % 4 == 0 for stride in others)
+        last = self.src.channels_last
+        whole = self.src_channels % 4 == 0 if last else self.src.shape[4] % 4 == 0 and self.src.strides[4] == 1
+        return self.aligned and whole and self.src.apart(1 if last else 4) % 4 == 0
 
     def wide_offsets(self, images: int, stage_channels: int) -> bool:
         """Whether byte offsets within a tile of ``images`` batch entries need more than 32 bits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyphase.problem.problem import ConvTransposeProblem, Pass, accumulator_bytes
@@ -61,6 +61,11 @@ def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
 def constants_of(config: Any, names: str) -> tuple[tuple[str, Constant], ...]:
     """Fields of a config, as constants of its kernel; ``names`` are theirs, with spaces between."""
     return tuple((name.upper(), getattr(config, name)) for name in names.split())
+
+
+def picked(constants: Mapping[str, Constant], names: str) -> tuple[tuple[str, Constant], ...]:
+    """Those of a kernel's constants that another kernel has, too; ``names`` have spaces between."""
+    return tuple((name, constants[name]) for name in names.split())
 
 
 def layer_constants(

@@ -102,8 +102,8 @@ struct Epilogue {
     if constexpr (EPILOGUE_READS_PLACES && !DST_CHANNELS_LAST) prefetch_lines();
   }
 
-  // What operations read of the work tile's lines, while the last products are on their way: the sums wait for L2 at
-  // most. Four lanes have neighbours of a row, which one of them asks for.
+  // Prefetches what operations read of the work tile's lines to L2, while the last products are in flight. Four lanes
+  // have neighbours of a row, which one of them asks for.
   template <int LINE = 0>
   __device__ __forceinline__ void prefetch_lines() const {
     const int owned = work.line_group * LINES + LINE;
@@ -208,7 +208,7 @@ struct Epilogue {
 
   // The threads of a warpgroup.
   static __device__ __forceinline__ void group_sync() { named_barrier_sync(FIRST_BARRIER + threadIdx.x / 128, 128); }
-  // The warps that turn the same lines around.
+  // The warps that transpose the same lines.
   static __device__ __forceinline__ void lines_sync() {
     if (JOINT)
       named_barrier_sync(FIRST_BARRIER + CONSUMERS + warp(), 32 * ROW_SHARES);
@@ -216,7 +216,7 @@ struct Epilogue {
       __syncwarp();
   }
 
-  // By the warpgroup together, while its last products are on their way.
+  // Called by a whole warpgroup, while its last products are in flight.
   __device__ __forceinline__ void find_places() const {
     group_sync();  // the targets of the work tile before are no longer needed
 #pragma unroll 1
@@ -369,7 +369,7 @@ struct Epilogue {
     }
   }
 
-  // What a warpgroup has put down of a phase, 16 bytes at a time.
+  // Stores a phase that a warpgroup has left in shared memory, 16 bytes at a time.
   __device__ __forceinline__ void store_wide(const Share<WIDE>& share, result_t* to, int channels, int phase, int depth,
                                              int height) const {
     constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
@@ -381,7 +381,7 @@ struct Epilogue {
     for (int i = 0; i < VECTORS; ++i)
       exists[i] = phase < Target::columns(share.reach[i]) && of_channel < channels && share.has_line(i, depth, height);
 #pragma unroll
-    for (int i = 0; i < VECTORS; i += 2) {  // two vectors on their way together
+    for (int i = 0; i < VECTORS; i += 2) {  // two vectors in flight together
       const Bits<WIDE> first = *(const Bits<WIDE>*)(from + i * AT_ONCE * STAGING_PITCH);
       const Bits<WIDE> second = *(const Bits<WIDE>*)(from + (i + 1) * AT_ONCE * STAGING_PITCH);
       store_global_if(exists[i], to + share.offset[i], first);

@@ -7,7 +7,7 @@
 // taps, and the sum is narrowed once. Columns (co, tap) are as the weight has them: the GEMM takes that as it lies.
 //
 // Index mapping. A thread has LINES outputs along h, a stride apart: taps of one phase meet all of them, so that their
-// loads are on their way together. Neighbouring threads have neighbours along w (channels first) or neighbouring
+// loads are in flight together. Neighbouring threads have neighbours along w (channels first) or neighbouring
 // channels (channels last). Every product is read once; those that share a sector are read by neighbouring threads, or
 // by one and the same in turn. No shared memory, no barrier.
 
@@ -51,7 +51,7 @@ struct MetTaps {
   }
 };
 
-// Taps that meet an output along the width, at most; of so many the products are on their way together.
+// Taps that meet an output along the width, at most; the products of so many are in flight together.
 constexpr int WIDTH_TAPS = ceil_div(AXIS_W.kernel, TapsW::TAP_STEP), MOST = LINES > 1 ? 4 : 8;
 constexpr int TOGETHER = WIDTH_TAPS < MOST ? WIDTH_TAPS : MOST;
 

@@ -1,19 +1,18 @@
 // Both operands of a weight gradient as planes whose positions are innermost, as wgmma takes them:
 //
-//     planes[plane][part][c][position] = src[n, c, at(d), at(h), at(w)],   at(i) = i·step + first + (plane's
-//     number)·apart
+//     planes[plane][part][c][position] = src[n, c, at(d), at(h), at(w)]
+//     at(i) = i·step + first + (plane's number)·apart
 //
-// and zero where there is no such element. A position counts n, d, h, w of padded images, or d, h, w, n. PARTS = 2:
-// TF32, and what that loses.
+// and zero where there is no such element. Positions run over n, d, h, w of padded images, or d, h, w, n. PARTS = 2:
+// the value as TF32, and the remainder as TF32.
 //
 // Index mapping. The first blocks have the layer's input, the others the gradient of its output; planes are fastest, so
 // that what they share of the source is read once. Words are of four bytes. There is one mapping for each innermost
 // dimension:
 //
 //     ROWS           columns are, in the source as in the planes: THREADS words of positions of CHANNELS channels
-//     RESIDUES       the same where planes along the width are many, which share every sector of the source: a block
-//     has
-//                    neighbouring ones, and reads the source as it lies, through shared memory by 16 bytes
+//     RESIDUES       the same where many planes along the width share each sector of the source: a block has
+//                    neighbouring planes, reads the source in the order of memory, and goes through shared memory
 //     CHANNELS_LAST  channels are, in the source: TILE positions by TILE channels, through shared memory
 //     BATCH          images are, in the planes: TILE pixels by so many images and channels, TILE in all, through shared
 //                    memory
@@ -25,7 +24,7 @@
 #include "operand/tf32.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-// Four dimensions in the order in which positions count them.
+// Four dimensions in the order in which positions run over them.
 struct Operand {
   long long stride[4], channel_stride;  // of the source, in elements
   long long pitch;                      // elements from a channel to the next, a multiple of 16 bytes

@@ -35,7 +35,7 @@ __device__ __forceinline__ void find_largest(const Params& params, const scalar_
   constexpr int AT_ONCE = 8;
 #pragma unroll 1
   for (int channel = slice; channel < SRC_CHANNELS; channel += AT_ONCE * slices) {
-    Vector<scalar_t, VECTOR> values[AT_ONCE];  // on their way together
+    Vector<scalar_t, VECTOR> values[AT_ONCE];  // in flight together
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k) {
       const int one = min(channel + k * slices, SRC_CHANNELS - 1);

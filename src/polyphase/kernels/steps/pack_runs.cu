@@ -3,7 +3,7 @@
 //
 //     [stage][part][row][k]
 //
-// a stage is a tap group, and pieces of a row change places as wgmma looks for them (core/swizzle.cuh). What does not
+// a stage is a tap group, and the pieces of a row are swizzled as wgmma reads them (core/swizzle.cuh). What does not
 // exist is zero. There are few source channels.
 //
 // Index mapping. A thread makes 16 bytes of each part; neighbours make neighbouring ones.

@@ -2,7 +2,7 @@
 //
 //     [stage][part][row][k]
 //
-// SWIZZLED, pieces of a row change places as wgmma looks for them (core/swizzle.cuh).
+// SWIZZLED, the pieces of a row are swizzled as wgmma reads them (core/swizzle.cuh).
 //
 // k runs over the tap groups of the phase (core/phase.cuh). What does not exist is zero.
 //

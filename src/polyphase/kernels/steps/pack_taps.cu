@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (set < SETS) scales.rows()[block * ROWS + row.in_set] = unscale_column(largest);
     }
 #endif
-    scalar_t values[STEP_CHANNELS];  // on their way together
+    scalar_t values[STEP_CHANNELS];  // in flight together
 #pragma unroll
     for (int in = 0; in < STEP_CHANNELS; ++in) {
       const bool exists = first_out + out < DST_CHANNELS && first_in + in < SRC_CHANNELS;

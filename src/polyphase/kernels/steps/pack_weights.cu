@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const scalar_t* const origin =
       weight + group_offset(group) + (long long)first_in * WEIGHT_STRIDE_IN + weight_offset(0, first_out, first_place);
   for (int first = threadIdx.x; first < PAIRS; first += BATCH * THREADS) {
-    scalar_t values[BATCH][CHUNK];  // on their way together
+    scalar_t values[BATCH][CHUNK];  // in flight together
 #pragma unroll
     for (int k = 0; k < BATCH; ++k) {
       const int pair = first + k * THREADS, out = out_of(pair), tap = tap_of(pair);

@@ -1,6 +1,6 @@
 // Layout transpose: a tensor of any strides to one whose channels are innermost (NCHW to NHWC), without gaps, as TMA
 // takes boxes of it. NHWC to NCHW is the same with pixels and channels exchanged. The channels of each group may be
-// padded with zeros; with `parts` those of float32 come twice, as TF32 and as what that loses.
+// padded with zeros; with two `parts` float32 is split into TF32 and the remainder as TF32.
 //
 // A block has a tile of pixels, of all images one after the other, by pieces: 16 bytes of neighbouring channels of a
 // pixel. Neighbouring threads read neighbouring pixels, each the channels of a piece, and write the piece to shared

@@ -206,10 +206,8 @@ def _col2im(problem: ConvTransposeProblem, layouts: Layouts, columns: int, lies:
     gather = Gather.of(problem, Pass.FORWARD, layouts)
     lines = _LINES if problem.dims > 1 else 1
     constants = dict(gather.constants(THREADS=_THREADS, LINES=lines, MIN_BLOCKS=1))
-    names: tuple[str, ...] = ("AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD", "DST_CHANNELS", "DST_CHANNELS_LAST")
-    names += ("WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "HAS_BIAS", "THREADS", "LINES")
-    settings = tuple((name, constants[name]) for name in (*names, "MIN_BLOCKS"))
-    source = KernelSource("col2im", problem.dtype, True, settings, folder="steps")
+    del constants["SRC_CHANNELS"]  # the product has none
+    source = KernelSource("col2im", problem.dtype, True, tuple(constants.items()), folder="steps")
     batch, _, *sizes = gather.src.shape
     depth, height, width = gather.dst.shape[2:]
     stride = problem.axes3[1].stride

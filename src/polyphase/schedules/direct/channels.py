@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from functools import reduce
 from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
@@ -165,8 +164,7 @@ def _src_vector(gather: Gather, config: ChannelsConfig) -> int:
     """Those of them that are read at once, as the source lies."""
     if not gather.aligned:
         return 1
-    batch, _, *spatial = gather.src.strides
-    return reduce(math.gcd, (_at_once(gather, config.vector), batch, *spatial))
+    return math.gcd(_at_once(gather, config.vector), gather.src.apart(1))
 
 
 def _pixel(side: Side) -> int:
@@ -200,10 +198,9 @@ def _configs(gather: Gather, device: DeviceInfo) -> Iterator[ChannelsConfig]:
 def _lanes(gather: Gather, vector: int) -> int | None:
     """Neighbouring threads that own neighbouring vectors, or None where channels do not come in such vectors."""
     channels, size = gather.dst_channels, DTYPE_BYTES[gather.dtype]
-    batch, _, *spatial = gather.dst.strides
     if (channels % vector and vector % channels) or vector * size > 16:
         return None
-    if math.gcd(vector, channels * gather.groups, batch, *spatial) != vector:
+    if math.gcd(vector, channels * gather.groups, gather.dst.apart(1)) != vector:
         return None
     vectors = channels * gather.groups // vector
     fitting = [lanes for lanes in _LANES if _weight_bytes(gather, vector, lanes) <= _MAX_WEIGHT_BYTES]
@@ -230,14 +227,14 @@ def _resident(registers: int) -> int:
 
 
 def _cycles(gather: Gather, config: ChannelsConfig, terms: Costs) -> float:
-    """What a warp takes of a multiprocessor for its cells, beside as many others as are resident."""
+    """Predicted cycles of a multiprocessor for a warp's cells, with as many warps resident as fit."""
     vector, cells, lanes, hoped = config
     resident = max(1, min(hoped, _resident(_registers(gather, vector, cells))))
     return _cycles_alone(gather, vector, cells, lanes, terms) * (1 + 1 / resident)
 
 
 def _cycles_alone(gather: Gather, vector: int, cells: int, lanes: int, terms: Costs) -> float:
-    """The same, were it never to wait for memory."""
+    """The same if it never waited for memory."""
     size, words = DTYPE_BYTES[gather.dtype], accumulator_bytes(gather.dtype) // 4
     width = gather.cell_axes[2]
     weights = gather.src_channels * gather.taps

@@ -89,13 +89,10 @@ class DirectTiled(Schedule):
     def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> Iterator[TiledConfig]:
         return (config for config, _ in _legal(at.gather, device))
 
-    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: TiledConfig) -> float:
-        """Cycles by cell and destination channel, whatever the size of images."""
-        return cycles_per_result(at.gather, config, Counts.of(at.gather, config), costs("direct_tiled", device))
-
     def search(
         self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
     ) -> dict[TiledConfig, float]:
+        """With cycles by cell and destination channel, whatever the size of images."""
         legal, terms = _legal(at.gather, device), costs("direct_tiled", device)
         return {config: cycles_per_result(at.gather, config, counts, terms) for config, counts in legal}
 
@@ -132,19 +129,9 @@ class DirectTiled(Schedule):
             constants=gather.constants(
                 ROUNDED=gather.rounded,
                 SRC_CHANNELS_LAST=gather.src.channels_last,
-                LANES=config.lanes,
-                DST_PER_THREAD=config.dst_per_thread,
-                CELLS_H=config.cells_h,
-                CELLS_W=config.cells_w,
-                DST_SLICES=config.dst_slices,
-                SRC_SLICES=config.src_slices,
-                STAGE_CHANNELS=config.stage_channels,
-                LOADS=config.loads,
-                BUFFERS=config.buffers,
                 CHAIN=counts.chain,
                 STRAIGHT=straight(counts),
-                DST_VECTOR=config.dst_vector,
-                MIN_BLOCKS=config.min_blocks,
+                **{name.upper(): value for name, value in config._asdict().items()},
             ),
             fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
         )
@@ -236,11 +223,11 @@ def _shared_bytes(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], c
     slice_threads = config.lanes * config.dst_slices
     typical = counts is not None
     counts = counts or Counts.of(gather, config)
-    rows = slice_threads * counts.run
+    rows = slice_threads * counts.patch.run
     summed = config.src_slices > 1 or counts.chain < counts.stages
-    sums = slice_threads * round_up(counts.accumulators, 4) if summed else 0
+    sums = slice_threads * round_up(counts.patch.accumulators, 4) if summed else 0
     wide = not typical and gather.wide_offsets(lanes[0], config.stage_channels)
-    elements = config.lanes * counts.run * (16 if wide else 8) if counts.run > 1 else 0
+    elements = config.lanes * counts.patch.run * (16 if wide else 8) if counts.patch.run > 1 else 0
     return (buffers + rows + sums) * accumulator + elements
 
 
@@ -262,7 +249,7 @@ def _some_lanes(gather: Gather, config: TiledConfig) -> tuple[int, int, int, int
 
 
 def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> tuple[int, int, int, int]:
-    """How a tile's lanes extend along n, d, h and w: the least work over all tiles that fits the compiled config."""
+    """How a tile's lanes extend along n, d, h and w: the extents of least work that fit the compiled config."""
     batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
     heights, widths = (
         math.ceil(cells / lane) for cells, lane in zip(gather.cells[1:], (config.cells_h, config.cells_w))
@@ -282,7 +269,7 @@ def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> tuple[i
                 tiles = math.prod(tiles_of(batch, (depths, heights, widths), lanes))
                 shared = _shared_bytes(gather, config, lanes) + 1024
                 crowding = max(1.0, min(config.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
-                # Short rows leave memory transactions half empty, on their way in and out.
+                # Short rows leave memory transactions half empty, for loads and stores.
                 row = width * config.cells_w
                 load = one * images * gather.src_channels * 5 / 32 * (1 + 4 / row)
                 cost = tiles * (compute * crowding * (1 + 3 / (row * gather.cell_axes[2].dst)) + load)
@@ -301,7 +288,7 @@ def _extents(cells: int, most: int) -> list[int]:
 
 
 def _items(problem: ConvTransposeProblem, gather: Gather, config: TiledConfig) -> int:
-    """Of all tiles, as many as their cells come to."""
+    """Work tiles of all tiles."""
     tiles = math.ceil(problem.batch * math.prod(gather.cells) / (config.lanes * config.cells_h * config.cells_w))
     blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
     return tiles * problem.groups * blocks
@@ -361,8 +348,8 @@ def _resident(gather: Gather, config: TiledConfig, counts: Counts, device: Devic
     shared = _shared_bytes(gather, config, (1, 1, 1, config.lanes), counts) + 1024
     by_registers = REGISTERS // (needed * config.threads)
     blocks = min(by_registers, 1536 // config.threads, device.shared_bytes_per_multiprocessor // shared)
-    double = counts.words == 2 and blocks > 1 and (needed <= _MAX_OF_DOUBLES or not gather.dst.channels_last)
-    needed += 40 if counts.owned == _MAX_ACCUMULATORS else 16
+    double = counts.patch.words == 2 and blocks > 1 and (needed <= _MAX_OF_DOUBLES or not gather.dst.channels_last)
+    needed += 40 if counts.patch.owned == _MAX_ACCUMULATORS else 16
     return blocks if needed <= min(255, REGISTERS // config.threads) or double else 0
 
 
@@ -383,9 +370,7 @@ def _elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) ->
 def _aligned_rows(gather: Gather, config: TiledConfig) -> bool:
     """Whether a lane's elements along w start at a multiple of their number, in every row of a new tensor."""
     run = config.cells_w * gather.cell_axes[2].dst
-    batch, channel, depth, height, width = gather.dst.strides
-    whole_rows = gather.dst.shape[4] % run == 0
-    return whole_rows and width == 1 and all(stride % run == 0 for stride in (batch, channel, depth, height))
+    return gather.dst.strides[4] == 1 and math.gcd(gather.dst.shape[4], gather.dst.apart(4)) % run == 0
 
 
 def _dst_vector(gather: Gather, dst_per_thread: int) -> int:

@@ -50,68 +50,21 @@ class TiledConfig(NamedTuple):
 _CHAIN_TERMS = 50
 
 
-class Counts(NamedTuple):
-    """What one thread does: per source channel, per stage, and per item (direct_tiled.cu has the words)."""
-
-    stages: int
-    chain: int  # stages whose products are summed in one chain
-    channels: float  # of a stage that a thread computes
-    products: int
-    weight_reads: int
-    patch_reads: int
-    weight_items: int
-    scattered: bool  # whether each has a place of its own, and not all follow from the first's
-    loads: int
-    accumulators: int  # phases without taps included
-    owned: int  # accumulators that have taps
-    patch: int  # source elements held at once
-    run: int
-    words: int  # registers of a value
-
-    @classmethod
-    def of(cls, gather: Gather, config: TiledConfig) -> Counts:
-        """What a thread of ``config`` does for this pass."""
-        patch = _Patch.of(gather, config.dst_per_thread, config.cells_h, config.cells_w)
-        per_stage = config.stage_channels * config.dst_per_thread * config.dst_slices * gather.taps
-        stages = -(-gather.src_channels // config.stage_channels)
-        channels = config.stage_channels / config.src_slices
-        chain = stages
-        if gather.dtype == "float32":
-            chain = min(stages, math.ceil(_CHAIN_TERMS * gather.owned / (gather.taps * channels)))
-        threads = config.threads
-        return cls(
-            stages,
-            max(chain, config.src_slices),
-            channels,
-            patch.products,
-            patch.weight_reads,
-            patch.patch_reads,
-            -(-per_stage // threads),
-            gather.weight_channels_last and threads % (config.dst_per_thread * config.dst_slices) > 0,
-            config.loads,
-            patch.accumulators,
-            patch.owned,
-            patch.patch,
-            patch.run,
-            patch.words,
-        )
-
-
-class _Patch(NamedTuple):
+class Patch(NamedTuple):
     """What one thread does per source channel for its cells and channels, whatever its stages."""
 
     products: int
     weight_reads: int
     patch_reads: int
-    accumulators: int
-    owned: int
-    patch: int
+    accumulators: int  # phases without taps included
+    owned: int  # accumulators that have taps
+    elements: int  # of the source, held at once
     run: int
-    words: int
+    words: int  # registers of a value
 
     @classmethod
     @lru_cache(maxsize=1024)
-    def of(cls, gather: Gather, dst_per_thread: int, cells_h: int, cells_w: int) -> _Patch:
+    def of(cls, gather: Gather, dst_per_thread: int, cells_h: int, cells_w: int) -> Patch:
         """What it does for this pass."""
         _, height, width = gather.cell_axes
         cells = cells_h * cells_w
@@ -126,9 +79,38 @@ class _Patch(NamedTuple):
             patch_reads=gather.axes[0].kernel * rows * reads * words,
             accumulators=cells * gather.phases * dst_per_thread,
             owned=cells * gather.owned * dst_per_thread,
-            patch=rows * columns,
+            elements=rows * columns,
             run=cells_w * width.dst,
             words=words,
+        )
+
+
+class Counts(NamedTuple):
+    """What one thread does: per source channel, per stage, and per work tile (direct_tiled.cu has the words)."""
+
+    stages: int
+    chain: int  # stages whose products are summed in one chain
+    channels: float  # of a stage that a thread computes
+    weight_items: int
+    scattered: bool  # whether each has a place of its own, and not all follow from the first's
+    patch: Patch
+
+    @classmethod
+    def of(cls, gather: Gather, config: TiledConfig) -> Counts:
+        """What a thread of ``config`` does for this pass."""
+        block_dst = config.dst_per_thread * config.dst_slices
+        per_stage = config.stage_channels * block_dst * gather.taps
+        chain = stages = -(-gather.src_channels // config.stage_channels)
+        channels = config.stage_channels / config.src_slices
+        if gather.dtype == "float32":
+            chain = min(stages, math.ceil(_CHAIN_TERMS * gather.owned / (gather.taps * channels)))
+        return cls(
+            stages,
+            max(chain, config.src_slices),
+            channels,
+            -(-per_stage // config.threads),
+            gather.weight_channels_last and config.threads % block_dst > 0,
+            Patch.of(gather, config.dst_per_thread, config.cells_h, config.cells_w),
         )
 
 
@@ -137,46 +119,49 @@ _STRAIGHT = 1024  # products that one piece of code has at most: more would crow
 
 def straight(counts: Counts) -> bool:
     """Whether all channels of a stage are one piece of straight-line code; else the kernel rolls their loop up."""
-    return counts.products * counts.channels <= _STRAIGHT
+    return counts.patch.products * counts.channels <= _STRAIGHT
 
 
 def thread_cycles(counts: Counts, config: TiledConfig, terms: Costs) -> float:
     """Issue slots of a thread for one item."""
-    long = counts.products * counts.channels / 700 - 1
+    long = counts.patch.products * counts.channels / 700 - 1
     code = terms.long_code * max(0.0, long) if straight(counts) else terms.rolled_code
-    reads = counts.weight_reads * terms.weight_read + counts.patch_reads * terms.patch_read
-    compute = counts.channels * (counts.products * (1 + code) + reads + terms.channel)
+    reads = counts.patch.weight_reads * terms.weight_read + counts.patch.patch_reads * terms.patch_read
+    compute = counts.channels * (counts.patch.products * (1 + code) + reads + terms.channel)
     quad = terms.copy if config.asynchronous else terms.load
-    load = counts.loads * quad + counts.weight_items * terms.weight_item + terms.stage
-    flush = counts.accumulators * terms.flush * (math.ceil(counts.stages / counts.chain) - 1)
-    if counts.run == 1:
+    load = config.loads * quad + counts.weight_items * terms.weight_item + terms.stage
+    flush = counts.patch.accumulators * terms.flush * (math.ceil(counts.stages / counts.chain) - 1)
+    if counts.patch.run == 1:
         element = terms.element_alone
     else:
-        element = terms.element_vector if counts.run in (2, 4) else terms.element_turned
-    epilogue = counts.accumulators * element / config.src_slices
-    reduction = counts.accumulators * terms.reduction * (config.src_slices - 1) / config.src_slices
+        element = terms.element_vector if counts.patch.run in (2, 4) else terms.element_turned
+    epilogue = counts.patch.accumulators * element / config.src_slices
+    reduction = counts.patch.accumulators * terms.reduction * (config.src_slices - 1) / config.src_slices
     return counts.stages * (compute + load) + flush + epilogue + reduction
 
 
-def _wavefronts(counts: Counts, conflicts: int) -> float:
-    """Passes through shared memory that a warp causes for one item; weights are broadcast, and nearly free."""
-    loads = 8 * counts.loads + 2 * counts.weight_items
-    return counts.stages * (counts.channels * counts.patch_reads * conflicts + loads) + 3 * counts.accumulators
+def _wavefronts(counts: Counts, config: TiledConfig) -> float:
+    """Passes through shared memory that a warp causes for one work tile; weights are broadcast, and nearly free."""
+    loads = 8 * config.loads + 2 * counts.weight_items
+    return (
+        counts.stages * (counts.channels * counts.patch.patch_reads * config.cells_w + loads)
+        + 3 * counts.patch.accumulators
+    )
 
 
 def registers(counts: Counts, config: TiledConfig) -> int:
     """Registers that a thread needs without spilling: fitted to the same configs, on the safe side."""
     weights = (3.0 if counts.scattered else 1.7) * counts.weight_items
-    always = counts.owned + (2 if config.asynchronous else 7) * counts.loads + weights
-    stages = 0.2 * counts.patch + 1.1 * min(4 * counts.weight_reads // counts.words, 24)
-    epilogue = (7 if config.asynchronous and counts.run in (2, 4) else 10.5) * counts.run
-    return round(counts.words * (always + max(stages, epilogue))) + 25
+    always = counts.patch.owned + (2 if config.asynchronous else 7) * config.loads + weights
+    stages = 0.2 * counts.patch.elements + 1.1 * min(4 * counts.patch.weight_reads // counts.patch.words, 24)
+    epilogue = (7 if config.asynchronous and counts.patch.run in (2, 4) else 10.5) * counts.patch.run
+    return round(counts.patch.words * (always + max(stages, epilogue))) + 25
 
 
 def block_cycles(config: TiledConfig, counts: Counts, resident: int, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for an item, where so many blocks are resident on it together."""
     warps = config.threads / 32
-    cycles = max(thread_cycles(counts, config, terms) * warps / 4, _wavefronts(counts, config.cells_w) * warps)
+    cycles = max(thread_cycles(counts, config, terms) * warps / 4, _wavefronts(counts, config) * warps)
     # Few resident warps leave latencies bare, and a single block waits for itself at every barrier.
     lone_block = terms.lone_block / resident if counts.stages > 1 else 0.0
     return cycles * (1 + terms.latency / math.pow(warps * resident, terms.hidden) + lone_block)

@@ -19,7 +19,7 @@ from polyphase.problem.sizes import is_tiny, standard, typical
 from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
-from polyphase.schedules.cells import MAX_PHASES, Gather, Side, forward_gather
+from polyphase.schedules.cells import MAX_PHASES, Gather, forward_gather
 from polyphase.schedules.cost import rounds_of, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of, steps_of
@@ -188,82 +188,19 @@ def _shared_bytes(problem: ConvTransposeProblem, config: OverlapConfig) -> int:
 def _tiling(
     problem: ConvTransposeProblem, layouts: Layouts, config: OverlapConfig, device: DeviceInfo
 ) -> _Tiling | None:
-    """The tiles of least time."""
-    cuts = _cuts(problem, layouts, config.rows, config.unit, device)
-    tilings = (_tiles(config, cut) for cut in cuts)
-    fitting = itertools.islice((each for each in tilings if each is not None), _TILES)
-    work = _Work(problem, config, device)
-    return min(fitting, key=lambda each: work.seconds(each)[0], default=None)
-
-
-class _Cut(NamedTuple):
-    """Tiles of some extents, whatever the config: where the window begins, and its pixels, along each dimension.
-
-    ``whole``: whether units of its rows are read at once, ``skew`` pixels before the first, ``or_apart``: or one by one
-    where so they do not fit.
-    """
-
-    lanes: Four
-    tiles: Four
-    depth: tuple[int, int]
-    height: tuple[int, int]
-    width: tuple[int, int]
-    below: int  # rows of the window that a band shares with the next
-    whole: bool
-    skew: int
-    or_apart: bool
-
-
-class _Cuts:
-    """The cuts of a layer in the order of `_lanes`, made as far as they are asked for."""
-
-    def __init__(
-        self, problem: ConvTransposeProblem, layouts: Layouts, room: int, unit: int, device: DeviceInfo
-    ) -> None:
-        self._problem, self._layouts, self._unit = problem, layouts, unit
-        self._gather = forward_gather(problem, layouts)
-        *_, width_stride = self._gather.src.strides
-        # The kernel counts elements of a row in 32 bits.
-        countable = self._gather.src.shape[4] * width_stride < 2**31
-        self._lanes = _lanes(problem, room, unit, device) if countable else []
-        self._made: list[_Cut] = []
-
-    def __iter__(self) -> Iterator[_Cut]:
-        for place, lanes in enumerate(self._lanes):
-            if place == len(self._made):
-                self._made.append(self._cut(lanes))
-            yield self._made[place]
-
-    @cached_property
-    def single(self) -> _Cut | None:
-        """That of single cells."""
-        return self._cut((1, 1, 1, 1)) if self._lanes else None
-
-    def _cut(self, lanes: Four) -> _Cut:
-        problem, gather = self._problem, self._gather
-        depth, height, width = (_window(gather, i, lanes[1 + i]) for i in range(3))
-        tiles = tiles_of(problem.batch, gather.cells, lanes)
-        below = gather.cell_axes[1].window(1) - 1
-        size = DTYPE_BYTES[problem.dtype]
-        if gather.src.channels_last:
-            channels = problem.in_channels_per_group
-            at_once = _reads_channels_at_once(gather.src, channels, size, self._layouts.aligned)
-            return _Cut(lanes, tiles, depth, height, width, below, at_once, 0, False)
-        step = 0 if lanes[3] >= gather.cells[2] else lanes[3]
-        whole = row_piece(gather.src, size, self._layouts.aligned, step) >= self._unit
-        skew = width[0] % self._unit if whole else 0
-        return _Cut(lanes, tiles, depth, height, width, below, whole, skew, True)
-
-
-@lru_cache(maxsize=256)
-def _cuts(problem: ConvTransposeProblem, layouts: Layouts, room: int, unit: int, device: DeviceInfo) -> _Cuts:
-    return _Cuts(problem, layouts, room, unit, device)
+    """The tiles of least predicted time, of the first that fit."""
+    gather, work = forward_gather(problem, layouts), _Work(problem, config, device)
+    if gather.src.shape[4] * gather.src.strides[4] >= 2**31:  # the kernel counts elements of a row in 32 bits
+        return None
+    extents = _lanes(problem, config.rows, config.unit, device)
+    fitting = filter(None, (_tiles(gather, layouts.aligned, config, lanes) for lanes in extents))
+    return min(itertools.islice(fitting, _TILES), key=lambda each: work.seconds(each)[0], default=None)
 
 
 def _window(gather: Gather, dimension: int, cells: int) -> tuple[int, int]:
     """Where the window of so many cells along a dimension begins, counted from the first, and its pixels.
 
-    Of all cells it is the image, unless they read less.
+    For all cells together it is the image, unless they read less.
     """
     along, image = gather.cell_axes[dimension], gather.src.shape[2 + dimension]
     extent = along.window(cells)
@@ -302,30 +239,37 @@ def _extents(cells: int, most: int) -> list[int]:
     return sorted(extent for extent in shares | {4, 8, 12, 16, 24, 32, 48, 64} if 1 <= extent <= min(cells, most))
 
 
-def _tiles(config: OverlapConfig, cut: _Cut) -> _Tiling | None:
-    """The tiling by tiles of a cut, or None where those do not fit."""
-    found = _tiles_of_band(config, cut, cut.whole, cut.skew)
-    if found is None and cut.or_apart:
-        found = _tiles_of_band(config, cut, False, 0)
-    return found
+def _tiles(gather: Gather, aligned: bool, config: OverlapConfig, lanes: Four) -> _Tiling | None:
+    """The tiling by tiles of such extents, or None where those do not fit.
+
+    Whole units are read at once where they can be, unless the window only fits pixel by pixel.
+    """
+    src, size = gather.src, DTYPE_BYTES[gather.dtype]
+    if src.channels_last:  # a unit is 8 bytes of neighbouring channels
+        batch, _, *others = src.strides
+        whole = aligned and widest_piece(size, gather.src_channels, batch, *others) * size >= 8
+        return _bands(gather, config, lanes, whole, 0)
+    step = 0 if lanes[3] >= gather.cells[2] else lanes[3]
+    if row_piece(src, size, aligned, step) >= config.unit:
+        skew = _window(gather, 2, lanes[3])[0] % config.unit
+        if (found := _bands(gather, config, lanes, True, skew)) is not None:
+            return found
+    return _bands(gather, config, lanes, False, 0)
 
 
-def _tiles_of_band(config: OverlapConfig, cut: _Cut, whole: bool, skew: int) -> _Tiling | None:
-    (depth, slabs), (height, rows), (width, columns) = cut.depth, cut.height, cut.width
-    images = cut.lanes[0]
+def _bands(gather: Gather, config: OverlapConfig, lanes: Four, whole: bool, skew: int) -> _Tiling | None:
+    """The tiling that reads ``whole`` units or single pixels; rows of the window begin ``skew`` pixels earlier."""
+    images = lanes[0]
+    (depth, slabs), (height, rows), (width, columns) = (_window(gather, i, lanes[1 + i]) for i in range(3))
     window = (images, slabs, rows, round_up(columns + skew, config.unit))
     row = images * slabs * window[3]
     band = min(rows, config.rows // row) if row else rows
-    ring = rows if band == rows else band + cut.below
+    shared = gather.cell_axes[1].window(1) - 1  # rows of the window that a band has in common with the next
+    ring = rows if band == rows else band + shared
     if (band == 0 and rows > 0) or row * ring > config.pitch - 4:
         return None
-    return _Tiling(cut.lanes, cut.tiles, window, (0, depth, height, width - skew), max(1, band), max(1, ring), whole)
-
-
-def _reads_channels_at_once(side: Side, channels: int, size: int, aligned: bool) -> bool:
-    """Whether 8 bytes of neighbouring channels can be read at once anywhere."""
-    batch, _, *others = side.strides
-    return aligned and widest_piece(size, channels, batch, *others) * size >= 8
+    tiles = tiles_of(gather.src.shape[0], gather.cells, lanes)
+    return _Tiling(lanes, tiles, window, (0, depth, height, width - skew), max(1, band), max(1, ring), whole)
 
 
 class _Work:
@@ -384,33 +328,32 @@ class _Work:
 def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[OverlapConfig]:
     """Configs worth a thought: those whose registers and shared memory do for so many blocks, and for any image."""
     out, taps = problem.out_channels_per_group, problem.taps
-    steps, parts = steps_of(problem), parts_of(problem)
+    steps, gather = steps_of(problem), forward_gather(problem, Layouts.dense(problem))
     chunks = {math.ceil(out / parts) for parts in range(1, out + 1) if math.ceil(out / parts) * taps <= _MAX_COLUMNS}
     instructions = (True, False) if device.has_wgmma else (False,)
     shapes = itertools.product(
-        sorted(chunks, reverse=True)[:2], instructions, (16, 12, 8, 4), (1, 2, 4), (4, 3, 2), (1, 2, 3, 4)
+        sorted(chunks, reverse=True)[:2], instructions, (16, 12, 8, 4), (1, 2, 4), (4, 2), (1, 2, 3, 4)
     )
     for chunk, wgmma, warps, row_tiles, ahead, min_blocks in shapes:
-        if row_tiles > (2 if parts == 2 else 8 // ahead) or ahead > steps > 1 or warps * min_blocks < 8:
+        if row_tiles > (2 if parts_of(problem) == 2 else 8 // ahead) or ahead > steps > 1 or warps * min_blocks < 8:
             continue
         shared, step_bytes = device.shared_bytes_of(min_blocks), _step_bytes(problem, chunk)
         held = round_up(steps, ahead)
         if steps * step_bytes > shared // 2:
             held = shared // 3 // step_bytes // ahead * ahead
         pitch = (shared - min(held, steps) * step_bytes) // (4 * chunk * taps)
-        config = OverlapConfig(warps, row_tiles, chunk, held, ahead, (pitch - 4) // 32 * 32 + 4, wgmma, min_blocks)
-        if _registers(problem, config) > device.registers_of(32 * warps * min_blocks):
-            continue
-        cut = _cuts(problem, Layouts.dense(problem), config.rows, config.unit, device).single
-        if held > 0 and cut is not None and _tiles(config, cut) is not None:
+        pitch = (pitch - 4) // 32 * 32 + 4
+        config = OverlapConfig(warps, row_tiles, chunk, held, ahead, pitch, wgmma, min_blocks)
+        few_registers = _registers(problem, config) <= device.registers_of(32 * warps * min_blocks)
+        if few_registers and held > 0 and _tiles(gather, True, config, (1, 1, 1, 1)) is not None:
             yield config
 
 
 def _registers(problem: ConvTransposeProblem, config: OverlapConfig) -> int:
-    """Of a thread: sums, with those of an operation on their way; pixels on theirs, and of an operation; and the rest.
+    """Registers of a thread: sums, and those of an operation in flight; pixels in flight and in use; and the rest.
 
-    Of the rest there is more where weights come in turns, or threads go along channels, or the last operations are
-    fewer than are loaded ahead.
+    The rest is larger where weights are loaded in several parts, threads run along channels, or the last operations are
+    fewer than are prefetched.
     """
     steps, parts, tiles, ahead = steps_of(problem), parts_of(problem), config.row_tiles, config.ahead
     sums = tiles * _column_tiles(problem, config.out_chunk) * (8 if parts == 2 else 5)

@@ -135,16 +135,16 @@ def _reach(axis: Axis) -> int:
 
 def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     """Neighbouring outputs that lie at a multiple of their size whatever the cell: 16 bytes, 8, or one alone."""
-    axis, strides = problem.axes3[2], [stride for i, stride in enumerate(layouts.output) if i != 4]
-    if layouts.output[4] != 1 or not layouts.aligned:
+    axis, dst = problem.axes3[2], forward_gather(problem, layouts).dst
+    if dst.strides[4] != 1 or not layouts.aligned:
         return 1
-    whole = reduce(math.gcd, [_RUN, axis.stride, axis.padding, *strides])
+    whole = reduce(math.gcd, (_RUN, axis.stride, axis.padding, dst.apart(4)))
     elements = [count // DTYPE_BYTES[problem.dtype] for count in (16, 8)]
     return next((count for count in elements if whole % count == 0), 1)
 
 
 def _column_tiles(problem: ConvTransposeProblem, config: PhaseConfig) -> int:
-    """Of a group."""
+    """Column tiles of a group."""
     return math.ceil(problem.out_channels_per_group * math.prod(problem.stride) / config.columns)
 
 
@@ -185,7 +185,7 @@ def _resident(problem: ConvTransposeProblem, config: PhaseConfig, device: Device
     parts = parts_of(problem)
     elements = 8 * config.stage_steps * (config.rows + config.columns) // (32 * config.warps)
     elements *= 1 if DTYPE_BYTES[problem.dtype] == 4 else 2
-    # Sums, with those of an operation on their way; operands; elements of the next stage; and addresses.
+    # Sums, and those of an operation in flight; operands; elements of the next stage; and addresses.
     needed = 16 * config.row_tiles * parts + 12 * parts + elements + 11 * config.row_tiles + 38
     shared = _shared_bytes(problem, config)
     fitting = (

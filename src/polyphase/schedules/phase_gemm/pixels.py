@@ -32,13 +32,13 @@ _ODD_STEPS = 14  # operations of as many are not many
 _COLUMNS = {4: (32, 64, 128), 2: (32, 64)}  # by bytes of an element
 _MOST_STEPS = 16  # of a stage
 _MAX_STAGES = 64
-_IN_TIME = 3072  # columns' operations that stages but one hold, so that weights come in time
+_IN_TIME = 3072  # columns' operations that stages but one hold, so that weights arrive in time
 _RESERVE = 2048  # bytes of shared memory, for barriers
 _DIVISIONS = (132 << 10, 164 << 10)  # of shared memory and L1 cache, which pixels come through
 _TERM_PLACES = 3  # chunks whose factors and bias are there
 _PIXEL_BYTES = 64 << 10  # of the rings that pixels come through
 _LINE_BYTES = 128  # of memory
-_LEAST_COPY = 8  # bytes of pixels that are brought ahead of time
+_LEAST_COPY = 8  # bytes of pixels that are prefetched together
 _PACK_THREADS, _PACK_COLUMNS = 128, 8
 _MOST_AT_ONCE = 8  # channels that a thread goes on by
 
@@ -195,12 +195,12 @@ def _tile(problem: ConvTransposeProblem) -> int:
 
 
 def _columns(problem: ConvTransposeProblem) -> tuple[int, ...]:
-    """Of a chunk, as many as may be."""
+    """Columns that a chunk may have."""
     return _COLUMNS[DTYPE_BYTES[problem.dtype]]
 
 
 def _registers(problem: ConvTransposeProblem, columns: int, apart: bool) -> int:
-    """Of a thread that multiplies: channels, sums, and what else it needs; whether its pixels are no neighbours."""
+    """Registers of a consumer thread: channels, sums and the rest; ``apart``: its pixels are no neighbours."""
     other = _OTHER_REGISTERS + (_APART_REGISTERS if apart and not _scaled(problem) else 0)
     if problem.in_channels_per_group % (OPERATION_BYTES // 2):
         other += _PARTIAL_REGISTERS
@@ -215,12 +215,12 @@ def _registers(problem: ConvTransposeProblem, columns: int, apart: bool) -> int:
 
 
 def _chunks(problem: ConvTransposeProblem, columns: int) -> int:
-    """Of a group."""
+    """Chunks of a group."""
     return math.ceil(_all_columns(problem) / columns)
 
 
 def _all_columns(problem: ConvTransposeProblem) -> int:
-    """Of a group."""
+    """Columns of a group."""
     return problem.out_channels_per_group * math.prod(problem.stride)
 
 
@@ -258,7 +258,7 @@ def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
 
 
 def _other_bytes(problem: ConvTransposeProblem, columns: int, ahead: bool) -> int:
-    """Shared memory beside the weights': pixels, and the columns' factors and bias."""
+    """Shared memory besides the weights: pixels, and the columns' factors and bias."""
     terms = _scaled(problem) + problem.bias
     return _GROUPS * _TERM_PLACES * columns * 4 * terms + _PIXEL_BYTES * ahead
 
@@ -280,7 +280,7 @@ def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[Pixe
 
 
 def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahead: bool) -> PixelsConfig | None:
-    """The config whose stages are the longest that fit and come in time; None where none do."""
+    """The config with the longest stages that fit and arrive in time; None where none do."""
     steps, memory = _steps(problem), shared_bytes - _RESERVE - _other_bytes(problem, columns, ahead)
     for stage_steps in (count for count in range(_MOST_STEPS, 0, -1) if steps % count == 0):
         fitting = min(_MAX_STAGES, memory // (stage_steps * columns * OPERATION_BYTES))
@@ -288,7 +288,7 @@ def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahea
         if problem.groups == 1 and _chunks(problem, columns) * of_chunk <= fitting:
             return PixelsConfig(columns, stage_steps, _chunks(problem, columns) * of_chunk, True, ahead)
         in_time = (fitting - 1) * stage_steps * columns * _row_tiles(problem) >= _IN_TIME
-        if fitting > of_chunk and in_time:  # one group lags behind by a chunk
+        if fitting > of_chunk and in_time:  # one warpgroup is a chunk behind the other
             return PixelsConfig(columns, stage_steps, fitting, False, ahead)
     return None
 

@@ -53,10 +53,10 @@ class FlatProduct:
 
     product: Product
     swapped: bool
-    batched: bool  # positions count images last
+    batched: bool  # images are the innermost dimension of positions
 
     def of_images(self, count: int) -> FlatProduct:
-        """The same of so many images."""
+        """The product of the first ``count`` images alone."""
         product, gather = self.product, self.product.gather
         src, dst = (replace(side, shape=(count, *side.shape[1:])) for side in (gather.src, gather.dst))
         problem = replace(product.problem, batch=count)
@@ -64,7 +64,7 @@ class FlatProduct:
 
     @cached_property
     def axes(self) -> tuple[Axis, Axis, Axis]:
-        """As the product has them: swapped, taps count backwards."""
+        """The dimensions as the product has them: where operands are swapped, taps count backwards."""
         depth, height, width = (
             Axis(each.kernel, 1, (each.kernel - 1) * each.dilation - each.padding, each.dilation)
             if self.swapped
@@ -86,12 +86,12 @@ class FlatProduct:
 
     @property
     def stages(self) -> int:
-        """Of all positions."""
+        """Stages that all positions come to."""
         return -(-self.positions // self.depth)
 
     @property
     def copies(self) -> int:
-        """Of the base, each a shift along the width further; what is further is further by whole pieces."""
+        """Copies of the base, each shifted by one more tap along the width; larger shifts are whole pieces."""
         width, piece = self.along[2], self.product.piece
         return 1 if self.batched else min(width.taps, piece // math.gcd(width.shift, piece))
 
@@ -103,7 +103,7 @@ class FlatProduct:
 
     @property
     def channels(self) -> tuple[int, int]:
-        """Of a group, of both."""
+        """Channels of a group, of the base and the phased operand."""
         base, phased = (side.shape[1] // self.product.problem.groups for side in self.sides)
         return base, phased
 
@@ -116,12 +116,12 @@ class FlatProduct:
 
     @property
     def positions(self) -> int:
-        """Of all images."""
+        """Positions of all images."""
         return (self.images or self.product.problem.batch) * math.prod(self.padded)
 
     @property
     def images(self) -> int:
-        """Where positions count images last, so many, whole pieces; else 0."""
+        """Images, padded to whole pieces, where they are the innermost dimension of positions; else 0."""
         return round_up(max(1, self.product.problem.batch), self.product.piece) if self.batched else 0
 
     @cached_property
@@ -158,7 +158,7 @@ class FlatProduct:
 
     @property
     def bytes(self) -> int:
-        """Of all planes."""
+        """Size of all planes."""
         return sum(each.elements for each in self.planes) * self.product.size
 
     @cached_property
@@ -183,12 +183,12 @@ class FlatProduct:
 def flat_product(
     problem: ConvTransposeProblem, layouts: Layouts, swapped: bool = False, batched: bool = False
 ) -> FlatProduct:
-    """Of a weight gradient."""
+    """The product that a weight gradient is."""
     return FlatProduct(product_of(problem, Pass.WEIGHT_GRAD, layouts), swapped, batched)
 
 
 def may_count_images_last(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
-    """Whether positions may count images last: these are nearly whole pieces, taps shift, columns lie side by side."""
+    """Whether images may be innermost: they nearly fill whole pieces, taps shift, and columns lie side by side."""
     sides = ((problem.in_channels, layouts.input), (problem.out_channels, layouts.output))
     taps = max(FlatAxis.of(axis).taps for axis in problem.axes3)
     padded = round_up(problem.batch, 16 // DTYPE_BYTES[problem.dtype])
@@ -197,5 +197,5 @@ def may_count_images_last(problem: ConvTransposeProblem, layouts: Layouts) -> bo
 
 
 def may_swap(problem: ConvTransposeProblem) -> bool:
-    """Whether operands may change places."""
+    """Whether the two operands may be exchanged."""
     return all(axis.stride == 1 for axis in problem.axes3)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from polyphase.costs import Costs, costs
+from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -34,7 +34,7 @@ from polyphase.schedules.tap_gemm.product import (
     seconds_before,
     step_of,
 )
-from polyphase.schedules.tiles import affordable_planes
+from polyphase.schedules.tiles import affordable_planes, constants_of
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
@@ -97,26 +97,17 @@ class _TapGemm(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
         return standard(problem)
 
-    def cost(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TapConfig
-    ) -> Cost:
-        raise NotImplementedError
-
     def source(
         self, product: Product, device: DeviceInfo, config: TapConfig, chunk: int, promote: int, **more: int
     ) -> KernelSource:
         """The kernel of a config."""
         of_kernel = product.gather.constants(
             WARPS=_WARPS,
-            ROW_TILES=config.row_tiles,
-            COLUMN_TILES=config.column_tiles,
-            ROW_WARPS=config.row_warps,
-            STAGE_WORDS=config.stage_words,
+            **dict(constants_of(config, "row_tiles column_tiles row_warps stage_words min_blocks")),
             CHUNK=chunk,
             PARTS=product.parts,
             PROMOTE=promote,
             BUFFERS=self.buffers(config, product.parts, device),
-            MIN_BLOCKS=config.min_blocks,
             **more,
         )
         unused = {"DST_CHANNELS_LAST"} if self.passes[0] is Pass.FORWARD else {"DST_CHANNELS_LAST", "HAS_BIAS"}
@@ -137,13 +128,6 @@ class _TapGemm(Schedule):
         return self.buffers(config, parts, device) * self.stage_bytes(config, parts)
 
 
-def _promotion(product: Product, terms: int, config: TapConfig) -> int:
-    """Stages after which sums are promoted, 0 for never."""
-    if product.parts == 2:
-        return 1
-    return _chain(product, config) if terms > _LONG else 0
-
-
 def _chain(product: Product, config: TapConfig) -> int:
     """Stages of `_CHAIN` terms."""
     return _CHAIN // (config.stage_words * product.word)
@@ -162,14 +146,30 @@ def _shapes(rows: int, promoted: bool, words: tuple[int, ...]) -> Iterator[TapCo
                 yield config
 
 
-def _stage_cycles(product: Product, config: TapConfig, lines: int, fragments: int, terms: Costs) -> float:
-    """Of a multiprocessor, for a stage of so many rows and columns; ``fragments`` are a warp's, of a step."""
+def _seconds(
+    product: Product,
+    config: TapConfig,
+    device: DeviceInfo,
+    blocks: int,
+    stages: float,
+    lines: int,
+    fragments: int,
+) -> float:
+    """Predicted seconds of a kernel whose blocks have so many stages in the mean, each of so many rows and columns.
+
+    ``fragments``: operands of the instructions that a warp loads into registers in a step of k.
+    """
+    terms = costs("tap_gemm", device)
     warp_steps = _WARPS * config.stage_words / 8
     products = warp_steps * config.row_tiles * config.column_tiles * (3 if product.parts == 2 else 1)
     load = config.stage_words * lines / 4 / 32 * terms.piece
     cores = products * terms.operation + warp_steps * fragments * terms.fragment
-    cycles: float = max(load, cores) + terms.beside * min(load, cores) + terms.stage
-    return cycles
+    stage = max(load, cores) + terms.beside * min(load, cores) + terms.stage
+    resident, rounds = rounds_of(blocks, config.min_blocks, device)
+    alone = terms.latency * stages if resident == 1 else 0.0
+    stored = config.rows * config.columns / 32 * terms.stored
+    seconds: float = rounds * (resident * (stages * stage + stored + terms.block) + alone) / device.clock_hz
+    return seconds
 
 
 class TapGemm(_TapGemm):
@@ -210,11 +210,8 @@ class TapGemm(_TapGemm):
         blocks = row_blocks * tiles * problem.groups * len(stages) * splits
         mean = sum(stages) / len(stages) / splits
         fragments = product.parts * (config.row_tiles + config.column_tiles)
-        stage = _stage_cycles(product, config, product.parts * config.rows + config.columns, fragments, terms)
-        resident, rounds = rounds_of(blocks, config.min_blocks, device)
-        alone = terms.latency * mean if resident == 1 else 0.0
-        stored = config.rows * config.columns / 32 * terms.stored
-        work = rounds * (resident * (mean * stage + stored + terms.block) + alone) / device.clock_hz
+        lines = product.parts * config.rows + config.columns
+        work = _seconds(product, config, device, blocks, mean, lines, fragments)
         packed = row_blocks * config.rows * sum(stages) * config.stage_words * 4 * product.parts * problem.groups
         work += seconds_before(product, (as_read(product, product.gather.src, layouts.aligned)[1],), device)
         work += terms.pack + packed * terms.packed / device.copy_bytes_per_second
@@ -233,7 +230,8 @@ class TapGemm(_TapGemm):
         row_blocks = -(-gather.dst_channels // config.rows)
         tiles = -(-product.all_cells // config.columns)
         splits = _splits(product, config, device)
-        promote = _promotion(product, gather.src_channels * max(product.phase_taps), config)
+        long = gather.src_channels * max(product.phase_taps) > _LONG
+        promote = 1 if product.parts == 2 else _chain(product, config) if long else 0
         source = self.source(
             product, device, config, chunk, promote, PACKED_STAGES=stages, ONE_BIAS=problem.out_channels == 1
         )
@@ -256,15 +254,7 @@ class TapGemm(_TapGemm):
             shared_bytes=max(self.buffer_bytes(config, product.parts, device), 8 * config.columns),
             params=params,
         )
-        program = assemble(
-            problem,
-            pass_,
-            main,
-            packs=(pack,),
-            workspace_bytes=packed_bytes,
-            splits=splits,
-            may_split=True,
-        )
+        program = assemble(problem, pass_, main, (pack,), packed_bytes, splits, may_split=True)
         return reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
 
 
@@ -276,14 +266,8 @@ def _stages(product: Product, chunk: int, taps: int, config: TapConfig) -> int:
 def _pairs(product: Product, layouts: Layouts) -> bool:
     """Whether columns come in pairs that lie side by side in the destination, aligned."""
     dst, axis = product.gather.dst, product.gather.cell_axes[2]
-    others = [stride for i, stride in enumerate(dst.strides) if i != 4]
-    return (
-        layouts.aligned
-        and axis.dst == 1
-        and dst.strides[4] == 1
-        and dst.shape[4] % 2 == 0
-        and all(stride % 2 == 0 for stride in others)
-    )
+    even = math.gcd(dst.shape[4], dst.apart(4)) % 2 == 0
+    return layouts.aligned and axis.dst == 1 and dst.strides[4] == 1 and even
 
 
 def _splits(product: Product, config: TapConfig, device: DeviceInfo) -> int:
@@ -354,11 +338,7 @@ class TapGemmWgrad(_TapGemm):
         blocks = row_blocks * column_blocks * problem.groups * parts
         stages = each / (config.stage_words * product.word)
         fragments = product.parts * (2 * config.row_tiles + config.column_tiles)
-        stage = _stage_cycles(product, config, config.rows + config.columns, fragments, terms)
-        resident, rounds = rounds_of(blocks, config.min_blocks, device)
-        alone = terms.latency * stages if resident == 1 else 0.0
-        stored = config.rows * config.columns / 32 * terms.stored
-        work = rounds * (resident * (stages * stage + stored + terms.block) + alone) / device.clock_hz
+        work = _seconds(product, config, device, blocks, stages, config.rows + config.columns, fragments)
         sides = (as_read(product, side, layouts.aligned)[1] for side in (product.gather.src, product.gather.dst))
         work += seconds_before(product, sides, device)
         work += terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second

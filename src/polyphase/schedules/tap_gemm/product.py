@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 
-from polyphase.jit.source import Constant, KernelSource
+from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
@@ -18,6 +18,7 @@ from polyphase.program.step import MANY_BLOCKS, Step, plain_step
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.tensor_cores import parts_of
+from polyphase.schedules.tiles import picked
 
 _MOST_TERMS = 1 << 21  # of a sum, and columns of a group: quotients in float32 are exact below
 _MOST_CELLS = 1 << 30
@@ -25,9 +26,13 @@ _MOST_PHASES = 1 << 16
 _PADDED = 1.15  # source channels padded to whole chunks, at most, for each that there is
 _PACK_THREADS = 256
 _PACK_RUN = 64  # elements that lie side by side in memory and a block that packs reads together, at most
+_PACK_CONSTANTS = (
+    "SRC_CHANNELS DST_CHANNELS AXIS_D AXIS_H AXIS_W INPUT_GRAD CHUNK PARTS PACKED_STAGES "
+    "WEIGHT_STRIDE_IN WEIGHT_STRIDE_OUT WEIGHT_STRIDE_TAP"
+)
 _PACK_ITEMS = (1024, 512, 256)  # pieces of 16 bytes of such a block, the most of which there are so many blocks
 
-#: Elements from one that TMA brings to the next, at most.
+#: The largest element stride of a TMA box.
 MOST_STEP = 8
 
 
@@ -41,7 +46,7 @@ class Product:
 
     @property
     def word(self) -> int:
-        """Elements of four bytes."""
+        """Elements in four bytes."""
         return 4 // self.size
 
     @property
@@ -51,7 +56,7 @@ class Product:
 
     @property
     def piece(self) -> int:
-        """Elements of 16 bytes."""
+        """Elements in 16 bytes."""
         return 4 * self.word
 
     @cached_property
@@ -71,13 +76,10 @@ class Product:
         depth, height, width = self.axis_taps
         return tuple(d * h * w for d in depth for h in height for w in width)
 
-    @cached_property
+    @property
     def cells(self) -> tuple[int, int, int]:
         """Cells of an image along depth, height and width."""
-        depth, height, width = (
-            -(-size // axis.dst) for size, axis in zip(self.gather.dst.shape[2:], self.gather.cell_axes)
-        )
-        return depth, height, width
+        return self.gather.cells
 
     @property
     def all_cells(self) -> int:
@@ -128,7 +130,10 @@ def _folded_channels(problem: ConvTransposeProblem) -> int:
 
 @lru_cache(maxsize=1024)
 def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirrored: bool = False) -> Product:
-    """Of a weight gradient: with the input gradient's source and destination, or ``mirrored`` the forward pass's."""
+    """The product that a pass is.
+
+    A weight gradient has the source and destination of the input gradient, or ``mirrored`` those of the forward pass.
+    """
     if pass_ is Pass.WEIGHT_GRAD:
         pass_ = Pass.FORWARD if mirrored else Pass.INPUT_GRAD
         layouts = replace(layouts, weight_channels_last=False)  # the result is contiguous
@@ -145,9 +150,7 @@ def as_read(
     """
     groups, multiple = product.problem.groups, multiple or product.piece
     batch, channels, depth, height, width = side.shape
-    whole = channels // groups % multiple == 0 and not any(
-        stride % multiple for i, stride in enumerate(side.strides) if i != 1
-    )
+    whole = math.gcd(channels // groups, side.apart(1)) % multiple == 0
     if parts == 1 and aligned and side.channels_last and whole:
         return side, None
     padded = round_up(channels // groups, multiple)
@@ -165,52 +168,25 @@ def pack_step(
     product: Product, main: KernelSource, rows: int, depth: int, stages: int, swizzled: bool
 ) -> tuple[Step, int]:
     """What packs the weights for a kernel, and their bytes: blocks of so many rows, stages of so many elements."""
-    constants = dict(main.constants)
-    if constants.get("JOINED"):
-        return _pack_runs(product, constants, rows, depth, stages)
-    names: tuple[str, ...] = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD")
-    names += ("CHUNK", "PARTS", "WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP", "PACKED_STAGES")
-    padded = round_up(product.gather.dst_channels, rows)
-    chunk = constants["CHUNK"]
-    assert isinstance(chunk, int)
-    chunks = -(-product.gather.src_channels // chunk)
-    tile_rows, tile_taps = _pack_tile(product, padded, chunks, chunk)
-    source = KernelSource(
-        "pack_tap_groups",
-        product.problem.dtype,
-        True,
-        (
-            *((name, constants[name]) for name in names),
-            ("ROWS", rows),
-            ("DEPTH", depth),
-            ("SWIZZLED", swizzled),
-            ("TILE_ROWS", tile_rows),
-            ("TILE_TAPS", tile_taps),
-            ("THREADS", _PACK_THREADS),
-            ("MIN_BLOCKS", 4),
-        ),
-        folder="steps",
-    )
-    tiles = -(-padded // tile_rows) * -(-product.problem.taps // tile_taps)
-    step = plain_step(source, tiles * chunks * product.problem.groups, _PACK_THREADS)
-    packed = padded * len(product.phase_taps) * product.problem.groups * stages * depth * product.size
-    return step, packed * product.parts
-
-
-def _pack_runs(
-    product: Product, constants: dict[str, Constant], rows: int, depth: int, stages: int
-) -> tuple[Step, int]:
-    """The same where taps and channels are joined."""
-    names: tuple[str, ...] = ("SRC_CHANNELS", "DST_CHANNELS", "AXIS_D", "AXIS_H", "AXIS_W", "INPUT_GRAD", "CHUNK")
-    names += ("PADDED_CHANNELS", "INNER_D", "INNER_H", "JOINED", "PARTS", "PACKED_STAGES")
-    names += ("WEIGHT_STRIDE_IN", "WEIGHT_STRIDE_OUT", "WEIGHT_STRIDE_TAP")
-    blocks = -(-product.gather.dst_channels // rows) * len(product.phase_taps) * product.problem.groups
-    pieces = rows * stages * depth // product.piece
-    each = -(-pieces // _PACK_THREADS)
-    more = (("ROWS", rows), ("BLOCKS_EACH", each), ("THREADS", _PACK_THREADS), ("MIN_BLOCKS", 1))
-    own = (*((name, constants[name]) for name in names), *more)
-    source = KernelSource("pack_runs", product.problem.dtype, True, own, folder="steps")
-    return plain_step(source, blocks * each, _PACK_THREADS), 16 * blocks * pieces * product.parts
+    constants, padded = dict(main.constants), round_up(product.gather.dst_channels, rows)
+    elements = padded * len(product.phase_taps) * product.problem.groups * stages * depth
+    names, own = _PACK_CONSTANTS, {"ROWS": rows, "THREADS": _PACK_THREADS}
+    if constants.get("JOINED"):  # taps and channels, as runs have them
+        kernel, names = "pack_runs", names + " PADDED_CHANNELS INNER_D INNER_H JOINED"
+        of_block = -(-rows * stages * depth // product.piece // _PACK_THREADS)
+        blocks = elements // (rows * stages * depth) * of_block
+        own |= {"BLOCKS_EACH": of_block, "MIN_BLOCKS": 1}
+    else:
+        kernel, chunk = "pack_tap_groups", constants["CHUNK"]
+        assert isinstance(chunk, int)
+        chunks = -(-product.gather.src_channels // chunk)
+        tile_rows, tile_taps = _pack_tile(product, padded, chunks, chunk)
+        tiles = -(-padded // tile_rows) * -(-product.problem.taps // tile_taps)
+        blocks = tiles * chunks * product.problem.groups
+        own |= {"DEPTH": depth, "SWIZZLED": swizzled, "TILE_ROWS": tile_rows, "TILE_TAPS": tile_taps, "MIN_BLOCKS": 4}
+    settings = (*picked(constants, names), *own.items())
+    source = KernelSource(kernel, product.problem.dtype, True, settings, folder="steps")
+    return plain_step(source, blocks, _PACK_THREADS), elements * product.size * product.parts
 
 
 def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[int, int]:

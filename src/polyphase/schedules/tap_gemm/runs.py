@@ -36,7 +36,7 @@ class Runs:
 
     @cached_property
     def channels(self) -> int:
-        """Of a position, padded so that cells lie whole pieces of 16 bytes apart."""
+        """Channels of a position, padded so that cells lie whole pieces of 16 bytes apart."""
         gather = self.product.gather
         unit = self.product.piece // math.gcd(self.product.piece, gather.cell_axes[2].src)
         return padded_channels(math.prod(self.inner) * gather.src_channels, unit, self.product.size)
@@ -116,7 +116,7 @@ class Runs:
         )
 
     def maps(self, pitch: int, lanes: Four) -> tuple[TensorMap, TensorMap]:
-        """Of phases of most taps along the width, and of those of one less."""
+        """The maps for phases with most taps along the width, and for phases with one tap less."""
         most, fewer = self.tensor_map(pitch, lanes, self.taps), self.taps - 1
         differ = fewer > 0 and fewer in self.product.axis_taps[2]
         return most, self.tensor_map(pitch, lanes, fewer) if differ else most

@@ -32,6 +32,17 @@ from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.tap_gemm.k_major import (
+    GROUPS,
+    LEAST_BUFFERS,
+    LEAST_STAGES,
+    MOST_COLUMNS,
+    THREADS,
+    best_splits,
+    buffers,
+    stage_cycles,
+    whole_rounds,
+)
 from polyphase.schedules.tap_gemm.product import (
     MOST_STEP,
     Product,
@@ -47,16 +58,10 @@ from polyphase.schedules.tap_gemm.product import (
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of, side_by_side
 from polyphase.schedules.tiles import Four, affordable_planes, tiles_of
 
-_GROUPS = 2  # warpgroups that multiply
-_THREADS = 128 * (_GROUPS + 1)
-_MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 192  # of a thread, those that are promoted counted twice
 _MOST_SIDE = 256  # elements that a box spans
-_LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
-_DECLARED = 1024  # bytes of shared memory beside the stages
-_LONG = 8192  # terms that the cores sum; longer sums are promoted
-_LEAST_STAGES = 4  # of a split
-_SECTOR = 32  # bytes that memory writes at once
+_LONG = 8192  # terms that tensor cores sum; longer sums are promoted
+_SECTOR = 32  # bytes
 
 
 class TmaTapConfig(NamedTuple):
@@ -75,11 +80,11 @@ class TmaTapConfig(NamedTuple):
     @property
     def rows(self) -> int:
         """Cells of a block."""
-        return 64 * _GROUPS * self.row_tiles
+        return 64 * GROUPS * self.row_tiles
 
 
 class TapGemmTma(Schedule):
-    """Rows are a tile of cells of one phase, columns are destination channels; TMA brings a box for each tap group."""
+    """Rows are a tile of cells of one phase, columns are destination channels; TMA loads a box for each tap group."""
 
     name = "tap_gemm_tma"
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
@@ -90,7 +95,7 @@ class TapGemmTma(Schedule):
         if not device.has_wgmma:
             return f"{device.arch} has no wgmma"
         layouts = Layouts.dense(problem)
-        if (step := step_of(problem, pass_, layouts)) > MOST_STEP and not _may_run(problem, pass_, layouts):
+        if (step := _too_far(problem, pass_, layouts)) > 0:
             return f"TMA brings every {MOST_STEP}-th element at most, not every {step}-th"
         return common_limits(problem)
 
@@ -99,12 +104,13 @@ class TapGemmTma(Schedule):
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         """None, too, where a layer of one output channel cannot be folded, and its stride is too large."""
-        apart = step_of(problem, pass_, layouts) > MOST_STEP and not _may_run(problem, pass_, layouts)
-        return None if apart else standard(problem)
+        return None if _too_far(problem, pass_, layouts) else standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaTapConfig]:
         product = product_of(at, pass_, Layouts.dense(at))
-        found = [config for config in _configs(product) if _buffers(product, config, device) >= _LEAST_BUFFERS]
+        found = [
+            config for config in _configs(product) if buffers(_stage_bytes(product, config), device) >= LEAST_BUFFERS
+        ]
         if product.gather.dst.strides[1] != 1:
             found += [config._replace(back=True) for config in found]
         return found
@@ -147,7 +153,7 @@ class TapGemmTma(Schedule):
             "ROW_TILES": config.row_tiles,
             "COLUMNS": config.columns,
             "FLUSH": _flush(product, config),
-            "BUFFERS": _buffers(product, config, device),
+            "BUFFERS": buffers(_stage_bytes(product, config), device),
             "ONE_BIAS": problem.out_channels == 1,
             "MIN_BLOCKS": 1,
             "WGMMA": True,
@@ -156,9 +162,7 @@ class TapGemmTma(Schedule):
         form = WgmmaForm(config.columns, problem.dtype)
         source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()), (form,))
         pack, packed_bytes = pack_step(product, source, config.columns, chunk, stages, True)
-        even = gather.dst_channels % 2 == 0 and not any(
-            stride % 2 for i, stride in enumerate(gather.dst.strides) if i != 1
-        )
+        even = math.gcd(gather.dst_channels, gather.dst.apart(1)) % 2 == 0
         params = params_of(source).pack(
             dst=gather.dst,
             batch=problem.batch,
@@ -173,8 +177,8 @@ class TapGemmTma(Schedule):
         main = Step(
             source=source,
             grid=(min(_items(product, config, tiles) * splits, device.multiprocessors), 1, 1),
-            block=_THREADS,
-            shared_bytes=_buffers(product, config, device) * _stage_bytes(product, config),
+            block=THREADS,
+            shared_bytes=buffers(_stage_bytes(product, config), device) * _stage_bytes(product, config),
             params=params,
             tensor_maps=read.maps,
         )
@@ -203,27 +207,23 @@ class _Read(NamedTuple):
 
 def _read(product: Product, config: TmaTapConfig, aligned: bool, lanes: Four) -> _Read:
     """The source of a config."""
+    how: Transposed | Planes | None
     if runs := _of_config(product, config):
-        constants = _constants(runs.channels, runs.inner, True, runs.joined)
-        return _Read(constants, runs.maps(config.pitch, lanes), runs.planes)
-    side, transposed = _as_read(product, config, aligned)
-    padded = side.shape[1] // (product.problem.groups * product.parts)
-    boxes = _map(product, config, side, lanes)
-    return _Read(_constants(padded), (boxes, boxes), transposed)
+        padded, inner, how = runs.channels, runs.inner, runs.planes
+        maps = runs.maps(config.pitch, lanes)
+    else:
+        side, how = _as_read(product, config, aligned)
+        padded, inner = side.shape[1] // (product.problem.groups * product.parts), (1, 1)
+        maps = (_map(product, config, side, lanes),) * 2
+    joined = runs is not None and runs.joined
+    constants: dict[str, Constant] = {"RUNS": config.runs, "JOINED": joined, "PADDED_CHANNELS": padded}
+    return _Read({**constants, "INNER_D": inner[0], "INNER_H": inner[1]}, maps, how)
 
 
-def _constants(
-    padded: int, inner: tuple[int, int] = (1, 1), runs: bool = False, joined: bool = False
-) -> dict[str, Constant]:
-    """What the kernel knows of its source."""
-    inner_d, inner_h = inner
-    return {"RUNS": runs, "JOINED": joined, "PADDED_CHANNELS": padded, "INNER_D": inner_d, "INNER_H": inner_h}
-
-
-def _may_run(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> bool:
-    """Whether the source of a layer can be runs."""
-    gather = product_of(problem, pass_, layouts).gather
-    return side_by_side(gather.axes[2], gather.forward)
+def _too_far(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
+    """Source elements from a cell to the next where TMA does not bring them and they are no runs; else 0."""
+    gather, step = product_of(problem, pass_, layouts).gather, step_of(problem, pass_, layouts)
+    return step if step > MOST_STEP and not side_by_side(gather.axes[2], gather.forward) else 0
 
 
 def _of_config(product: Product, config: TmaTapConfig) -> Runs | None:
@@ -232,7 +232,7 @@ def _of_config(product: Product, config: TmaTapConfig) -> Runs | None:
 
 
 def _can_read(product: Product, config: TmaTapConfig) -> bool:
-    """Whether TMA brings the source, and it is not too large."""
+    """Whether TMA can load the source, and it is not too large."""
     if config.runs:
         runs = _of_config(product, config)
         return runs is not None and runs.fits
@@ -245,7 +245,7 @@ def _shape(problem: ConvTransposeProblem, pass_: Pass) -> tuple[int, ...]:
 
 
 def _written(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: TmaTapConfig) -> Layouts | None:
-    """How tensors lie to the kernel. None where a result is to be transposed to where it has gaps, or other strides."""
+    """The layouts that the kernel sees. None where the transpose after it cannot write the result's strides."""
     if not config.back:
         return layouts
     shape = _shape(problem, pass_)
@@ -257,9 +257,9 @@ def _written(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, confi
 
 
 def _configs(product: Product) -> Iterator[TmaTapConfig]:
-    """Those whose sums fit the registers; rows of a stage are 128 bytes, or leave fewest elements over."""
+    """Configs whose accumulators fit the registers; rows of a stage have 128 bytes, or the pitch that pads k least."""
     times = 2 if _flush(product, TmaTapConfig(1, 8, 128)) else 1
-    widest = min(_MOST_COLUMNS, 2 * _MOST_SUMS // times)
+    widest = min(MOST_COLUMNS, 2 * _MOST_SUMS // times)
     blocks = {math.ceil(product.gather.dst_channels / each) for each in (widest, 128, 64)}
     columns = {round_up(math.ceil(product.gather.dst_channels / count), 8) for count in blocks}
     for runs in (False, True):
@@ -293,11 +293,6 @@ def _flush(product: Product, config: TmaTapConfig) -> int:
 
 def _stage_bytes(product: Product, config: TmaTapConfig) -> int:
     return round_up(product.parts * (config.rows + config.columns) * config.pitch, 1024)
-
-
-def _buffers(product: Product, config: TmaTapConfig, device: DeviceInfo) -> int:
-    """Stages in shared memory."""
-    return min(_MOST_BUFFERS, (device.shared_bytes_of(1) - _DECLARED) // _stage_bytes(product, config))
 
 
 def _stages(product: Product, config: TmaTapConfig) -> tuple[int, ...]:
@@ -360,7 +355,7 @@ def _tiles(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[
 
 
 def _sectors(product: Product, lanes: Four) -> float:
-    """Sectors of memory that the results of a tile touch, for each that they could fill: ends of what lies together."""
+    """Sectors that the results of a tile touch, over those that they would fill if they lay together."""
     if product.gather.dst.strides[1] == 1:
         return 1.0
     _, _, rows, columns = lanes
@@ -369,7 +364,7 @@ def _sectors(product: Product, lanes: Four) -> float:
 
 
 def _items(product: Product, config: TmaTapConfig, tiles: Four) -> int:
-    """What blocks share out, without splits."""
+    """Work tiles, without split-K."""
     columns = -(-product.gather.dst_channels // config.columns)
     return math.prod(tiles) * len(product.phase_taps) * columns * product.problem.groups
 
@@ -389,31 +384,28 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
 
     def seconds(splits: int) -> float:
         rounds = items * splits / device.multiprocessors
-        cycles = (math.ceil(rounds) if rounds < 8 else rounds + 0.5) * (math.ceil(mean / splits) * stage + once)
+        cycles = whole_rounds(rounds) * (math.ceil(mean / splits) * stage + once)
         end = terms.reduce + elements * (8 * splits + size) / device.copy_bytes_per_second if splits > 1 else 0.0
         return (cycles + terms.launch) / device.clock_hz + end
 
     most = 1
     if is_dense(product.gather.dst):
         pass_ = Pass.FORWARD if product.gather.forward else Pass.INPUT_GRAD
-        most = max(1, min(affordable_planes(product.problem, pass_), int(mean) // _LEAST_STAGES))
-        most = min(most, max(1, 2 * device.multiprocessors // max(1, items)))
-    found = min(range(1, most + 1), key=lambda splits: (seconds(splits), splits))
+        most = min(affordable_planes(product.problem, pass_), int(mean) // LEAST_STAGES)
+    found = best_splits(seconds, most, items, device)
     return found, packing + seconds(found)
 
 
 def _cycles(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[float, float, float]:
-    """Of a stage, of a work tile beside its stages, and of its results where they fill whole sectors."""
+    """Predicted cycles of a stage, of a work tile without its stages, and of results that fill whole sectors."""
     terms = costs("tap_gemm_tma", device)
-    operations = _GROUPS * config.row_tiles * config.pitch / 32 * (3 if product.parts == 2 else 1)
-    products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
     loading = max(terms.moved * _stage_bytes(product, config), terms.box_row * config.rows * product.parts)
-    stage: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
+    stage = stage_cycles(config.row_tiles, config.columns, config.pitch, product.parts, loading, terms)
     return stage, terms.item, config.rows * config.columns * _store_cycles(product, terms)
 
 
 def _store_cycles(product: Product, terms: Costs) -> float:
-    """Of a result: neighbouring channels are stored together, else neighbouring cells by one instruction."""
+    """Predicted cycles of a result: by channels stored together, or neighbouring cells in an instruction."""
     halves = product.word == 2
     if product.gather.dst.strides[1] == 1:
         return terms.pixels_halves if halves else terms.pixels
@@ -423,7 +415,7 @@ def _store_cycles(product: Product, terms: Costs) -> float:
 
 
 def _map(product: Product, config: TmaTapConfig, read: Side, lanes: Four) -> TensorMap:
-    """A tap group of a tile of cells, as TMA brings it."""
+    """The box of a tap group of a tile of cells."""
     size = product.size
     batch, channels, depth, height, width = read.shape
     image, _, slab, row, column = (step * size for step in read.strides)

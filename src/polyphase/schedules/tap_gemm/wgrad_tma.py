@@ -32,20 +32,25 @@ from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.flat import PITCH, FlatProduct, flat_product, may_count_images_last, may_swap
+from polyphase.schedules.tap_gemm.k_major import (
+    GROUPS,
+    LEAST_BUFFERS,
+    LEAST_STAGES,
+    MOST_COLUMNS,
+    THREADS,
+    best_splits,
+    buffers,
+    stage_cycles,
+    whole_rounds,
+)
 from polyphase.schedules.tap_gemm.product import common_limits
-from polyphase.schedules.tiles import affordable_planes
+from polyphase.schedules.tiles import affordable_planes, constants_of
 
-_GROUPS = 2  # warpgroups that multiply
-_THREADS = 128 * (_GROUPS + 1)
-_MOST_COLUMNS = 256  # of an instruction
 _MOST_SUMS = 128  # of a thread, those that are promoted counted twice
 _LEAST_CHUNK = 32  # channels of an item, where there are so many: small boxes cost as much as large ones
 _MOST_BOX = 256  # channels that a box spans
-_LEAST_BUFFERS, _MOST_BUFFERS = 3, 8
-_DECLARED = 1024  # bytes of shared memory beside the stages
 _FLUSH = 8192  # positions that tensor cores accumulate before a flush
-_LEAST_STAGES = 4  # of a split
-_SHAPES = 3  # of columns, that are offered beside each shape of rows
+_SHAPES = 3  # of columns, offered with each shape of rows
 _MOST_BYTES, _MOST_OF_IMAGE = 1 << 30, 8 << 30  # of the planes; the latter where one image has more than the former
 _MOST_WEIGHTS = 1 << 31  # of a group
 _MOST_POSITIONS = (1 << 30) - 1
@@ -58,7 +63,7 @@ class WgradTmaConfig(NamedTuple):
 
     ``mirrored``: rows are of the base. ``swapped``: the base is the gradient of the output. ``window_d``,
     ``window_h``: the base has taps along depth or height, too, not those along the width alone.
-    ``batched``: positions count images last.
+    ``batched``: images are the innermost dimension of positions.
     """
 
     row_tiles: int
@@ -75,7 +80,7 @@ class WgradTmaConfig(NamedTuple):
     @property
     def rows(self) -> int:
         """Of a block."""
-        return 64 * _GROUPS * self.row_tiles
+        return 64 * GROUPS * self.row_tiles
 
     @property
     def columns(self) -> int:
@@ -84,7 +89,7 @@ class WgradTmaConfig(NamedTuple):
 
     @property
     def window(self) -> tuple[bool, bool]:
-        """Both of these."""
+        """Whether the base has taps along depth, and along height."""
         return self.window_d, self.window_h
 
     @property
@@ -99,7 +104,7 @@ class WgradTmaConfig(NamedTuple):
 
 
 class TapGemmWgradTma(Schedule):
-    """Rows and columns are channels at a tap of either operand; TMA brings a box of positions for each."""
+    """Rows and columns are channels at a tap of either operand; TMA loads a box of positions for each."""
 
     name = "tap_gemm_wgrad_tma"
     passes = (Pass.WEIGHT_GRAD,)
@@ -125,10 +130,10 @@ class TapGemmWgradTma(Schedule):
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgradTmaConfig]:
         found = itertools.chain.from_iterable(((flat, config) for config in _configs(flat)) for flat in _flats(at))
-        return [config for flat, config in found if _buffers(flat, config, device) >= _LEAST_BUFFERS]
+        return [config for flat, config in found if buffers(_stage_bytes(flat, config), device) >= LEAST_BUFFERS]
 
     def arranged(self, order: list[WgradTmaConfig]) -> list[WgradTmaConfig]:
-        """As many of those that count images last among the first as of others: the size at hand decides."""
+        """Among the first as many with images innermost as others: the size at hand decides between them."""
         ways = [[config for config in order if config.batched is batched] for batched in (False, True)]
         first = [each for way in ways for each in way[: self.offered // 2]] if all(ways) else []
         first.sort(key=order.index)
@@ -242,20 +247,12 @@ def _source(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> Ke
         "BASE_CHANNELS": base,
         "PHASED_CHANNELS": phased,
         "COPIES": flat.copies,
-        "SWAPPED": config.swapped,
-        "MIRRORED": config.mirrored,
-        "WINDOW_D": config.window_d,
-        "WINDOW_H": config.window_h,
+        **dict(constants_of(config, "swapped mirrored window_d window_h")),
         "PARTS": flat.product.parts,
         "PITCH": PITCH,
-        "ROW_TILES": config.row_tiles,
-        "ROW_ITEMS": config.row_items,
-        "ROW_CHUNK": config.row_chunk,
-        "COLUMNS": config.columns,
-        "COLUMN_ITEMS": config.column_items,
-        "COLUMN_CHUNK": config.column_chunk,
+        **dict(constants_of(config, "row_tiles row_items row_chunk columns column_items column_chunk")),
         "PROMOTE": int(exact),
-        "BUFFERS": _buffers(flat, config, device),
+        "BUFFERS": buffers(_stage_bytes(flat, config), device),
         "MIN_BLOCKS": 1,
         "WGMMA": True,
     }
@@ -296,8 +293,8 @@ def _main(
     return Step(
         source=source,
         grid=(min(items, device.multiprocessors), 1, 1),
-        block=_THREADS,
-        shared_bytes=_buffers(flat, config, device) * _stage_bytes(flat, config),
+        block=THREADS,
+        shared_bytes=buffers(_stage_bytes(flat, config), device) * _stage_bytes(flat, config),
         params=params,
         tensor_maps=(
             _map(flat, base, config.base[0], int(config.swapped)),
@@ -322,15 +319,15 @@ def _map(flat: FlatProduct, planes: Flattened, chunk: int, tensor: int) -> Tenso
 
 
 def _configs(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
-    """Those whose sums fit the registers; of the shapes of columns those that promise most."""
+    """Configs whose accumulators fit the registers; for each shape of rows the best shapes of columns."""
     most = _MOST_SUMS // flat.product.parts
     for window, mirrored, row_tiles in itertools.product(flat.windows, (False, True), (1, 2)):
         (rows, row_taps), (columns, column_taps) = _sides(flat, mirrored, window)
-        all_rows = 64 * _GROUPS * row_tiles
+        all_rows = 64 * GROUPS * row_tiles
         row_chunk, row_items = _row_shape(rows, row_taps, all_rows)
         if row_tiles > 1 and row_items * row_chunk <= all_rows // 2:
             continue
-        shapes = _column_shapes(columns, column_taps, min(_MOST_COLUMNS, 2 * most // row_tiles), all_rows)
+        shapes = _column_shapes(columns, column_taps, min(MOST_COLUMNS, 2 * most // row_tiles), all_rows)
         for column_chunk, column_items in shapes[:_SHAPES]:
             yield WgradTmaConfig(
                 row_tiles,
@@ -391,13 +388,8 @@ def _stage_bytes(flat: FlatProduct, config: WgradTmaConfig) -> int:
     return flat.product.parts * (config.rows + config.columns) * PITCH
 
 
-def _buffers(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> int:
-    """Stages in shared memory."""
-    return min(_MOST_BUFFERS, (device.shared_bytes_of(1) - _DECLARED) // _stage_bytes(flat, config))
-
-
 def _tiles(flat: FlatProduct, config: WgradTmaConfig) -> int:
-    """Of a group: the kernel's ``TILES``."""
+    """Tiles of a group: the kernel's ``TILES``."""
     width, (base, phased) = flat.along[2], flat.channels
     (base_chunk, base_items), (phased_chunk, phased_items) = config.base, config.phased
     of_tap = -(-base // base_chunk) * flat.base_taps(config.window)
@@ -427,23 +419,19 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
     def seconds(splits: int) -> tuple[float, float]:
         rounds, each = items * splits / device.multiprocessors, math.ceil(stages / splits)
         once = terms.item + results * math.ceil(each / flush)
-        cycles = (math.ceil(rounds) if rounds < 8 else rounds + 0.5) * (each * stage + once)
+        cycles = whole_rounds(rounds) * (each * stage + once)
         alone = splits == 1 and (narrows or product.size == 4)
         end = 0.0 if alone else terms.reduce + weights * (8 * splits + product.size) / bandwidth
         return max(cycles / device.clock_hz, moving) + terms.launch / device.clock_hz, end
 
-    most = max(1, min(affordable_planes(product.problem), stages // _LEAST_STAGES))
-    most = min(most, max(1, 2 * device.multiprocessors // items))
-    found = min(range(1, most + 1), key=lambda splits: (sum(seconds(splits)), splits))
+    most = min(affordable_planes(product.problem), stages // LEAST_STAGES)
+    found = best_splits(lambda splits: sum(seconds(splits)), most, items, device)
     return (found, *seconds(found))
 
 
 def _stage_cycles(flat: FlatProduct, config: WgradTmaConfig, terms: Costs) -> float:
-    """Of a multiprocessor, for a stage."""
+    """Predicted cycles of a multiprocessor for a stage."""
     parts = flat.product.parts
-    operations = _GROUPS * config.row_tiles * (PITCH // 32) * (3 if parts == 2 else 1)
-    products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
     loaded = parts * (config.row_items * config.row_chunk + config.columns) * PITCH
     loading = terms.moved * loaded + terms.box * parts * (config.row_items + config.column_items)
-    cycles: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
-    return cycles
+    return stage_cycles(config.row_tiles, config.columns, PITCH, parts, loading, terms)

@@ -1,0 +1,52 @@
+"""What both TMA kernels share: tiles, stages and cycles of ``mainloop/k_major_product.cuh``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from polyphase.costs import Costs
+from polyphase.problem.device import DeviceInfo
+
+#: Consumer warpgroups; one more warpgroup is the producer.
+GROUPS = 2
+THREADS = 128 * (GROUPS + 1)
+
+#: N of a wgmma, at most.
+MOST_COLUMNS = 256
+
+#: Stages in shared memory, at least.
+LEAST_BUFFERS = 3
+
+#: Stages of a split, at least.
+LEAST_STAGES = 4
+
+_MOST_BUFFERS = 8
+_DECLARED = 1024  # bytes of shared memory beside the stages
+
+
+def buffers(stage_bytes: int, device: DeviceInfo) -> int:
+    """Stages in shared memory."""
+    return min(_MOST_BUFFERS, (device.shared_bytes_of(1) - _DECLARED) // stage_bytes)
+
+
+def stage_cycles(row_tiles: int, columns: int, pitch: int, parts: int, loading: float, terms: Costs) -> float:
+    """Predicted cycles of a multiprocessor for a stage whose rows have ``pitch`` bytes; TMA takes ``loading`` of them.
+
+    Narrow products take as long as shared memory is read for their rows.
+    """
+    operations = GROUPS * row_tiles * pitch / 32 * (3 if parts == 2 else 1)
+    products = terms.product * operations * max(columns / 2, 16 + columns / 4)
+    cycles: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
+    return cycles
+
+
+def whole_rounds(rounds: float) -> float:
+    """Rounds of work tiles on all multiprocessors: whole ones where they are few."""
+    return math.ceil(rounds) if rounds < 8 else rounds + 0.5
+
+
+def best_splits(seconds: Callable[[int], float], most: int, items: int, device: DeviceInfo) -> int:
+    """The split-K of ``items`` work tiles that takes least time: at most ``most``, or two rounds of all splits."""
+    most = max(1, min(most, 2 * device.multiprocessors // max(1, items)))
+    return min(range(1, most + 1), key=lambda splits: (seconds(splits), splits))
