@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,20 +131,33 @@ def test_rankings_belong_to_layer_pass_device_and_planner(made: list[object], mo
     assert len(made) == 8
 
 
-@pytest.mark.sampled(8)
+def _with_value(value: object) -> Callable[[str], str]:
+    return lambda text: json.dumps({**json.loads(text), "value": value})
+
+
+VALUES = (None, 3, "x", {}, [], [[0]], ["0"], [0.0], [-1], [10**6], [0, None], [2, 2])
+DAMAGES: dict[str, Callable[[str], str]] = {
+    **{f"value {value!r}": _with_value(value) for value in VALUES},
+    "cut short": lambda text: text[:-9],
+    "empty": lambda text: "",
+    "no JSON": lambda text: "\0",
+    "nested too deep": lambda text: "[" * 100_000,
+}
+
+
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pass_", Pass)
-@pytest.mark.parametrize("value", [None, 3, "x", {}, [], [[0]], ["0"], [0.0], [-1], [10**6], [0, None], [2, 2]])
-def test_what_is_damaged_is_ranked_anew(value: object, pass_: Pass, made: list[object], folder: Path) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_ranked_anew(damage: str, pass_: Pass, made: list[object], folder: Path) -> None:
     first = offers(pass_=pass_)
     path = entry_of(folder, pass_)
     entry = json.loads(path.read_text())
     assert len(entry["value"]) > 9
-    for text in (json.dumps({**entry, "value": value}), path.read_text()[:-9], "", "\0", "[" * 100_000):
-        made.clear()
-        path.write_text(text)
-        assert offers(pass_=pass_) == first
-        assert len(made) == 1
-        assert json.loads(path.read_text()) == entry  # and written again
+    made.clear()
+    path.write_text(DAMAGES[damage](path.read_text()))
+    assert offers(pass_=pass_) == first
+    assert len(made) == 1
+    assert json.loads(path.read_text()) == entry  # and written again
 
 
 def test_what_is_made_up_leaves_all_schedules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
