@@ -187,3 +187,36 @@ def test_written_to_a_slice(dtype: torch.dtype, size: tuple[int, int]) -> None:
         assert torch.equal(out, polyphase.conv_transpose2d(x, w, None, 2))
         assert bool((larger[:, :first] == 7).all())
         assert bool((larger[:, first + 16 :] == 7).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_joined_with_a_skip(dtype: torch.dtype) -> None:
+    """Eager, and as a CUDA graph."""
+
+    class Up(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Sequential(nn.ConvTranspose2d(32, 16, 2, 2), nn.BatchNorm2d(16), nn.ReLU())
+
+        def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+            return torch.cat([skip, self.up(x)], 1)
+
+    torch.manual_seed(0)
+    plain = Up().eval().to(DEVICE, dtype)
+    model = copy.deepcopy(plain)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("up.1", "up.2", "cat()")
+    x, skip = (
+        torch.randn(3, 32, 8, 8, device=DEVICE, dtype=dtype),
+        torch.randn(3, 24, 16, 16, device=DEVICE, dtype=dtype),
+    )
+    with torch.no_grad(), tf32(False):
+        expected = copy.deepcopy(plain).cpu().double()(x.cpu().double(), skip.cpu().double())
+        found = model(x, skip)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(x, skip)
+        graph.replay()
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=tolerance)
+    assert torch.equal(captured, found)
+    assert torch.equal(found[:, :24], skip)

@@ -85,6 +85,19 @@ def _functions() -> dict[Any, str]:
 _FUNCTIONS = _functions()
 
 
+#: What a layer may write its output for, as a slice of channels of the result.
+CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+
+
+def concatenated(args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> Sequence[Any] | None:
+    """What one of `CONCATENATIONS` of tensors of so many dimensions joins along channels; None if it does not."""
+    given = {**dict(zip(("tensors", "dim"), args)), **kwargs}
+    parts, dim = given.pop("tensors", None), given.pop("dim", None)
+    dim = given.pop("axis", None) if dim is None else dim
+    joins = not given and type(dim) is int and dim in (1, 1 - dims) and isinstance(parts, (list, tuple))
+    return parts if joins and len(args) < 3 else None
+
+
 def name_of(target: Any) -> str:
     """The kind of a function, or of a method by its name; "" if it is none of these."""
     if isinstance(target, str):

@@ -127,11 +127,18 @@ class Chain:
         """The operations right behind the layer, one for each module, of the parameters as they are now."""
         return [step_of_module(module) for module in self.modules]
 
-    def _run(self, tensors: tuple[Any, Any, Any], output_padding: Any, steps: Sequence[fused.Step | None]) -> Tensor:
+    def _run(
+        self,
+        tensors: tuple[Any, Any, Any],
+        output_padding: Any,
+        steps: Sequence[fused.Step | None],
+        out: Tensor | None = None,
+    ) -> Tensor:
         layer: Any = self.layer
+        more: dict[str, Any] = {} if out is None else {"out": out}
         dims = len(layer.stride)
         constants = (layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
-        return _FUSED[dims](*tensors, *constants, epilogue=[step for step in steps if step is not None])
+        return _FUSED[dims](*tensors, *constants, epilogue=[step for step in steps if step is not None], **more)
 
     def _waiting(self, tensors: tuple[Any, Any, Any], output_padding: Any, expected: Sequence[Any]) -> Waiting:
         layer: Any = self.layer
@@ -141,11 +148,11 @@ class Chain:
             dtype, device = functional.autocast_dtype(input) or input.dtype, input.device.type
             cast = partial(torch.autocast, device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
-        def compute(steps: Sequence[fused.Step | None]) -> Tensor:
+        def compute(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
             if cast is None and not torch._C._is_any_autocast_enabled():
-                return self._run(tensors, output_padding, steps)
+                return self._run(tensors, output_padding, steps, out)
             with torch.autocast(input.device.type, enabled=False) if cast is None else cast():
-                return self._run(tensors, output_padding, steps)
+                return self._run(tensors, output_padding, steps, out)
 
         def size() -> tuple[int, ...]:
             known = Layer(layer.kernel_size, layer.stride, layer.padding, output_padding, layer.dilation, layer.groups)

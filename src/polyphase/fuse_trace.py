@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from polyphase.elementwise import change_between, changes_other, name_of, read
+from polyphase.elementwise import CONCATENATIONS, change_between, changes_other, concatenated, name_of, read
 from polyphase.module_steps import STEPS, has_hooks, norm
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 
@@ -51,7 +51,9 @@ def shared_modules(model: Module) -> set[int]:
 
 
 def call_name(node: torch.fx.Node) -> str:
-    """The kind of a call; "" if no epilogue has it."""
+    """The kind of a call; "" if no layer can compute it."""
+    if node.op == "call_function" and node.target in CONCATENATIONS:
+        return "cat"
     return name_of(node.target) if node.op in ("call_function", "call_method") else ""
 
 
@@ -96,6 +98,8 @@ class Trace:
                 return found, reason
             found.append(reader)
             self._taken.add(reader)
+            if call_name(reader) == "cat":
+                return found, "its output is a part of the result"
             node = reader
 
     def _why_no_call(self, layer: torch.fx.Node, value: torch.fx.Node, call: torch.fx.Node) -> str:
@@ -104,12 +108,21 @@ class Trace:
         if not name:
             name = getattr(call.target, "__name__", str(call.target))
             return f"{name} reads it, which no epilogue computes"
+        if name == "cat":
+            parts = concatenated(call.args, call.kwargs, _dims(self._module(layer)))
+            if parts is None or sum(each is value for each in parts) != 1:
+                return "cat does not join it once along channels"
+            return self._why_not_later(layer, call, name)
         if call in self._taken:
             return f"another layer computes {name}()"
         if changes_other(call.target, value, call.args, call.kwargs):
             return f"{name} changes another tensor in place"
         if read(name, value, call.args, call.kwargs) is None:
             return f"{name} reads it with arguments that no epilogue takes"
+        return self._why_not_later(layer, call, name)
+
+    def _why_not_later(self, layer: torch.fx.Node, call: torch.fx.Node, name: str) -> str:
+        """Why the layer cannot be computed when a function is called, or ""."""
         path = str(layer.target).split(".")
         parents = (self._root.get_submodule(".".join(path[:depth])) for depth in range(1, len(path)))
         if any(parent._forward_hooks for parent in parents):
@@ -117,6 +130,11 @@ class Trace:
         between = self._nodes[self._order[layer] + 1 : self._order[call]]
         changing = change_between(between, self._taken, self._module_of)
         return "" if changing is None else f"{changing} changes a tensor in place before {name}() is called"
+
+
+def _dims(layer: Any) -> int:
+    """Of a layer's output."""
+    return len(layer.stride) + 2
 
 
 def _why_not(module: Any, node: torch.fx.Node, calls: list[Any], shared: set[int]) -> str:

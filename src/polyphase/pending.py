@@ -14,6 +14,8 @@ what was asked for so far, and goes on with that, or is an error: values are nev
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +23,21 @@ import torch
 from torch import Tensor
 
 from polyphase import fused
-from polyphase.elementwise import Reading, changes_other, is_in_place, name_of, per, read, read_as, step_of
+from polyphase.elementwise import (
+    CONCATENATIONS,
+    Reading,
+    changes_other,
+    concatenated,
+    is_in_place,
+    name_of,
+    per,
+    read,
+    read_as,
+    step_of,
+)
 from polyphase.module_steps import step_of_module
+from polyphase.problem.layouts import ALIGNMENT
+from polyphase.torch_op.memory_format import output_channels_last
 
 _CONSTANTS = (int, float, bool, str)
 _READ: dict[Any, Reading | None] = {}  # calls that were read before
@@ -32,12 +47,12 @@ _MOST_READ = 1024
 class Waiting(NamedTuple):
     """What a layer is to compute, and when.
 
-    ``compute`` gives the tensor of the steps behind the layer, from tensors that must not change before, ``reads``
-    and those of the steps; ``expected``: the kinds of the calls in order, or
+    ``compute`` gives the tensor of the steps behind the layer, in ``out`` if there is one, from tensors that must not
+    change before, ``reads`` and those of the steps; ``expected``: the kinds of the calls in order, or
     modules, which tell by ``pass_through`` that they are called; what the tensor will be.
     """
 
-    compute: Callable[[Sequence[fused.Step | None]], Tensor]
+    compute: Callable[..., Tensor]
     reads: Sequence[Tensor]
     expected: Sequence[Any]
     size: Callable[[], tuple[int, ...]]
@@ -68,13 +83,16 @@ class Pending(Tensor):
     def tensor(self) -> Tensor:
         """What it stands for so far, computed once."""
         if self._value is None:
-            _check_versions(self._waiting, self._steps, self._versions)
-            if torch.is_grad_enabled():  # which it was not when the layer was called
-                with torch.no_grad():
-                    self._value = self._waiting.compute(self._steps)
-            else:
-                self._value = self._waiting.compute(self._steps)
+            self._value = self.compute()
         return self._value
+
+    def compute(self, out: Tensor | None = None) -> Tensor:
+        """The same anew, written to ``out`` where that is given."""
+        _check_versions(self._waiting, self._steps, self._versions)
+        if torch.is_grad_enabled():  # which it was not when the layer was called
+            with torch.no_grad():
+                return self._waiting.compute(self._steps, out)
+        return self._waiting.compute(self._steps, out)
 
     def pass_through(self, module: Any) -> Pending | Tensor | None:
         """What a module gives of it; None if another call is expected."""
@@ -152,7 +170,8 @@ class Pending(Tensor):
             return args[0]._call(function, args, kwargs)
         first = next((each for each in (*args, *kwargs.values()) if type(each) is Pending), None)
         if first is None:  # within a list, as of torch.cat
-            return function(*_computed(args), **_computed(kwargs))
+            joined = _joined(args, kwargs) if function in CONCATENATIONS else None
+            return joined if joined is not None else function(*_computed(args), **_computed(kwargs))
         return first._call(function, args, kwargs)
 
 
@@ -247,6 +266,50 @@ _REMEDY = "call the whole of what was fused, or polyphase.restore(model) first"
 
 def _property(name: str) -> Any:
     return getattr(Tensor, name).__get__
+
+
+def _joined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """A concatenation along channels, where layers wait for it: each writes its slice of the result. None elsewhere."""
+    given = args[0] if args else kwargs.get("tensors", ())
+    waiting = next((each._waiting for each in given if _is_to_be_joined(each)), None)
+    if waiting is None:
+        return None
+    size = waiting.size()
+    if concatenated(args, kwargs, len(size)) is None or output_channels_last(*waiting.reads[:2]):
+        return None
+    parts = [each if _is_to_be_joined(each) else _computed(each) for each in given]
+    channels = [_channels(each, size, waiting) for each in parts]
+    if None in channels:
+        return None
+    starts = itertools.accumulate(channels, initial=0)
+    pixel = math.prod(size[2:]) * waiting.dtype.itemsize
+    if any(start * pixel % ALIGNMENT for part, start in zip(parts, starts) if type(part) is Pending):
+        return None  # kernels would write to another tensor first
+    result = torch.empty((size[0], sum(channels), *size[2:]), dtype=waiting.dtype, device=waiting.device)
+    for part, out in zip(parts, result.split(channels, 1)):
+        if type(part) is Pending:
+            part.compute(out)
+        else:
+            out.copy_(part)
+    return result
+
+
+def _is_to_be_joined(part: Any) -> bool:
+    """Whether it waits for a concatenation that is called next."""
+    return type(part) is Pending and part._expects("cat")
+
+
+def _channels(part: Any, size: tuple[int, ...], waiting: Waiting) -> Any:
+    """The channels of what is otherwise as a layer's output is, a tensor or to be joined itself; None elsewhere."""
+    kind: Any
+    if type(part) is Pending:
+        kind, found = part._waiting, part._waiting.size()
+    elif type(part) is Tensor and not (part.requires_grad and torch.is_grad_enabled()):
+        kind, found = part, tuple(part.shape)
+    else:
+        return None
+    alike = kind.dtype == waiting.dtype and kind.device == waiting.device and len(found) == len(size)
+    return found[1] if alike and found[:1] + found[2:] == size[:1] + size[2:] else None
 
 
 #: What is the same of a layer's output and of what the modules behind it give.

@@ -1,0 +1,144 @@
+"""Concatenations behind layers, taken in by ``accelerate(model, fuse=True)``: layers write slices of the result."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import polyphase
+from polyphase import fuse, fused
+
+
+class UNet(nn.Module):
+    """Layers, and a concatenation with what else there is."""
+
+    def __init__(self, join: Callable[[Any, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Sequential(nn.ConvTranspose2d(6, 4, 2, 2), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.other = nn.ConvTranspose2d(6, 3, 2, 2)
+        self.last = nn.Conv2d(7, 2, 1)
+        self.join = join
+
+    def forward(self, x: Tensor, skip: Tensor) -> Any:
+        """(N, 6, H, W) and (N, 3, 2H, 2W) to what ``join`` gives."""
+        return self.join(self, x, skip)
+
+
+JOINS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], tuple[str, ...], tuple[str, ...]]] = {
+    "skip first": (lambda m, x, skip: m.last(torch.cat([skip, m.up(x)], 1)), ("cat()",), ()),
+    "skip last": (lambda m, x, skip: torch.cat((m.up(x), skip), dim=1), ("cat()",), ()),
+    "a negative dimension": (lambda m, x, skip: torch.concat([skip, m.up(x)], axis=-3), ("cat()",), ()),
+    "of keywords": (lambda m, x, skip: torch.concatenate(tensors=[skip, m.up(x)], dim=1), ("cat()",), ()),
+    "a function before": (lambda m, x, skip: torch.cat([F.silu(m.up(x)), skip], 1), ("silu()", "cat()"), ()),
+    "two layers": (lambda m, x, skip: torch.cat([m.up(x), skip, m.other(x)], 1), ("cat()",), ("cat()",)),
+    "two layers, one not": (
+        lambda m, x, skip: torch.cat([m.up(x), F.softmax(m.other(x), 1)], 1), ("cat()",), ()
+    ),
+    "a layer without anything": (lambda m, x, skip: torch.cat([m.other(x), skip], 1), (), ("cat()",)),
+    "and a function behind": (lambda m, x, skip: torch.cat([m.up(x), skip], 1).relu(), ("cat()",), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_joined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    join, of_up, of_other = JOINS[name]
+    plain = UNet(join).eval()
+    model = copy.deepcopy(plain)
+    blocks = {each.name: each for each in polyphase.accelerate(model, fuse=True).blocks}
+    if of_up:
+        assert blocks["up.0"].fused == ("up.1", "up.2", *of_up)
+        assert blocks["up.0"].reason == "its output is a part of the result"
+    if of_other:
+        assert blocks["other"].fused == of_other
+    written: list[bool] = []
+    original = fused.conv_transpose2d
+
+    def counting(*arguments: Any, epilogue: list[Any], **more: Any) -> Tensor:
+        written.append("out" in more)
+        return original(*arguments, epilogue=epilogue, **more)
+
+    monkeypatch.setitem(fuse._FUSED, 2, counting)
+    x, skip = torch.randn(2, 6, 4, 5), torch.randn(2, 3, 8, 10)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            expected = plain(x, skip)
+            torch.testing.assert_close(model(x, skip), expected)
+            assert sum(written) == len(of_up[-1:]) + len(of_other)
+            assert type(model(x, skip)) is Tensor
+            written.clear()
+    # with derivatives, and compiled
+    gradients = []
+    for each in (plain, model):
+        each.zero_grad()
+        each(x, skip).square().sum().backward()
+        gradients.append([parameter.grad for parameter in each.parameters()])
+    assert not any(written)
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x, skip), expected)
+
+
+def test_what_is_not_joined_so_is_what_pytorch_gives() -> None:
+    plain = UNet(lambda m, x, skip: torch.cat([skip, m.up(x)], 1)).eval()
+    model = copy.deepcopy(plain)
+    polyphase.accelerate(model, fuse=True)
+    x, skip = torch.randn(2, 6, 4, 5), torch.randn(2, 3, 8, 10)
+    last = torch.channels_last
+    calls: list[Callable[[Any], Tensor]] = [
+        lambda m: m(x.to(memory_format=last), skip.to(memory_format=last)),
+        lambda m: m(x, skip.double()),
+        lambda m: m(x, skip.expand(2, 3, 8, 10)[:, :0]),
+        lambda m: m(x[:1], skip[:1].to(memory_format=last)),
+        lambda m: m(x[:, :, :1, :1], skip[:, :, :2, :2]),  # behind 12 elements, where no kernel writes vectors
+    ]
+    with torch.no_grad():
+        for call in calls:
+            found, expected = call(model), call(plain)
+            assert found.dtype == expected.dtype
+            assert found.stride() == expected.stride()
+            torch.testing.assert_close(found, expected)
+        for each in (plain, model):
+            with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+                each(x, skip[:, :, 1:])
+        with torch.autocast("cpu", torch.bfloat16):
+            for other in (skip, skip.bfloat16()):
+                found, expected = model(x, other), plain(x, other)
+                assert found.dtype == expected.dtype
+                torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2)
+    recorded = skip.clone().requires_grad_()
+    model(x, recorded).sum().backward()
+    assert torch.equal(recorded.grad, torch.ones_like(skip))  # type: ignore[arg-type]
+
+
+REASONS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], str]] = {
+    "rows": (lambda m, x, skip: torch.cat([m.other(x), skip], 2), "cat does not join it once along channels"),
+    "twice": (lambda m, x, skip: (lambda y: torch.cat([y, skip, y], 1))(m.other(x)), "cat does not join it once"),
+    "read beside": (lambda m, x, skip: (lambda y: torch.cat([y, skip], 1) + y.mean())(m.other(x)), "2 read the result"),
+}
+
+
+def _changed(m: Any, x: Tensor, skip: Tensor) -> Tensor:
+    y = m.other(x)
+    x.relu_()
+    return torch.cat([y, skip], 1)
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_reasons(name: str) -> None:
+    join, reason = REASONS[name]
+    blocks = {each.name: each for each in polyphase.accelerate(UNet(join), fuse=True).blocks}
+    assert reason in blocks["other"].reason
+
+
+def test_what_changes_before_it_is_joined() -> None:
+    blocks = {each.name: each for each in polyphase.accelerate(UNet(_changed), fuse=True).blocks}
+    assert blocks["other"].reason == "relu_ changes a tensor in place before cat() is called"
