@@ -33,9 +33,9 @@ from polyphase.schedules import SCHEDULES
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import Product
 from polyphase.schedules.implicit_gemm.cuts import box_strides
-from polyphase.schedules.implicit_gemm.families import families
+from polyphase.schedules.implicit_gemm.families import Layer, families
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
-from polyphase.schedules.implicit_gemm.tile import best_tile, best_tiles
+from polyphase.schedules.implicit_gemm.tile import Room, best_tile
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm.wgmma_window import in_pairs
 
@@ -568,7 +568,7 @@ def test_resident_weights_have_blocks_on_small_gpus() -> None:
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("reserve", [0, 2048])
 def test_families_have_the_tiles_of_their_configs(last: bool, reserve: int) -> None:
-    """What is found for all stages at once is what each would find: of tiles in their order the first that fits."""
+    """What is found among the tiles of all stages is what each would find."""
     for problem in (
         make((4, 48, 33, 31), 24, 4, 2, 1, tf32=True, channels_last=last),
         make((64, 24, 5, 6, 7), 40, 3, (2, 1, 3), dtype="bfloat16", channels_last=last),
@@ -577,8 +577,9 @@ def test_families_have_the_tiles_of_their_configs(last: bool, reserve: int) -> N
     ):
         gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
         found = set()
-        for config, stages in families(problem, H200, last, last and box_strides(gather) is not None):
-            tiles = best_tiles(gather, config, stages, problem.batch, H200, reserve)
+        for config, stages in families(Layer(problem, last, last and box_strides(gather) is not None), H200):
+            room = Room(gather, config, stages, H200, reserve)
+            tiles = [room.first_that_fits(room.tiles(gather, problem.batch)[0], count) for count in stages]
             alone = [best_tile(gather, config._replace(stages=n), problem.batch, H200, reserve) for n in stages]
             assert tiles == alone
             found |= {(len({*tiles}), None in tiles)}

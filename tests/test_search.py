@@ -22,8 +22,8 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules import SCHEDULES
-from polyphase.schedules.implicit_gemm.cuts import box_strides
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
+from polyphase.schedules.implicit_gemm.search import Members
 from polyphase.schedules.tiles import best_first
 
 PACKAGE = Path(polyphase.__file__).parent
@@ -100,17 +100,16 @@ def test_no_prediction_falls_below_its_bound(problem: ConvTransposeProblem) -> N
         return
     at = schedule.ranked_at(problem, Pass.FORWARD, Layouts.of_call(problem, Pass.FORWARD))
     for sized in (at, *schedule.others(at), *schedule.own(at)):
-        gather, members = sized.gather, at.members(H200)
+        gather, members = sized.gather, Members.of(at, H200)
         images = gather.src.shape[0]
-        tma = not gather.src.channels_last and box_strides(gather, one_row=True) is not None
         for member in list(members.at(gather).values())[::7]:
-            found = member.fastest(gather)
-            if found is None:
-                continue
             sizes = gather.src.shape[2:] if member.config.whole_images else gather.cells
             cells = images * math.prod(sizes)
-            assert member.bound(tma).seconds(cells) <= found[0]
-            assert member.may_fall_below(gather, cells, found[0] / (1 - 1e-9), tma)
+            found = member.fastest(gather, cells)
+            if found is None:
+                continue
+            assert member.bound.seconds(gather, cells) <= found[0]
+            assert member.fastest(gather, cells, below=found[0]) == found
         every = members.fastest(gather, None, math.inf)
         order = sorted(every, key=every.__getitem__)
         for most in (1, 5, 64):

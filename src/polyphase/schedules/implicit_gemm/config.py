@@ -155,13 +155,8 @@ class GemmConfig(NamedTuple):
         """Threads that load; the registers of those who multiply leave no more."""
         return 256 if self.wgmma and self.loader_groups > 1 else 128
 
-    @property
-    def turning_groups(self) -> int:
-        """Groups of warps that take turns to transpose TMA's boxes."""
-        return self.turning_groups_of(self.stages)
-
-    def turning_groups_of(self, stages: int) -> int:
-        """The same of the config with so many stages."""
+    def transpose_groups(self, stages: int) -> int:
+        """Groups of warps that transpose TMA's boxes, round-robin over so many stages."""
         return self.loader_threads // 128 if stages > 2 else 1
 
 
@@ -180,14 +175,20 @@ class Taps:
         depth, height, width = ([len(taps) for taps in axis.taps_by_phase.values()] for axis in axes)
         return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width))
 
-    def rows(self, channels: int, lines: int) -> int:
-        """Taps of ``channels``, of those ``lines`` neighbouring phases that have most."""
-        most = max(sum(self.lines[i : i + lines]) for i in range(0, len(self.lines), lines))
-        return channels * most * self.along_w
+    @lru_cache(maxsize=4096)  # noqa: B019 (instances are few, and kept by `of`)
+    def groups(self, lines: int) -> tuple[int, ...]:
+        """Taps along depth and height of each group of ``lines`` neighbouring phases."""
+        return tuple(sum(self.lines[i : i + lines]) for i in range(0, len(self.lines), lines))
 
-    def row_blocks(self, channels: int, lines: int) -> int:
-        """Row blocks that hold a row for each of those."""
-        return math.ceil(self.rows(channels, lines) / ROWS)
+    def rows(self, channels: int, lines: int) -> int:
+        """Taps of ``channels``, of the group of ``lines`` that has most."""
+        return channels * max(self.groups(lines)) * self.along_w
+
+    def row_blocks(self, config: GemmConfig) -> int:
+        """Row blocks of a row group."""
+        if config.row_channels:
+            return config.channel_blocks * math.ceil(self.rows(config.row_channels, config.lines) / ROWS)
+        return config.channel_blocks * config.lines * self.owned_w // config.width_parts
 
     def are_alike(self, lines: int) -> bool:
         """Whether all groups of ``lines`` neighbouring phases have the same taps."""
@@ -220,37 +221,20 @@ class Product:
     @classmethod
     def of(cls, gather: Gather, config: GemmConfig) -> Product:
         """The product of a config."""
-        shape = config.channel_blocks, config.lines, config.width_parts, config.row_channels
-        return cls._of(gather, *shape, config.k_steps, config.operand_bytes(gather.dtype))
-
-    @classmethod
-    @lru_cache(maxsize=4096)
-    def _of(
-        cls,
-        gather: Gather,
-        channel_blocks: int,
-        lines: int,
-        width_parts: int,
-        row_channels: int,
-        k_steps: int,
-        operand_bytes: int,
-    ) -> Product:
-        taps = Taps.of(gather.axes)
-        groups = [sum(taps.lines[i : i + lines]) for i in range(0, len(taps.lines), lines)]
-        if row_channels:
-            row_blocks = operations = channel_blocks * taps.row_blocks(row_channels, lines)
-            channel_groups = math.ceil(gather.dst_channels / (channel_blocks * row_channels))
-        else:
-            row_blocks = channel_blocks * lines * taps.owned_w // width_parts
-            operations = max(groups) * taps.along_w * channel_blocks // width_parts
-            channel_groups = math.ceil(gather.dst_channels / (ROWS * channel_blocks))
-        depth = gather.src_channels * operand_bytes / (2 * CHUNK_BYTES)
+        taps, parts = Taps.of(gather.axes), config.width_parts
+        groups = taps.groups(config.lines)
+        row_blocks = taps.row_blocks(config)
+        operations = row_blocks
+        if not config.row_channels:
+            operations = max(groups) * taps.along_w * config.channel_blocks // parts
+        channel_groups = math.ceil(gather.dst_channels / (config.channel_blocks * (config.row_channels or ROWS)))
+        depth = gather.src_channels * config.operand_bytes(gather.dtype) / (2 * CHUNK_BYTES)
         return cls(
             row_blocks=row_blocks,
-            row_groups=gather.groups * channel_groups * len(groups) * width_parts,
-            line_groups=len(groups) * width_parts,
+            row_groups=gather.groups * channel_groups * len(groups) * parts,
+            line_groups=len(groups) * parts,
             operations=operations,
-            steps=math.ceil(depth / k_steps) * k_steps,
+            steps=math.ceil(depth / config.k_steps) * config.k_steps,
         )
 
     def step_bytes(self, config: GemmConfig) -> int:

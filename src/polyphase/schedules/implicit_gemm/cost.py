@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
 
 from polyphase.costs import costs
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import slower_of
-from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, STAGES, GemmConfig, Product, Taps
+from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmConfig, Product, Taps
 from polyphase.schedules.implicit_gemm.cuts import Tile
+
+_ROUNDING = 1 - 1e-9  # a bound is summed up in another order than a prediction
 
 
 def estimate(gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int) -> tuple[float, str]:
@@ -28,7 +32,7 @@ class Work:
         self._terms = terms = costs("implicit_gemm", device)
         product, size = Product.of(gather, config), DTYPE_BYTES[gather.dtype]
         last = gather.src.channels_last
-        self.config, self.product = config, product
+        self.config, self.product, self.device = config, product, device
         raw = size // config.operand_bytes(gather.dtype)  # bytes for each of an operand
         in_place = last or config.tma_operands
         self._stages, chunks = product.stages(config), 2 * config.k_steps
@@ -54,168 +58,192 @@ class Work:
         self._taken = config.loader_groups if in_place and not config.tma_operands else 0  # stages that are never free
         self._chunks, self._size, self._in_place = chunks, size, last
         self._stage_channels = config.stage_channels(gather.dtype)
+        self._convert = terms.convert_scaled if config.scaled else terms.convert
+        self._transpose = terms.turn_scaled if config.scaled else terms.turn
         self._count_stores(gather)
         one_tap = all((a.kernel, a.padding, a.dilation) == (a.stride, 0, 1) for a in gather.axes)
         self._bandwidth = terms.bandwidth_one_tap if one_tap and not last else terms.bandwidth
-        self.in_sectors = config.row_columns(gather) < gather.axes[2].stride
+        self._in_sectors = config.row_columns(gather) < gather.axes[2].stride
 
     def estimate(
         self, gather: Gather, stages: int, tile: Tile, device: DeviceInfo, layer_bytes: int
     ) -> tuple[float, str]:
         """Predicted seconds with so many stages, and whether ``layer_bytes`` or instructions bound it."""
-        config, terms = self.config, self._terms
-        multiply, moved = self._multiply(tile.halo), self._moved(tile.halo)
-        load = self._stages * self._load(tile, stages)
-        slots = (self._slots + terms.slot_use * multiply) / (stages - self._taken)
-        main = _norm(terms.overlap, multiply, load, moved, slots)
-        store = self._store(tile)
-        item = main + store
-        tiles = math.ceil(tile.total / config.cluster) * config.cluster
-        waves = tiles * self.product.row_groups / config.row_parts / device.multiprocessors
+        waves, in_turns = self.waves(tile.total)
+        cycles = self._cycles(tile.halo, self._load(tile, stages), self._store(tile), stages)
+        busy = (waves * cycles[in_turns] + self.once) / device.clock_hz
+        if self._in_sectors:
+            busy += _sectors(gather, device)
+        floor = layer_bytes / (self._bandwidth * device.copy_bytes_per_second)
+        seconds, bound = slower_of(busy, floor)
+        return seconds + (_measure(gather, device) if self.config.scaled else 0), bound
+
+    def beside(self, gather: Gather) -> float:
+        """Seconds beside those of work tiles."""
+        stored = _sectors(gather, self.device) if self._in_sectors else 0.0
+        return stored + _measure(gather, self.device) if self.config.scaled else stored
+
+    def waves(self, tiles: int) -> tuple[float, bool]:
+        """Work tiles that a multiprocessor computes one after the other, and whether by consumers in turns."""
+        config = self.config
+        tiles = math.ceil(tiles / config.cluster) * config.cluster
+        waves = tiles * self.product.row_groups / config.row_parts / self.device.multiprocessors
         if waves < 8:
             waves = math.ceil(waves)
         if config.split == "turns" and (waves > 1 or config.whole_images):
-            item, waves = _norm(terms.turns, main, (multiply + store) / 2), max(waves, 2)
-        busy = (waves * item + self.once) / device.clock_hz
-        if self.in_sectors:
-            busy += sectors(gather, device)
-        floor = layer_bytes / (self._bandwidth * device.copy_bytes_per_second)
-        seconds, bound = slower_of(busy, floor)
-        return seconds + (measure(gather, device) if config.scaled else 0), bound
+            return max(waves, 2), True
+        return waves, False
 
-    def least(self, halo: float, stages: int, tma: bool) -> tuple[float, float]:
-        """Cycles of an item of so many pixels that no tile falls below, and of one whose stores others hide.
+    def least(self, halo: float, stages: int) -> tuple[float, float]:
+        """Cycles that no tile of so many pixels, halo included, falls below with at most ``stages``: of a work tile by
+        itself, and in turns."""
+        return self._cycles(halo, self._least_load(halo), self._stores(halo), stages)
 
-        ``stages`` are the most that there may be, ``tma``: whether TMA may bring pixels that are then transposed.
-        """
-        multiply = self._multiply(halo)
-        slots = (self._slots + self._terms.slot_use * multiply) / (stages - self._taken)
-        load = self._stages * self._least_load(halo, tma)
-        main = _norm(self._terms.overlap, multiply, load, self._moved(halo), slots)
-        store = self._least_store(halo)
-        return main + store, _norm(self._terms.turns, main, (multiply + store) / 2)
+    def _cycles(self, halo: float, load: float, store: float, stages: int) -> tuple[float, float]:
+        """Cycles of a work tile by itself, and in turns, where one consumer stores while the other one multiplies."""
+        terms, multiply = self._terms, self._multiply(halo)
+        slots = (self._slots + terms.slot_use * multiply) / (stages - self._taken)
+        main = _norm(terms.overlap, multiply, self._stages * load, self._moved(halo), slots)
+        if self.config.split != "turns":
+            return main + store, math.inf
+        return main + store, _norm(terms.turns, main, (multiply + store) / 2)
 
     def _multiply(self, halo: float) -> float:
-        """Cycles of an item's products."""
+        """Cycles of a work tile's products."""
         shared = self._operand_bytes + self._passes * (self._pixel_bytes * halo) + self._weight_bytes
         shared *= self._shared
         return max(self._products, shared) * self._instruction + self._issue + self._wait
 
     def _moved(self, halo: float) -> float:
-        """Cycles of an item's bytes from the L2 cache."""
+        """Cycles of a work tile's bytes from the L2 cache."""
         return (self._raw * (self._pixel_bytes * halo) + self._own_weights) * self._terms.moved
 
     def _load(self, tile: Tile, stages: int) -> float:
         """Cycles until a stage is loaded, of as many as are loaded at a time."""
-        config, size, chunks, terms = self.config, self._size, self._chunks, self._terms
-        if config.tma_operands:
-            return terms.stage_boxes + terms.box_pixel * max(tile.halo, tile.boxes * tile.box_pixels)
-        warps = config.loader_threads // 32
+        if self.config.tma_operands:
+            return self._load_operands(max(tile.halo, tile.boxes * tile.box_pixels))
         if tile.boxes:
-            pieces = math.ceil(tile.halo * size / 128) * chunks * config.parts
-            groups = config.turning_groups_of(stages)
-            turn = terms.turn_scaled if config.scaled else terms.turn
-            return (terms.stage_turned + turn * math.ceil(pieces / ((warps - 1) // groups))) / groups
-        warps //= config.loader_groups
-        vectors = tile.halo / (tile.copy_bytes // size)
-        if self._in_place:
-            pieces = CHUNK_BYTES // tile.copy_bytes
-            copies = terms.copy_pixels * math.ceil(tile.halo * chunks / 32) * pieces / warps
-        else:
-            copies = terms.copy_rows * math.ceil(vectors / 32) * self._stage_channels / warps
-        in_place = size == 2 and self._in_place
-        turned = 0 if in_place else math.ceil(math.ceil(tile.halo / 32) * chunks / warps) * config.parts
-        latency = terms.stage_in_place if self._in_place else terms.stage
-        convert = terms.convert_scaled if config.scaled else terms.convert
-        return (latency + copies + convert * turned) / config.loader_groups
+            return self._load_boxes(tile.halo, self.config.transpose_groups(stages), math.ceil)
+        return self._load_by_threads(tile.halo, tile.copy_bytes, math.ceil)
 
-    def _least_load(self, halo: float, tma: bool) -> float:
-        """The same for so many pixels, if copies were of no whole pieces."""
-        config, size, chunks, terms = self.config, self._size, self._chunks, self._terms
+    def _least_load(self, halo: float) -> float:
+        """The same for so many pixels in the best way that there may be, if copies were of no whole pieces."""
+        config = self.config
         if config.tma_operands:
-            return terms.stage_boxes + terms.box_pixel * halo
-        all_warps = config.loader_threads // 32
-        warps = all_warps // config.loader_groups
-        if self._in_place:
-            copies = terms.copy_pixels * halo * chunks / 32 / warps
-        else:
-            copies = terms.copy_rows * halo * size / CHUNK_BYTES / 32 * self._stage_channels / warps
-        turned = 0.0 if size == 2 and self._in_place else halo / 32 * chunks / warps * config.parts
-        latency = terms.stage_in_place if self._in_place else terms.stage
-        convert = terms.convert_scaled if config.scaled else terms.convert
-        by_threads = (latency + copies + convert * turned) / config.loader_groups
-        if not tma or self._in_place or not config.wgmma:
+            return self._load_operands(halo)
+        by_threads = self._load_by_threads(halo, CHUNK_BYTES, float)
+        if self._in_place or not config.wgmma:
             return by_threads
-        pieces = halo * size / 128 * chunks * config.parts
-        turn = terms.turn_scaled if config.scaled else terms.turn
-        by_groups = (
-            (terms.stage_turned + turn * pieces / ((all_warps - 1) // groups)) / groups
-            for groups in {config.turning_groups_of(count) for count in STAGES}
-        )
-        return min(by_threads, *by_groups)
+        by_one, by_all = (self._load_boxes(halo, groups, float) for groups in (1, config.loader_threads // 128))
+        return min(by_threads, by_one, by_all)
+
+    def _load_operands(self, pixels: float) -> float:
+        """By TMA, where they are used."""
+        return self._terms.stage_boxes + self._terms.box_pixel * pixels
+
+    def _load_boxes(self, halo: float, groups: int, whole: Callable[[float], float]) -> float:
+        """By TMA, transposed by ``groups`` groups of warps; ``whole`` rounds pieces up."""
+        warps = (self.config.loader_threads // 32 - 1) // groups
+        pieces = whole(halo * self._size / 128) * self._chunks * self.config.parts
+        return (self._terms.stage_turned + self._transpose * whole(pieces / warps)) / groups
+
+    def _load_by_threads(self, halo: float, copy_bytes: int, whole: Callable[[float], float]) -> float:
+        """By copies of so many bytes, converted by the threads that copy; ``whole`` rounds pieces up."""
+        config, size, chunks, terms = self.config, self._size, self._chunks, self._terms
+        warps = config.loader_threads // 32 // config.loader_groups
+        if self._in_place:
+            copies = terms.copy_pixels * whole(halo * chunks / 32) * (CHUNK_BYTES // copy_bytes) / warps
+        else:
+            copies = terms.copy_rows * whole(halo / (copy_bytes // size) / 32) * self._stage_channels / warps
+        lies = size == 2 and self._in_place
+        converted = 0 if lies else whole(whole(halo / 32) * chunks / warps) * config.parts
+        latency = terms.stage_in_place if self._in_place else terms.stage
+        return (latency + copies + self._convert * converted) / config.loader_groups
 
     def _count_stores(self, gather: Gather) -> None:
-        """What an item's stores take, but for what depends on its tile."""
+        """What a work tile's stores take, but for what depends on its tile."""
         config, product, stride, terms = self.config, self.product, gather.axes[2].stride, self._terms
-        self._scattered = self._edges = 0.0
+        self._edges, self._lanes = 0, 1
         if config.taps_in_rows:
             channels = min(gather.dst_channels, config.channel_blocks * config.row_channels) * config.row_parts
             rows = Taps.of(gather.axes).rows(channels, config.lines)
-            self._outputs = channels * gather.phases / product.line_groups
-            self._partial = terms.partial * rows * config.cells
+            self._fixed = terms.partial * rows * config.cells
+            self._each = channels * gather.phases / product.line_groups
             if gather.dst.channels_last and gather.dst_channels > 1:
-                self._scattered = config.sets_at_once(gather)
+                self._each *= terms.scattered / config.sets_at_once(gather)
+            elif config.whole_images:
+                self._each *= terms.output
+            else:  # a lane has one cell of as many as there are lanes
+                self._each *= terms.lane_output
+                self._lanes = 128 * config.sharers // config.row_parts
             return
         owned = product.row_blocks // config.channel_blocks * product.line_groups
-        self._values = config.group_cells / 2 * product.row_blocks * gather.phases / owned
+        self._each = 0.0
+        self._fixed = config.group_cells / 2 * product.row_blocks * gather.phases / owned
         if gather.dst.channels_last:
-            self._value = terms.value_pixels
-        elif stride & (stride - 1):
-            self._value = terms.value_rows * terms.odd_stride * (2 + self._size / 2)
+            value = terms.value_pixels
         else:
-            self._value = terms.value_rows
-        self._edges = 0 if gather.dst.channels_last else stride * self._size
+            value = terms.value_rows
+            if stride & (stride - 1):
+                value *= terms.odd_stride * (2 + self._size / 2)
+            self._edges = stride * self._size
         if product.line_groups > 1:
-            self._partial = terms.partial_pixels if gather.dst.channels_last else terms.partial_lines
-        else:
-            self._partial = 1.0
-        self._crowding = 1 + terms.crowding * (config.loader_threads / 128 - 1)
+            value *= terms.partial_pixels if gather.dst.channels_last else terms.partial_lines
+        self._fixed *= value * (1 + terms.crowding * (config.loader_threads / 128 - 1))
 
     def _store(self, tile: Tile) -> float:
-        """Cycles of an item's stores."""
-        config, terms = self.config, self._terms
-        if config.taps_in_rows:
-            outputs = self._outputs
-            if self._scattered:
-                outputs *= tile.tile_cells * terms.scattered / self._scattered
-            elif config.whole_images:
-                outputs *= tile.tile_cells * terms.output
-            else:  # a lane has one cell of as many as there are lanes
-                lanes = 128 * config.sharers // config.row_parts
-                outputs *= math.ceil(tile.tile_cells / lanes) * lanes * terms.lane_output
-            return self._partial + outputs
-        value = self._value
+        """Cycles of a work tile's stores."""
+        stores = self._stores(math.ceil(tile.tile_cells / self._lanes) * self._lanes)
         if self._edges and tile.tiles[3] > 1:
-            value *= 1 + terms.edges / (tile.cells[2] * self._edges)
-        return self._values * (value * self._partial) * self._crowding
+            stores *= 1 + self._terms.edges / (tile.cells[2] * self._edges)
+        return stores
 
-    def _least_store(self, cells: float) -> float:
-        """The same for so many cells, if no lane were idle."""
-        if not self.config.taps_in_rows:
-            return self._values * (self._value * self._partial) * self._crowding
-        output = self._terms.output if self.config.whole_images else self._terms.lane_output
-        if self._scattered:
-            output = self._terms.scattered / self._scattered
-        return self._partial + self._outputs * cells * output
+    def _stores(self, cells: float) -> float:
+        """The same for so many cells, if no lane were idle and all rows were whole."""
+        return self._fixed + self._each * cells
 
 
-def sectors(gather: Gather, device: DeviceInfo) -> float:
+class Bound:
+    """Seconds that no tiles of a config fall below, whatever the size of images, with at most ``stages``.
+
+    What work tiles take for all cells together grows with their number, and that is least where all are full.
+    """
+
+    def __init__(self, work: Work, stages: int) -> None:
+        config, self._work, self._cells, self._stages = work.config, work, work.config.cells, stages
+        self._rounds = work.product.row_groups / config.row_parts / work.device.multiprocessors  # of a tile
+        self._alone = work.least(0, stages)
+        self._each = [cycles * self._rounds / self._cells for cycles in work.least(self._cells, stages)]
+        self._turns = config.split == "turns"
+
+    def seconds(self, gather: Gather, cells: int) -> float:
+        """For images of a size, of so many cells in all."""
+        waves, in_turns = self._work.waves(-(-cells // self._cells))
+        if self._turns and not in_turns:  # with smaller tiles it might be
+            return self._seconds(gather, min(self._alone[False], 2 * self._alone[True]))
+        return self._seconds(gather, max(cells * self._each[in_turns], waves * self._alone[in_turns]))
+
+    def closer(self, gather: Gather, cells: int, tiles: int) -> float:
+        """The same where there are at least so many tiles."""
+        waves, in_turns = self._work.waves(tiles)
+        kinds = [(1, False), (2, True)] if self._turns and not in_turns else [(max(1, waves), in_turns)]
+        least = [w * self._work.least(cells * self._rounds / w, self._stages)[turns] for w, turns in kinds]
+        return self._seconds(gather, min(least))
+
+    def _seconds(self, gather: Gather, cycles: float) -> float:
+        work = self._work
+        return ((cycles + work.once) / work.device.clock_hz + work.beside(gather)) * _ROUNDING
+
+
+@lru_cache(maxsize=64)
+def _sectors(gather: Gather, device: DeviceInfo) -> float:
     """Seconds beside a layer's, where row groups share sectors of its output."""
     written, terms = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype], costs("implicit_gemm", device)
     return terms.parts_of_sectors * written / device.copy_bytes_per_second
 
 
-def measure(gather: Gather, device: DeviceInfo) -> float:
+@lru_cache(maxsize=64)
+def _measure(gather: Gather, device: DeviceInfo) -> float:
     """Seconds to find what pixels and weights are multiplied by."""
     terms = costs("implicit_gemm", device)
     read = math.prod(gather.src.shape) + gather.groups * gather.src_channels * gather.dst_channels * gather.taps

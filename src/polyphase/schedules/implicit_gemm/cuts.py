@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.layouts import extent
@@ -43,6 +43,13 @@ class Tile(NamedTuple):
         """Tiles of the whole problem."""
         return math.prod(self.tiles)
 
+    def work(self, capacity: int) -> float:
+        """What all tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers."""
+        n, slabs, rows, columns = self.tiles
+        per_pixel = 0.1 if self.boxes else _PER_PIXEL[self.copy_bytes]
+        parts = 1 + 8 / self.cells[2] if columns > 1 else 1.0  # short rows move parts of memory's lines
+        return n * slabs * rows * columns * (capacity + per_pixel * self.halo) * parts
+
 
 def pixels_join(gather: Gather) -> bool:
     """Whether the pixels of an image follow each other in memory."""
@@ -66,127 +73,128 @@ def copy_sizes(gather: Gather, row: int) -> list[int]:
     return sizes
 
 
-class Tiles(NamedTuple):
-    """Tiles of at most so many cells: those of least work first, then of less memory. ``fewest`` of them is a layer."""
+class Cuts(NamedTuple):
+    """The tiles of at most ``capacity`` cells, those in their halo included, that a config may have.
 
-    found: list[Tile]
-    fewest: int
+    ``banks``: pixels to which chunks of channels are padded, so that they lie in different banks. ``all_pixels``:
+    every pixel of a tile is a column of the product. ``by_tma``: whether TMA brings them, or either; ``transposed``:
+    as operands, `BOX_PIXELS` of every channel at a time. Where images are whole, they have at most ``most_pixels``,
+    which is zero elsewhere.
+    """
+
+    gather: Gather
+    capacity: int
+    batch: int
+    banks: int
+    all_pixels: bool
+    most_pixels: int
+    by_tma: tuple[bool, ...]
+    transposed: bool
+
+    def addressable(self) -> int:
+        """Images of a tile, of which several are taken only where offsets within it have 32 bits."""
+        sides = (self.gather.src, self.gather.dst)
+        spans = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in sides]
+        return min((2**31 - one) // max(1, stride) for stride, one in spans)
+
+    def allocated(self, halo: int, read: int, boxes: int, box_pixels: int) -> int:
+        """Pixels of a run in shared memory, of which taps read some beyond the halo.
+
+        32 pixels of a chunk are transposed at a time, and chunks of channels lie in other banks. Boxes are swizzled in
+        rows of eight, and stages of them are whole kilobytes.
+        """
+        whole = max(-(-halo // 32) * 32, read)
+        if boxes:
+            return -(-max(whole, boxes * box_pixels) // 32) * 32
+        return whole + (self.banks - whole) % 8 if self.banks else whole
+
+    def joined(
+        self, images: int, run: int, read: int, tiles: tuple[int, int, int, int], boxes: tuple[int, int]
+    ) -> Tile:
+        """A tile of pixels in the order of memory."""
+        depth, height, width = self.gather.src.shape[2:]
+        pitch, size = (
+            (depth * height * width, height * width, width),
+            max(copy_sizes(self.gather, depth * height * width)),
+        )
+        allocated = self.allocated(read, self.capacity, *boxes)
+        return Tile(images, self.gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
+
+    def runs(self) -> Iterator[Tile]:
+        """Cells in the order of memory, whatever rows they belong to; where that is possible, of several images."""
+        gather, capacity, batch = self.gather, self.capacity, self.batch
+        pixels = math.prod(gather.cells)
+        alone = Taps.stay_in_cells(gather.axes) and gather.cells == gather.src.shape[2:]
+        if not (alone and pixels_join(gather) and self.addressable() > capacity // max(1, pixels) + 2):
+            return
+        if (batch + 1) * pixels >= 2**31 - capacity:
+            return
+        for tma in self.by_tma:
+            if tma and not _are_one_row(gather, batch):
+                continue
+            if gather.src.channels_last or not tma:
+                run, images, tiles = capacity, 2**31 - 1, (1, 1, 1, math.ceil(batch * pixels / capacity))
+            elif pixels:
+                parts, even = math.ceil(pixels / capacity), CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
+                run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
+            else:
+                continue
+            boxes = _operands(run) if self.transposed else _pieces_of_row(run, gather) if tma else (0, 0)
+            yield self.joined(images, run, capacity, tiles, boxes)
+
+    def whole_images(self) -> Iterator[Tile]:
+        """The pixels of whole images, one after the other."""
+        gather, capacity, batch = self.gather, self.capacity, self.batch
+        pixels, last = math.prod(gather.src.shape[2:]), gather.src.channels_last
+        images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), self.addressable())
+        if pixels > self.most_pixels or images < 1:
+            return
+        if not pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
+            return
+        run = images * pixels
+        for tma in self.by_tma:
+            if tma and not _are_one_row(gather, batch):
+                continue
+            if tma and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
+                continue
+            boxes = _operands(run) if self.transposed else _pieces_of_row(run, gather) if last else (1, run)
+            tiles = math.ceil(batch / images), 1, 1, 1
+            yield self.joined(images, run, run, tiles, boxes if tma else (0, 0))
+
+    def rectangles(self) -> Iterator[Tile]:
+        """Rectangles of cells, which lie in a run of pixels with the halo between them.
+
+        A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is
+        as wide as the image: all of it is padding then. So it is with rows, between images.
+        """
+        gather = self.gather
+        _, _, depth_step, height_step, _ = gather.src.strides
+        sizes = copy_sizes(gather, math.gcd(gather.src.shape[4], math.gcd(depth_step, height_step)))
+        for tma in self.by_tma:
+            if tma and box_strides(gather) is None:
+                continue
+            for copy_bytes in [max(sizes)] if tma else sizes:
+                rectangles = _Rectangles(self, tma, copy_bytes)
+                for columns in rectangles.columns():
+                    if (row := rectangles.row(columns)) <= _MAX_SIDE[0]:
+                        for rows in rectangles.rows(columns, row):
+                            yield from rectangles.tiles(columns, row, rows)
 
 
 @lru_cache(maxsize=512)
-def all_tiles(
-    gather: Gather,
-    capacity: int,
-    batch: int,
-    banks: int,
-    all_pixels: bool,
-    most_pixels: int,
-    by_tma: tuple[bool, ...],
-    transposed: bool,
-) -> Tiles:
-    """Tiles of at most ``capacity`` cells, those in their halo included.
-
-    ``all_pixels``: of at most so many pixels, every one of which is a column of the product. ``by_tma``: whether
-    TMA brings them, or either; ``transposed``: as operands, `BOX_PIXELS` of every channel at a time. Where images are
-    whole, they have at most ``most_pixels``, which is zero elsewhere.
-    """
-    if most_pixels:
-        if math.prod(gather.src.shape[2:]) > most_pixels:
-            return Tiles([], 0)
-        found = list(_whole_images(gather, capacity, batch, banks, by_tma, transposed))
-        return Tiles(found, min((tile.total for tile in found), default=0))
-    images = _addressable(gather)
-    offered: list[tuple[Any, ...]] = [*_runs(gather, capacity, batch, banks, images, by_tma, transposed)]
-    if not offered and not transposed:
-        offered = [
-            tile
-            for tma in by_tma
-            if not tma or box_strides(gather) is not None
-            for tile in _rectangles(gather, capacity, batch, banks, images, all_pixels, tma)
-        ]
-    works = [_work(capacity, *tile) for tile in offered]
+def all_tiles(cuts: Cuts) -> tuple[list[Tile], int]:
+    """Those tiles: of least work first, then of less memory; and how many of one kind a layer has at least."""
+    if cuts.most_pixels:
+        found = list(cuts.whole_images())
+        return found, min((tile.total for tile in found), default=0)
+    offered = list(cuts.runs())
+    if not offered and not cuts.transposed:
+        offered = list(cuts.rectangles())
     found = []
-    for place in sorted(range(len(offered)), key=works.__getitem__):
-        tile = Tile(*offered[place])
+    for tile in sorted(offered, key=lambda tile: tile.work(cuts.capacity)):
         if not found or tile.allocated < found[-1].allocated or tile.halo < found[-1].halo:
             found.append(tile)
-    return Tiles(found, min((tile.total for tile in found), default=0))
-
-
-def _addressable(gather: Gather) -> int:
-    """Images of a tile, of which several are taken only where offsets within it have 32 bits."""
-    sides = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in (gather.src, gather.dst)]
-    return min((2**31 - one) // max(1, stride) for stride, one in sides)
-
-
-def _work(
-    capacity: int,
-    images: int,
-    cells: tuple[int, int, int],
-    pitch: tuple[int, int, int],
-    halo: int,
-    allocated: int,
-    skew: int,
-    copy_bytes: int,
-    tiles: tuple[int, int, int, int],
-    boxes: int,
-    *_: int,
-) -> float:
-    """What tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers."""
-    n, slabs, rows, columns = tiles
-    per_pixel = 0.1 if boxes else _PER_PIXEL[copy_bytes]
-    parts = 1 + 8 / cells[2] if columns > 1 else 1.0  # short rows move parts of memory's lines
-    return n * slabs * rows * columns * (capacity + per_pixel * halo) * parts
-
-
-def _runs(
-    gather: Gather, capacity: int, batch: int, banks: int, addressable: int, by_tma: tuple[bool, ...], transposed: bool
-) -> Iterator[Tile]:
-    """Cells in the order of memory, whatever rows they belong to; of several images, too, where that is possible."""
-    depth, height, width = gather.cells
-    pixels = depth * height * width
-    alone = Taps.stay_in_cells(gather.axes) and gather.cells == gather.src.shape[2:]
-    if not (alone and pixels_join(gather) and addressable > capacity // max(1, pixels) + 2):
-        return
-    if (batch + 1) * pixels >= 2**31 - capacity:
-        return
-    last, pitch = gather.src.channels_last, (pixels, height * width, width)
-    for tma in by_tma:
-        size = max(copy_sizes(gather, pixels))
-        if tma and not _are_one_row(gather, batch):
-            continue
-        if last or not tma:
-            run, images, tiles = capacity, 2**31 - 1, (1, 1, 1, math.ceil(batch * pixels / capacity))
-        elif pixels:
-            parts, even = math.ceil(pixels / capacity), CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
-            run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
-        else:
-            continue
-        boxes = _operands(run) if transposed else _pieces_of_row(run, gather) if tma else (0, 0)
-        allocated = _allocated(capacity, capacity, banks, *boxes)
-        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
-
-
-def _whole_images(
-    gather: Gather, capacity: int, batch: int, banks: int, by_tma: tuple[bool, ...], transposed: bool
-) -> Iterator[Tile]:
-    """The pixels of whole images, one after the other."""
-    depth, height, width = gather.src.shape[2:]
-    pixels = depth * height * width
-    images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), _addressable(gather))
-    if images < 1 or not pixels_join(gather) or (batch + 1) * pixels >= 2**31 - capacity:
-        return
-    last, run, pitch = gather.src.channels_last, images * pixels, (pixels, height * width, width)
-    for tma in by_tma:
-        if tma and not _are_one_row(gather, batch):
-            continue
-        if tma and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
-            continue
-        pieces = _operands(run) if transposed else _pieces_of_row(run, gather) if last else (1, run)
-        boxes = pieces if tma else (0, 0)
-        allocated = _allocated(run, capacity, banks, *boxes)
-        size, tiles = max(copy_sizes(gather, pixels)), (math.ceil(batch / images), 1, 1, 1)
-        yield Tile(images, gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
+    return found, min((tile.total for tile in found), default=0)
 
 
 def _are_one_row(gather: Gather, batch: int) -> bool:
@@ -231,51 +239,13 @@ def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None
     return tma_strides((count, step * size) for count, step in dimensions)
 
 
-def _allocated(halo: int, read: int, banks: int, boxes: int, box_pixels: int) -> int:
-    """Pixels of a run in shared memory, of which taps read some beyond the halo.
-
-    Chunks of 32 are transposed, and chunks of channels lie in other banks. Boxes are swizzled in rows of eight, and
-    stages of them are whole kilobytes.
-    """
-    whole = max(-(-halo // 32) * 32, read)
-    if boxes:
-        return -(-max(whole, boxes * box_pixels) // 32) * 32
-    return whole + (banks - whole) % 8 if banks else whole
-
-
-def _rectangles(
-    gather: Gather, capacity: int, batch: int, banks: int, addressable: int, all_pixels: bool, tma: bool
-) -> Iterator[tuple[Any, ...]]:
-    """Rectangles of cells, which lie in a run of pixels with the halo between them: `Tile`s but for their class.
-
-    A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is as
-    wide as the image: all of it is padding then. So it is with rows, between images.
-    """
-    sizes = copy_sizes(gather, math.gcd(gather.src.shape[4], math.gcd(gather.src.strides[2], gather.src.strides[3])))
-    for copy_bytes in [max(sizes)] if tma else sizes:
-        cut = _Rectangles(gather, capacity, batch, banks, addressable, all_pixels, tma, copy_bytes)
-        for columns in cut.columns():
-            if (row := cut.row(columns)) <= _MAX_SIDE[0]:
-                for rows in cut.rows(columns, row):
-                    yield from cut.tiles(columns, row, rows)
-
-
 class _Rectangles:
-    """`_rectangles` whose rows are copied in pieces of so many bytes."""
+    """`Cuts.rectangles` whose rows are copied in pieces of so many bytes."""
 
-    def __init__(
-        self,
-        gather: Gather,
-        capacity: int,
-        batch: int,
-        banks: int,
-        addressable: int,
-        all_pixels: bool,
-        tma: bool,
-        copy_bytes: int,
-    ) -> None:
-        self._gather, self._capacity, self._batch, self._banks = gather, capacity, batch, banks
-        self._addressable, self._all_pixels, self._tma, self._copy_bytes = addressable, all_pixels, tma, copy_bytes
+    def __init__(self, cuts: Cuts, tma: bool, copy_bytes: int) -> None:
+        self._cuts, self._tma, self._copy_bytes = cuts, tma, copy_bytes
+        gather, self._capacity, self._all_pixels = cuts.gather, cuts.capacity, cuts.all_pixels
+        self._addressable = cuts.addressable()
         depth, height, _ = self._cells = gather.cells
         *_, self._src_height, self._src_width = gather.src.shape
         # Pixels that any tap needs behind a cell, and before it: below zero where all are behind.
@@ -303,9 +273,9 @@ class _Rectangles:
         most = min(height, capacity // row - reach if self._all_pixels else (capacity - columns) // row + 1)
         return (rows for rows in _heights(height, max(0, most)) if rows + reach <= _MAX_SIDE[0])
 
-    def tiles(self, columns: int, row: int, rows: int) -> Iterator[tuple[Any, ...]]:
+    def tiles(self, columns: int, row: int, rows: int) -> Iterator[Tile]:
         """Those of one slab, and of as many as fit."""
-        capacity, all_pixels, even = self._capacity, self._all_pixels, self._even
+        capacity, all_pixels, even, batch = self._capacity, self._all_pixels, self._even, self._cuts.batch
         (depth, height, width), (reach_d, reach_h, reach_w) = self._cells, self._reach
         whole = self._whole_heights and rows == height
         halo_rows = self._back_h + rows if whole else rows + reach_h
@@ -320,7 +290,7 @@ class _Rectangles:
             if (slabs, rows, columns) == (depth, height, width):
                 used = flat + (slabs - 1) * slab
                 fitting = (capacity - tail) // image if all_pixels else (capacity - used) // image + 1
-                images = max(1, min(self._batch, _MAX_SIDE[2], fitting, self._addressable))
+                images = max(1, min(batch, _MAX_SIDE[2], fitting, self._addressable))
             halo = images * image + tail
             if all_pixels and halo > capacity:
                 continue
@@ -328,12 +298,12 @@ class _Rectangles:
             if self._tma:
                 if not _is_box(row, halo_rows, slabs + reach_d, images):
                     continue
-                boxes = _pieces_of_row(row, self._gather) if row > _MAX_BOX_SIDE else (1, images * image)
+                boxes = _pieces_of_row(row, self._cuts.gather) if row > _MAX_BOX_SIDE else (1, images * image)
             read = capacity if all_pixels else capacity + reach_d * slab + reach_h * row + reach_w + self._skew
-            allocated = _allocated(halo, read, self._banks, *boxes)
-            tiles = -(-self._batch // images), -(-depth // slabs), -(-height // rows), -(-width // columns)
+            allocated = self._cuts.allocated(halo, read, *boxes)
+            tiles = -(-batch // images), -(-depth // slabs), -(-height // rows), -(-width // columns)
             pitch, cells = (image, slab, row), (slabs, rows, columns)
-            yield images, cells, pitch, halo, allocated, self._skew, self._copy_bytes, tiles, *boxes, 0
+            yield Tile(images, cells, pitch, halo, allocated, self._skew, self._copy_bytes, tiles, *boxes)
 
 
 @lru_cache(maxsize=4096)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import lru_cache
 
 from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import is_tiny, standard, typical
 from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
@@ -27,7 +27,7 @@ from polyphase.schedules.implicit_gemm.config import (
 )
 from polyphase.schedules.implicit_gemm.cost import estimate
 from polyphase.schedules.implicit_gemm.cuts import Tile
-from polyphase.schedules.implicit_gemm.families import families
+from polyphase.schedules.implicit_gemm.families import Layer, configs
 from polyphase.schedules.implicit_gemm.packing import pack_weights, packing_constants, scales_bytes
 from polyphase.schedules.implicit_gemm.search import RESERVE, Members
 from polyphase.schedules.implicit_gemm.tile import (
@@ -68,33 +68,6 @@ _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: ti
 _SHARES = ((-8, 2), (16, 2), (24, 2), (16, 1))
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A layer at a size, of dense tensors; whether TMA brings pixels as operands, and float32 may become float16."""
-
-    problem: ConvTransposeProblem
-    src_channels_last: bool
-    tma: bool
-    may_scale: bool
-
-    @cached_property
-    def gather(self) -> Gather:
-        """The forward pass."""
-        problem, dense = self.problem, Layouts.dense(self.problem)
-        if self.src_channels_last != problem.channels_last:
-            dense = replace(dense, input=dense_strides(problem.input_shape, self.src_channels_last))
-        return Gather.of(problem, Pass.FORWARD, dense)
-
-    def members(self, device: DeviceInfo) -> Members:
-        """Its configs. The typical size stands for all: it decides no more than whether images are tiny."""
-        return Members.of(standard(self.problem), device, self.src_channels_last, self.tma, self.may_scale)
-
-    def sized(self, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> list[_Layer]:
-        """The same with images of other sizes, those that are of the same kind."""
-        found = (replace(typical(self.problem, sides), batch=batch) for batch, sides in sizes)
-        return [replace(self, problem=sized) for sized in found if is_tiny(sized) is is_tiny(self.problem)]
-
-
 class ImplicitGemm(Schedule):
     """Taps as products of matrices on tensor cores, all phases of a tile in one block."""
 
@@ -116,42 +89,41 @@ class ImplicitGemm(Schedule):
             return f"{phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
         return None
 
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer:
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer:
         problem, gather = _as_forward(problem, pass_, layouts)
         # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
         sized = typical(problem) if gather.mirrored else standard(problem)
         # The gradients of an output's pixels often differ by far more than an input's pixels do, and would want several
         # bands of magnitudes (kernels/operand/scales.cuh).
-        return _Layer(sized, gather.src.channels_last, may_take_operands(gather), not gather.mirrored)
+        return Layer(sized, gather.src.channels_last, may_take_operands(gather), not gather.mirrored)
 
-    def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[GemmConfig]:
-        members = families(at.problem, device, at.src_channels_last, at.tma, at.may_scale)
-        return [config._replace(stages=count) for config, stages in members for count in stages]
+    def configs(self, at: Layer, pass_: Pass, device: DeviceInfo) -> list[GemmConfig]:
+        return list(configs(at, device))
 
-    def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
+    def seconds(self, at: Layer, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
         """Whatever the bytes."""
-        return at.members(device).at(at.gather)[config._replace(stages=0)].seconds(at.gather, config.stages)
+        return Members.of(at, device).at(at.gather)[config._replace(stages=0)].seconds(at.gather, config.stages)
 
     def search(
-        self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
+        self, at: Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
     ) -> dict[GemmConfig, float]:
         """Each with the best of its stages."""
-        return at.members(device).fastest(at.gather, most, below)
+        return Members.of(at, device).fastest(at.gather, most, below)
 
-    def others(self, at: _Layer) -> list[_Layer]:
+    def others(self, at: Layer) -> list[Layer]:
         return at.sized(_HAVING_A_SAY[is_tiny(at.problem)])
 
-    def score(self, at: _Layer, seconds: Sequence[float]) -> float:
+    def score(self, at: Layer, seconds: Sequence[float]) -> float:
         """The others together have as much of a say."""
         first, *others = map(math.log, seconds)
         return first + sum(others) / max(1, len(others))
 
-    def own(self, at: _Layer) -> list[_Layer]:
+    def own(self, at: Layer) -> list[Layer]:
         """But images that TMA takes in another way than these: they have another list."""
         found = at.sized(_WITH_THEIR_OWN[is_tiny(at.problem)])
         return [each for each in found if not at.tma or may_take_operands(each.gather)]
 
-    def refined(self, at: _Layer, device: DeviceInfo, config: GemmConfig) -> GemmConfig:
+    def refined(self, at: Layer, device: DeviceInfo, config: GemmConfig) -> GemmConfig:
         return _with_long_pieces(at, config, device)
 
     def cost(
@@ -235,7 +207,7 @@ class ImplicitGemm(Schedule):
             ("LOADER_THREADS", config.loader_threads),
             ("GIVEN_REGISTERS", 0),
             ("CHUNKS_AT_ONCE", 2),
-            ("TRANSPOSE_GROUPS", config.turning_groups),
+            ("TRANSPOSE_GROUPS", config.transpose_groups(config.stages)),
             ("STORE_VECTOR", 0),
             ("COPY_BYTES", 0),
             ("RAW_STAGES", config.raw_slots // config.loader_groups),
@@ -285,7 +257,7 @@ def _own_items(
 
 
 @lru_cache(maxsize=4096)
-def _with_long_pieces(at: _Layer, config: GemmConfig, device: DeviceInfo) -> GemmConfig:
+def _with_long_pieces(at: Layer, config: GemmConfig, device: DeviceInfo) -> GemmConfig:
     """The config with the longest pieces of rows that leave it its tiles, at all sizes that have a say.
 
     For these it may give up stages, as long as its prediction hardly rises.

@@ -23,7 +23,7 @@ from polyphase.schedules.implicit_gemm.config import (
     Taps,
     fills_stages,
 )
-from polyphase.schedules.implicit_gemm.cuts import Tile, Tiles, all_tiles, box_strides, pixels_join
+from polyphase.schedules.implicit_gemm.cuts import Cuts, Tile, all_tiles, box_strides, pixels_join
 
 _MAX_STATIC_SHARED = 48 << 10
 
@@ -42,40 +42,38 @@ class _SharedBytes:
     """Dynamic shared memory of the tiles of a config, whatever its stages."""
 
     def __init__(self, gather: Gather, config: GemmConfig) -> None:
-        self.size = DTYPE_BYTES[gather.dtype]
-        self.cells = config.cells
-        self.src_channels_last = gather.src.channels_last
+        self._size, self._copies_rows = DTYPE_BYTES[gather.dtype], not gather.src.channels_last
         product = Product.of(gather, config)
         weights = config.row_parts * product.step_bytes(config)
-        self.fixed = _store_bytes(gather, config) + 8 + (weights * product.steps if config.resident else 0)
-        self.weights = 0 if config.resident else weights * config.k_steps  # of a stage
+        self._fixed = _store_bytes(gather, config) + 8 + (weights * product.steps if config.resident else 0)
+        self._weights = 0 if config.resident else weights * config.k_steps  # of a stage
         chunks = 2 * config.k_steps
-        self.allocated = config.parts * chunks * CHUNK_BYTES
-        self.tma_operands = config.tma_operands
-        raw = config.raw_slots * chunks * CHUNK_BYTES * self.size // config.operand_bytes(gather.dtype)
-        self.raw = 0 if self.src_channels_last or config.tma_operands else raw
-        self.table = 4 + (8 if needs_wide_offsets(gather) else 4) * config.loader_groups
+        self._pixel = config.parts * chunks * CHUNK_BYTES  # of a stage
+        self._tma_operands, self._cells = config.tma_operands, config.cells
+        raw = config.raw_slots * chunks * CHUNK_BYTES * self._size // config.operand_bytes(gather.dtype)
+        self._raw = raw if self._copies_rows and not config.tma_operands else 0  # of a pixel
+        self._table = 4 + (8 if needs_wide_offsets(gather) else 4) * config.loader_groups
         # Beside partial products little is left: a config that fits must fit with any halo and wide offsets, too.
-        self.worst_table = 4 + 8 * config.loader_groups if config.taps_in_rows else self.table
-        self.worst_halo = config.cells if config.taps_in_rows else 0
+        self._worst_table = 4 + 8 * config.loader_groups if config.taps_in_rows else self._table
+        self._worst_halo = config.cells if config.taps_in_rows else 0
 
     def least(self, stages: int) -> int:
         """Of any tile: all have pixels for each cell."""
-        return self.fixed + stages * (self.weights + self.allocated * self.cells)
+        return self._fixed + stages * (self._weights + self._pixel * self._cells)
 
     def most_allocated(self, stages: int, limit: int, aligned: bool) -> int:
         """Pixels of a tile's run with which stages alone come to ``limit``."""
-        return ((limit - self.fixed) // stages - self.weights) // self.allocated - (0 if aligned else 32)
+        return ((limit - self._fixed) // stages - self._weights) // self._pixel - (0 if aligned else 32)
 
     def of(self, tile: Tile, stages: int, aligned: bool) -> int:
         """Of one tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
-        copied = tile.copy_bytes // self.size if aligned and not self.src_channels_last else 1
-        halo = tile.halo if aligned else max(tile.halo, self.worst_halo)
-        total = self.fixed + stages * (self.weights + self.allocated * (tile.allocated + (0 if aligned else 32)))
-        if tile.boxes and (aligned or self.tma_operands):
-            return total + self.raw * tile.boxes * tile.box_pixels
-        total += self.raw * raw_pitch(halo, self.size) if self.raw else 0
-        return total + (self.table if aligned else self.worst_table) * -(-halo // copied)
+        copied = tile.copy_bytes // self._size if aligned and self._copies_rows else 1
+        halo = tile.halo if aligned else max(tile.halo, self._worst_halo)
+        total = self._fixed + stages * (self._weights + self._pixel * (tile.allocated + (0 if aligned else 32)))
+        if tile.boxes and (aligned or self._tma_operands):
+            return total + self._raw * tile.boxes * tile.box_pixels
+        total += self._raw * raw_pitch(halo, self._size) if self._raw else 0
+        return total + (self._table if aligned else self._worst_table) * -(-halo // copied)
 
 
 def items_known(config: GemmConfig, product: Product, stages: int) -> int:
@@ -122,18 +120,12 @@ def _store_bytes(gather: Gather, config: GemmConfig) -> int:
 @lru_cache(maxsize=65536)
 def best_tile(gather: Gather, config: GemmConfig, batch: int, device: DeviceInfo, reserve: int = 0) -> Tile | None:
     """The tile that covers the problem with the least work; None where none fits shared memory less ``reserve``."""
-    return best_tiles(gather, config, (config.stages,), batch, device, reserve)[0]
-
-
-def best_tiles(
-    gather: Gather, config: GemmConfig, stages: Sequence[int], batch: int, device: DeviceInfo, reserve: int
-) -> list[Tile | None]:
-    """The `best_tile` of a config with each of these ``stages`` in its own one's place; they rise."""
-    return Room(gather, config, stages, device, reserve).tiles(gather, batch)
+    room = Room(gather, config, (config.stages,), device, reserve)
+    return room.first_that_fits(room.tiles(gather, batch)[0], config.stages)
 
 
 class Room:
-    """The shared memory that a config leaves for tiles with each of some ``stages``.
+    """The shared memory that a config leaves for tiles with each of some ``stages``, in rising order.
 
     It is the same for images of all sizes, but for those within which offsets are wide.
     """
@@ -142,56 +134,38 @@ class Room:
         self, gather: Gather, config: GemmConfig, stages: Sequence[int], device: DeviceInfo, reserve: int
     ) -> None:
         product, self._shared = Product.of(gather, config), _SharedBytes(gather, config)
-        self._config, self._stages, self._aligned = config, stages, not reserve
-        self._cells = config.cells
+        self._config, self._aligned = config, not reserve
         # Chunks of a pixel lie in different banks, where they are copied together.
         last = gather.src.channels_last
         self._banks = 8 // min(8, 2 * config.k_steps) if last and not config.tma_operands else 0
         self._transposed = config.tma_operands and not last
-        self._kind = config.taps_in_rows, config.round_pixels(gather) if config.whole_images else 0
-        self._limits = []
+        self._most_pixels = config.round_pixels(gather) if config.whole_images else 0
+        self._limits = {}  # bytes, and pixels, by stages
         for count in stages:
             static = _static_shared_bytes(config, product, count)
             limit = device.shared_bytes_per_block - static - reserve
             if static > _MAX_STATIC_SHARED or self._shared.least(count) > limit:
                 break  # nor do more stages fit
-            self._limits.append((limit, self._shared.most_allocated(count, limit, self._aligned)))
+            self._limits[count] = limit, self._shared.most_allocated(count, limit, self._aligned)
 
-    @property
-    def most_stages(self) -> int:
-        """Of those that leave room for any tile; 0 where none do."""
-        return self._stages[len(self._limits) - 1] if self._limits else 0
-
-    def offered(self, gather: Gather, batch: int) -> Tiles:
-        """All tiles, whether they fit or not; none where no stages leave room."""
+    def tiles(self, gather: Gather, batch: int) -> tuple[list[Tile], int]:
+        """`all_tiles`, whether they fit or not; none where no stages leave room."""
+        config = self._config
         if not self._limits or (self._transposed and not may_take_operands(gather)):
-            return Tiles([], 0)
-        operands, may = self._config.tma_operands, may_use_tma(gather, self._config)
-        by_tma = (True,) if operands else (True, False) if may else (False,)
-        return all_tiles(gather, self._cells, batch, self._banks, *self._kind, by_tma, self._transposed)
+            return [], 0
+        by_tma = (True,) if config.tma_operands else (True, False) if may_use_tma(gather, config) else (False,)
+        taps_in_rows, most, transposed = config.taps_in_rows, self._most_pixels, self._transposed
+        return all_tiles(Cuts(gather, config.cells, batch, self._banks, taps_in_rows, most, by_tma, transposed))
 
-    def tile(self, gather: Gather, batch: int, index: int) -> Tile | None:
-        """The tile of least work that fits with the stages of that place alone."""
-        if index >= len(self._limits):
+    def first_that_fits(self, tiles: list[Tile], stages: int) -> Tile | None:
+        """The first of ``tiles`` that fits with so many stages."""
+        if stages not in self._limits:
             return None
-        (limit, most), stages = self._limits[index], self._stages[index]
-        for tile in self.offered(gather, batch).found:
+        limit, most = self._limits[stages]
+        for tile in tiles:
             if tile.allocated <= most and self._shared.of(tile, stages, self._aligned) <= limit:
                 return tile
         return None
-
-    def tiles(self, gather: Gather, batch: int) -> list[Tile | None]:
-        """The tile of least work that fits, with each of the stages."""
-        found: list[Tile | None] = [None] * len(self._stages)
-        tiles = iter(self.offered(gather, batch).found)
-        tile = next(tiles, None)
-        for index, (limit, most) in enumerate(self._limits):
-            while tile is not None and (
-                tile.allocated > most or self._shared.of(tile, self._stages[index], self._aligned) > limit
-            ):
-                tile = next(tiles, None)
-            found[index] = tile
-        return found
 
 
 def may_use_tma(gather: Gather, config: GemmConfig) -> bool:
