@@ -247,8 +247,9 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(most) <= 128
 
 
-def test_long_sums_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts longer than what the cores sum in one go."""
+@pytest.mark.parametrize("preloaded", [True, False])
+def test_long_sums_of_positions(preloaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits with several flushes, also as the kernel is compiled where registers would spill."""
     problem = make((3, 16, 16, 32), 16, 2, 2, dtype="bfloat16")
     monkeypatch.setattr(tiles, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])
     for module in (gradient_wgmma, window):
@@ -257,6 +258,8 @@ def test_long_sums_of_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     config = candidate.config._replace(positions=64)
     program = SCHEDULES[Pass.WEIGHT_GRAD].program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
     assert program.splits == 2
+    source = program.main.source.with_constants(PRELOADED=preloaded)
+    program = program.with_main(replace(program.main, source=source))
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 

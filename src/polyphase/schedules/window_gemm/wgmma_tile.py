@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -188,24 +188,24 @@ class _Tilings:
             }
             self._lanes = sorted(found)
         self._by_tma = [may_use_tma(problem, pass_, layouts, config.out_chunk, each) for each in self._lanes]
-        self._works = list(_least_works(problem, pass_, config, self._lanes, self._by_tma, terms))
-        self._stages = list(_least_stages(problem, pass_, config, self._lanes))
+        self._works = list(self._least_works())
+        self._stages = list(self._least_stages())
         self._least_row = min(_LEAST_COPIED_ROW, problem.input_size[-1])
         self._tilings: dict[int, Tiling | None] = {}
 
     def best(self, config: WgmmaConfig, available: int) -> Tiling | None:
         """The tiling of least work whose stages fit; copied windows of short rows only where there is no other."""
-        places = [place for place, stage in enumerate(self._stages) if config.buffers * stage <= available]
-        best = self._best(places, config, available, short=False)
-        if best is None and not any(self._is_short(place) is False for place in range(len(self._lanes))):
-            best = self._best(places, config, available, short=True)
-        return best
+        place = self._best(config, available, short=False)
+        if place is None and not any(self._is_short(each) is False for each in range(len(self._lanes))):
+            place = self._best(config, available, short=True)
+        return None if place is None else self._tiling(place)
 
-    def _best(self, places: list[int], config: WgmmaConfig, available: int, short: bool) -> Tiling | None:
+    def _best(self, config: WgmmaConfig, available: int, short: bool) -> int | None:
         problem, pass_, _, alike = self._layer
 
-        def work_of(index: int) -> float | None:
-            place = places[index]
+        def work_of(place: int) -> float | None:
+            if config.buffers * self._stages[place] > available:
+                return None
             if not short and not self._by_tma[place] and self._lanes[place][3] < self._least_row:
                 return None
             tiling = self._tiling(place)
@@ -214,8 +214,7 @@ class _Tilings:
             fits = shared_bytes_of(config, tiling) <= available
             return tiling.total * stage_cycles(problem, pass_, alike, tiling, self._terms) if fits else None
 
-        index = next(best_first([self._works[place] for place in places], work_of), None)
-        return None if index is None else self._tiling(places[index])
+        return next(best_first(self._works, work_of), None)
 
     def _tiling(self, place: int) -> Tiling | None:
         if place not in self._tilings:
@@ -228,51 +227,40 @@ class _Tilings:
         tiling = self._tiling(place)
         return None if tiling is None else tiling.window_map is None and tiling.lanes[3] < self._least_row
 
+    def _least_stages(self) -> Iterator[int]:
+        """Lower bounds of the bytes of a stage."""
+        problem, pass_, _, config = self._layer
+        size = DTYPE_BYTES[problem.dtype]
+        depth = config.out_chunk * problem.taps
+        for each in self._lanes:
+            length = math.prod(each) if pass_ is Pass.WEIGHT_GRAD else depth
+            yield size * (length * config.columns + config.out_chunk * math.prod(extent_of_window(problem, each)))
+
+    def _least_works(self) -> Iterator[float]:
+        """Lower bounds of the work: no bank conflicts, and rows without padding."""
+        problem, pass_, _, config = self._layer
+        terms = self._terms
+        size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
+        weights, vector = pass_ is Pass.WEIGHT_GRAD, PIECE_BYTES // size
+        steps = config.out_chunk * problem.taps * size // OPERATION_BYTES
+        reads = 4 * _reads(problem, pass_)
+        kind = f"{pass_.value}_{'halves' if size == 2 else 'float32'}"
+        stage, piece, copy = (terms[f"copy_{part}{kind}"] for part in ("stage_", "piece_", ""))
+        for each, boxed in zip(self._lanes, self._by_tma):
+            positions = math.prod(each)
+            if weights:
+                steps = positions * size // OPERATION_BYTES
+            images, slabs, lines, columns = extent_of_window(problem, each)
+            rows = config.out_chunk * images * slabs * lines
+            loads = stage + piece + rows * -(-(columns + vector - 1) // vector) / LOADERS * copy
+            if boxed:
+                loads = min(loads, rows * -(-columns * size // 128) * terms.row)
+            fewest = reads if positions >= FOUND else reads / 4  # of four reads, some may be of no row
+            cycles = steps * _operation(config, fewest, terms) + loads + terms.stage
+            yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
+
 
 _tilings = lru_cache(maxsize=64)(_Tilings)  # each has up to hundreds of kilobytes
-
-
-def _least_stages(
-    problem: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig, lanes: Sequence[Four]
-) -> Iterator[int]:
-    """Lower bounds of the bytes of a stage, for tiles of such extents."""
-    size = DTYPE_BYTES[problem.dtype]
-    depth = config.out_chunk * problem.taps
-    for each in lanes:
-        length = math.prod(each) if pass_ is Pass.WEIGHT_GRAD else depth
-        yield size * (length * config.columns + config.out_chunk * math.prod(extent_of_window(problem, each)))
-
-
-def _least_works(
-    problem: ConvTransposeProblem,
-    pass_: Pass,
-    config: WgmmaConfig,
-    lanes: Sequence[Four],
-    by_tma: Sequence[bool],
-    terms: Costs,
-) -> Iterator[float]:
-    """Lower bounds of the work with tiles of such extents: no bank conflicts, and rows without padding.
-
-    ``by_tma``: whether TMA may load the window.
-    """
-    size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
-    weights, vector = pass_ is Pass.WEIGHT_GRAD, PIECE_BYTES // size
-    steps = config.out_chunk * problem.taps * size // OPERATION_BYTES
-    reads = 4 * _reads(problem, pass_)
-    kind = f"{pass_.value}_{'halves' if size == 2 else 'float32'}"
-    stage, piece, copy = (terms[f"copy_{part}{kind}"] for part in ("stage_", "piece_", ""))
-    for each, boxed in zip(lanes, by_tma):
-        positions = math.prod(each)
-        if weights:
-            steps = positions * size // OPERATION_BYTES
-        images, slabs, lines, columns = extent_of_window(problem, each)
-        rows = config.out_chunk * images * slabs * lines
-        loads = stage + piece + rows * -(-(columns + vector - 1) // vector) / LOADERS * copy
-        if boxed:
-            loads = min(loads, rows * -(-columns * size // 128) * terms.row)
-        fewest = reads if positions >= FOUND else reads / 4  # of four reads, some may be of no row
-        cycles = steps * _operation(config, fewest, terms) + loads + terms.stage
-        yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
 
 
 def _operation(config: WgmmaConfig, reads: float, terms: Costs) -> float:
@@ -287,13 +275,10 @@ def _tiles(
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD and Side(five(problem.input_shape), layouts.input).channels_last:
         found = _pixel_runs(problem, layouts, config, lanes), 0
-        steps = math.prod(lanes) * size // OPERATION_BYTES
     elif pass_ is Pass.WEIGHT_GRAD:
         found = _input_runs(problem, layouts, config, lanes)
-        steps = math.ceil(math.prod(lanes) * size / OPERATION_BYTES)
     else:
         found = _weight_runs(problem, layouts, config), 0
-        steps = config.out_chunk * problem.taps * size // OPERATION_BYTES
     runs, joined = found
     if runs is None:
         return None
@@ -305,7 +290,8 @@ def _tiles(
         places = MOVING_BYTES * window.rows * window.pieces
     else:
         return None
-    window_at = runs.bytes
+    depth = math.prod(lanes) if pass_ is Pass.WEIGHT_GRAD else config.out_chunk * problem.taps
+    steps, window_at = math.ceil(depth * size / OPERATION_BYTES), runs.bytes
     shift = 0 if window_map is not None else PIECE_BYTES
     stage = round_up(window_at + config.out_chunk * window.steps[3] * size + shift, 1024)
     tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
