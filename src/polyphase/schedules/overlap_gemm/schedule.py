@@ -197,6 +197,7 @@ def _tiling(
     return min(itertools.islice(fitting, _TILES), key=lambda each: work.seconds(each)[0], default=None)
 
 
+@lru_cache(maxsize=4096)
 def _window(gather: Gather, dimension: int, cells: int) -> tuple[int, int]:
     """Where the window of so many cells along a dimension begins, counted from the first, and its pixels.
 
