@@ -18,6 +18,7 @@ from polyphase import fused
 from polyphase.plan.planner import programs
 from polyphase.problem import Pass
 from polyphase.problem.layouts import Layouts
+from polyphase.torch_op import into
 from polyphase.torch_op.into import image_stride
 from test_epilogue import LAYERS
 
@@ -114,3 +115,41 @@ def test_a_schedule_leaves_what_lies_between_images(name: str, dtype: str) -> No
     offered = [each for each in found if each[1].main.source.kernel == kinds[seed // 2 % len(kinds)]]
     candidate, program = offered[seed // 2 % len(offered)]
     assert_exact(problem, Pass.FORWARD, candidate, program, layouts)
+
+
+def test_what_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the prepared call: it is made for the gaps of ``out`` and given it; else its result is copied."""
+    from polyphase import runtime
+
+    made: list[Any] = []
+
+    def call(*arguments: Any, image_stride: int | None = None) -> Callable[..., Tensor]:
+        *given, constants = arguments[:4], arguments[4:]
+
+        def compute(
+            x: Tensor, w: Tensor, b: Tensor | None, operands: tuple[Tensor, ...], out: Tensor | None = None
+        ) -> Tensor:
+            made.append((image_stride, out is not None, given[0][3], constants))
+            stride, padding, output_padding, dilation, groups = constants
+            result = polyphase.conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation)
+            return result if out is None else out.copy_(result)
+
+        return compute
+
+    monkeypatch.setattr(into, "_by_kernels", lambda tensors: True)
+    monkeypatch.setattr(runtime, "epilogue_call", call)
+    x, w, b = torch.randn(2, 6, 4, 4), torch.randn(6, 4, 2, 2), torch.randn(4)
+    expected = polyphase.conv_transpose2d(x, w, b, 2)
+    larger, read = torch.zeros(2, 16, 8, 8), torch.zeros(6, 4, 8, 8)
+    read[:, :, :2, :2] = w
+    for out, w_read, of_call in (
+        (larger[:, 4:8], w, (16 * 64, True)),
+        (torch.zeros(2, 4, 8, 8), w, (None, True)),
+        (larger[:1, 4:8], w, (None, True)),
+        (torch.zeros(2, 4, 8, 9)[:, :, :, :8], w, (None, False)),
+        (read[:2], read[:, :, :2, :2], (None, False)),  # it shares memory with what is read
+    ):
+        images = x[: out.shape[0]]
+        assert polyphase.conv_transpose2d(images, w_read, b, 2, out=out) is out
+        assert torch.equal(out, expected[: out.shape[0]])
+        assert made.pop() == (*of_call, "", ((2, 2), (0, 0), (0, 0), (1, 1), 1))
