@@ -138,6 +138,17 @@ def test_a_compiled_layer_and_modules_that_are_not() -> None:
         layer(x).mean()
 
 
+@pytest.mark.parametrize("derivatives", [False, True])
+def test_a_layer_and_modules_that_are_compiled(derivatives: bool) -> None:
+    plain, model = _pair()
+    x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+    with torch.set_grad_enabled(derivatives):
+        for behind in (lambda m, y: m[1:](y), lambda m, y: y.square(), lambda m, y: m[2](y)):
+            torch._dynamo.reset()
+            compiled = torch.compile(behind, backend="aot_eager")
+            torch.testing.assert_close(compiled(model, model[0](x)), behind(plain, plain[0](x)))
+
+
 def test_an_input_that_changes_before_the_layer_is_read_alone() -> None:
     _, model = _pair()
     x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
