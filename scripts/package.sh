@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Wheel and sdist, in dist/: built, checked, and the wheel installed into a new environment, where README's code runs.
+# Wheel and sdist, in dist/: built, checked, and the wheel installed into a new environment, where the code of README and
+# of the first guides runs.
 #
 #   scripts/package.sh           as CI does
 #   scripts/package.sh URL       for a release: URL is the repository's address on the web, where README's links lead
@@ -35,4 +36,5 @@ venv/bin/python -c '
 import polyphase, sys
 assert polyphase.__file__.startswith(sys.prefix), polyphase.__file__'
 venv/bin/polyphase --version
-venv/bin/python "$root/scripts/snippets.py" "$root/README.md"
+# As a newcomer: README, the quick start, and the export of an accelerated model.
+venv/bin/python "$root/scripts/snippets.py" "$root"/{README.md,docs/index.md,docs/guides/export.md}

@@ -164,7 +164,7 @@ def report_on(
 
     Raises `ModelFileError` with the model's own line where PyTorch does not run it.
     """
-    progress("building the model")
+    progress("reading the model's layers")
     model = file.build(options.device, options.dtype, options.seed)
     polyphase.restore(model)
     inputs = file.inputs(options.device, options.dtype)
