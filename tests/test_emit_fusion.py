@@ -254,6 +254,13 @@ def test_a_value_is_there_as_long_as_it_is_read(tmp_path: Path) -> None:
         assert loaded.epilogues(*loaded.module.get_inputs()) == ["add(residual) → relu"]
 
 
+def test_concatenations_are_left_to_pytorch(tmp_path: Path) -> None:
+    text = (LEVEL2 / "relu_group_norm.py").read_text(encoding="utf-8")
+    joined = "return torch.cat([torch.tanh(self.up(x)), nn.functional.pad(x, (1, 1, 1, 1))], 1)"
+    found = emitted_text(text.replace("return self.norm(self.relu(self.up(x)))", joined), tmp_path)
+    assert found.remarks == ["up: computes tanh(); then cat: in an emitted file PyTorch joins tensors"]
+
+
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [

@@ -207,15 +207,16 @@ class _Forward:
         why, problem = "", self._layers[str(layer.target)]
         value = layer
         for node in nodes:
-            with _reading(self._reads):
-                found = self._step_of(node, value, layer)
+            why = self._why_not(node, value, layer, taken)
+            reads: dict[tuple[int, str], Any] = {}
+            with _reading(reads):
+                found = None if why else self._step_of(node, value, layer)
             epilogue = None if found is None else self._epilogue([*steps, *found[0]], layer)
-            why = self._why_not(node, value, layer, taken) or (
-                "" if epilogue is not None else "its operands are of other kinds"
-            )
-            if why or found is None or epilogue is None:
-                why = f"{node.target if node.op == 'call_module' else call_name(node)}: {why}"
+            if found is None or epilogue is None:
+                name = node.target if node.op == "call_module" else call_name(node)
+                why = f"{name}: {why or 'its operands are not of the kinds that an epilogue reads'}"
                 break
+            self._reads.update(reads)
             steps, operands, taken, value = [*steps, *found[0]], [*operands, *found[1]], [*taken, node], node
         names = [f"{call_name(node)}()" if call_name(node) else str(node.target) for node in taken]
         if steps:
@@ -229,6 +230,8 @@ class _Forward:
         """Why a node cannot be computed of ``value`` with the layer and what is between, or ""."""
         if len(value.users) != 1:
             return f"{len(value.users)} read what it reads"
+        if call_name(node) == "cat":
+            return "in an emitted file PyTorch joins tensors"
         module = self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
         drops = isinstance(module, nn.modules.dropout._DropoutNd)
         if self.training and module is not None and (drops or isinstance(module, nn.modules.batchnorm._NormBase)):
