@@ -363,8 +363,7 @@ def test_weight_gradient_parts_cover_every_position() -> None:
         offered = plan.programs(problem, Pass.WEIGHT_GRAD, H200)
         for candidate, program in (each for each in offered if each[0].schedule == "direct_wgrad_gemm"):
             found = params(program)
-            names = ("splits", "split_length", "positions", "plane")
-            splits, length, positions, weights = map(found.__getitem__, names)
+            splits, length, positions, weights = map(found.get, ("splits", "split_length", "positions", "plane"))
             assert splits == program.splits
             assert positions == problem.batch * math.prod(problem.input_size)
             assert weights == problem.elements[1]

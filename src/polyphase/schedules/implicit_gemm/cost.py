@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
-from polyphase.costs import costs
+from polyphase.costs import Costs, costs
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.cells import Gather
@@ -20,6 +20,13 @@ _ROUNDING = 1 - 1e-9  # a bound is summed up in another order than a prediction
 def estimate(gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int) -> tuple[float, str]:
     """Predicted seconds of a config, and whether ``layer_bytes`` or instructions bound it."""
     return Work(gather, config, device).estimate(gather, config.stages, tile, device, layer_bytes)
+
+
+def _bandwidth(gather: Gather, terms: Costs) -> float:
+    """The share of a copy's bandwidth that a layer reaches."""
+    one_tap = all((axis.kernel, axis.padding, axis.dilation) == (axis.stride, 0, 1) for axis in gather.axes)
+    share: float = terms.bandwidth_one_tap if one_tap and not gather.src.channels_last else terms.bandwidth
+    return share
 
 
 class Work:
@@ -61,8 +68,7 @@ class Work:
         self._convert = terms.convert_scaled if config.scaled else terms.convert
         self._transpose = terms.turn_scaled if config.scaled else terms.turn
         self._count_stores(gather)
-        one_tap = all((a.kernel, a.padding, a.dilation) == (a.stride, 0, 1) for a in gather.axes)
-        self._bandwidth = terms.bandwidth_one_tap if one_tap and not last else terms.bandwidth
+        self._bandwidth = _bandwidth(gather, terms)
         self._in_sectors = config.row_columns(gather) < gather.axes[2].stride
 
     def estimate(
