@@ -17,15 +17,15 @@
 // tiles are stored at the same time; the chunks of the last round of tiles are divided among all blocks. A tile's last
 // chunk is stored when the loads of the next tile's pixels have been issued.
 //
-// float32 is multiplied as float16 (SCALED, operand/scaled_half.cuh): a thread group holds all channels of a pixel, so
-// it knows the largest, by which the pixel is scaled.
+// float32 is multiplied as float16 (SCALED, operand/scaled_half.cuh): four lanes hold all channels of a pixel, so
+// they know the largest, by which the pixel is scaled.
 //
 // The order of pixels along M does not matter to a GEMM. So a thread has runs of RUN neighbouring pixels, as many as it
 // reads and stores at once. Where a cell is two elements wide the outputs of a run are neighbours, too, and those of a
 // warp's threads follow one another.
 //
 // Shared memory: STAGES stages of weights; with PREFETCH PIXEL_SLOTS slots of pixels for each consumer; bias and scales
-// of two chunks for each (`Terms`); `Shared`, the barriers.
+// of TERM_PLACES chunks for each (`Terms`); `Shared`, the barriers.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"

@@ -3,11 +3,10 @@
 // A column of the product holds what one pixel adds to every output that it reaches. The columns of a work tile, its
 // halo included, go to shared memory, a row of PARTIAL_PITCH floats for each tap; then each lane takes a cell of the
 // tile, its neighbours the neighbouring ones, and adds up for every output of one row of the cell the taps of its
-// phase, each from the pixel that the tap reads. Writing the rows
-// waits until the rows before have been added up, and the other way round. With WHOLE_IMAGES there is no halo among the
-// columns: taps that read beside the image are left out. Memory is for the columns of a work tile and a set; or where
-// channels come last for SETS sets and the images of ROUND_PIXELS columns, round by round, so that more channels of a
-// pixel are written at once.
+// phase, each from the pixel that the tap reads. Writing the rows waits until the rows before have been added up, and
+// the other way round. With WHOLE_IMAGES there is no halo among the columns: taps that read beside the image are left
+// out. Memory is for the columns of a work tile and a set; or where channels come last for SETS sets and the images of
+// ROUND_PIXELS columns, round by round, so that more channels of a pixel are written at once.
 
 #pragma once
 

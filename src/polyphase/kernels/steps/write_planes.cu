@@ -3,8 +3,8 @@
 //     [part][group][residue along d][residue along h][image][position][channel]
 //
 // Position i of residue r along a dimension is the source's element i·step + first + r·apart, or zero where there is
-// none. INNER residues are no planes of their own, but channels outside those of the source. Float32 may be split in
-// two parts.
+// none. INNER residues are not planes but channels, [residue][channel of the source]. Float32 may be split into two
+// PARTS.
 //
 // Index mapping. A block has a tile of positions, of all planes of a part one after the other, by pieces: 16 bytes of
 // neighbouring channels of a position. Neighbouring threads read neighbouring positions, each the channels of a piece,
