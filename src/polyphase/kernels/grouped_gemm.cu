@@ -5,10 +5,10 @@
 //
 // where pixels are those that a cell i reads, counted from its own, and some pairs of phase and pixel have no tap.
 //
-// Rows of outputs without any tap are bias alone, and are written from rows that stay.
+// Rows of outputs without any tap are bias alone: they are made once, and stay in shared memory.
 //
-// Who does what. LOAD_WARPS bring stage after stage, WARPS multiply and put a tile's outputs together, STORE_WARPS
-// write those. Barriers of shared memory pass on each stage (full, and empty again), and the outputs (whole, and gone).
+// Warp roles. LOAD_WARPS fill stages by cp.async (producers), WARPS multiply and stage a tile's outputs in shared
+// memory (consumers), STORE_WARPS write these. mbarriers: a stage is full, or empty; outputs are whole, or gone.
 //
 // Index mapping. A block owns OUT_CHUNK output channels of one group, and takes tile after tile of cells
 // (core/geometry.cuh). Rows of the product are pairs of a phase that has taps and a channel, in blocks of 16; its
@@ -19,12 +19,12 @@
 // Without TF32 a float32 comes in PARTS (operand/split.cuh): three of bfloat16, whose instruction is twice as deep and
 // multiplies with one part of the weights in its first half and with another in its second; or two of TF32, less
 // accurate, where the weights would take too much room. Each operation's sum leaves the tensor cores at once, since
-// they round towards zero. The parts of what is not finite sum to NaN, and so does what is not finite with the zeros of
-// pairs without a tap; the product of two parts that were rounded up may overflow where that of the whole does not.
-// Where an output may be wrong for that it is therefore computed again, plainly.
+// they round towards zero. An output may be wrong: the parts of Inf or NaN sum to NaN; Inf times the zero of a pair
+// without a tap is NaN; the product of two parts that were rounded up may overflow where that of the whole does not.
+// Such outputs are computed again without the tensor cores (operand/plain_sum.cuh).
 //
-// Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes take them; outputs of
-// one tile or two (epilogue/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
+// Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes read them; the outputs
+// of one or two tiles (epilogue/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -180,7 +180,7 @@ struct Sums : Accumulators<ROW_BLOCKS, 4 * PIXEL_TILES> {
         to_words(elements, words);
         if (pixel + 1 < PIXELS_READ) load(params, window, columns, pixel + 1, elements);
       }
-      // A loop that ends after its first round, which the compiler does not know: else it mingles pixels, for which
+      // One round, which the compiler must not know: it would interleave the products of several pixels, for which
       // there are no registers.
 #pragma unroll 1
       for (unsigned rounds = opaque(1); rounds > 0; --rounds) {
@@ -501,7 +501,7 @@ struct Stage {
   }
 };
 
-// What producers say to the others: a tile's first cell, and the place of its outputs, NOWHERE behind the last.
+// What producers tell the other warps: a tile's first cell, and the place of its outputs, NOWHERE behind the last.
 struct Note {
   int cell[4], place;
 };
@@ -534,8 +534,8 @@ struct Share {
   }
 };
 
-// The tiles of a block, one after the other, as producers walk through them: every n-th, or the next that no block
-// has taken. In the latter case what is computed at a time is neighbours, however fast each block is.
+// Tile scheduler, by which producers walk through the tiles of a block: static, every n-th; or dynamic, the next that
+// no block has taken, so that neighbours are computed at the same time, however fast each block is.
 struct Tiles {
   const Params& params;
   unsigned* const counter;  // or none
@@ -604,14 +604,14 @@ __device__ __forceinline__ void arrive(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// What the three kinds of warps do.
+// The three warp roles.
 
 __device__ __forceinline__ void load_stages(const Params& params, Tiles tiles, const Barriers& barriers, Notes& notes,
                                             Place* places, char* buffers, const scalar_t* x, const scalar_t* y) {
   StageBoxLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(params.x, params.window);
   loader.init(places, elements(params.window));
   named_barrier_sync(1, LOADERS);
-  // What is on its way is waited for once BUFFERS - 2 stages follow it. Behind the last tile comes a note of its own.
+  // A stage's copies are waited for when BUFFERS - 2 later ones have been started. Behind the last tile comes a note.
   constexpr int BEHIND = BUFFERS - 2;
   int count = 1 << 30;  // of stages, with that note's, as soon as it is known
   for (Stage stage; stage.number < count + BEHIND; ++stage.number) {
