@@ -130,9 +130,19 @@ def available() -> bool:
 
 
 def _gcc(*arguments: str | Path) -> None:
-    done = subprocess.run(["g++", *map(str, arguments)], capture_output=True, text=True)
+    _tool("g++", *arguments)
+
+
+def _tool(name: str, *arguments: str | Path) -> str:
+    done = subprocess.run([name, *map(str, arguments)], capture_output=True, text=True)
     if done.returncode:
-        raise EmulationError(f"g++ refused the kernel:\n{done.stderr}")
+        raise EmulationError(f"{name} refused the kernel:\n{done.stderr}")
+    return done.stdout
+
+
+@functools.cache
+def _libgcc() -> str:
+    return _tool("g++", "-print-libgcc-file-name").strip()
 
 
 @functools.cache
@@ -171,8 +181,9 @@ def _compile(source: str, name: str, build: tuple[str, ...] = _QUICK) -> Path:
         )
         flags = (*_KERNEL, *build, *([_UNCHECKED] if any(line in source for line in _HALF) else []))
         _gcc(f"-I{folder / 'runtime'}", *_COMMON, *flags, "-c", made / "emulated.cpp", "-o", made / "kernel.o")
-        # Linked without -fsanitize: the runtime answers for the sanitizer's library.
-        _gcc("-shared", "-Wl,-Bsymbolic", made / "kernel.o", "-o", made / "kernel.so")
+        # Not by g++, which takes several times as long: what a kernel calls is in the process already, and the runtime
+        # answers for the sanitizer's library.
+        _tool("ld", "-shared", "-Bsymbolic", made / "kernel.o", _libgcc(), "-o", made / "kernel.so")
         (made / "kernel.o").unlink()
 
     digest = hashlib.sha256("\0".join((source, *build)).encode()).hexdigest()[:16]
