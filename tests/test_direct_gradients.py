@@ -152,9 +152,8 @@ LONG_WGRAD, CHANNELS_WGRAD, WINDOWS_WGRAD, DOT_DGRAD = LAYERS
 
 def versions(schedule: Schedule, layer: ConvTransposeProblem) -> list[ConvTransposeProblem]:
     """A layer in the dtypes and memory formats that it is tested in."""
-    if schedule is WINDOWS_WGRAD:
-        both = formats(layer)
-        return [problem for problem in both if refusal(schedule, problem, PASS, H200) is None]
+    if schedule is WINDOWS_WGRAD:  # which is not asked here what it refuses: that ranks every layer at collection
+        return formats(layer)[: 1 if layer is WINDOWS["dilated"] else None]
     if schedule is CHANNELS_WGRAD:
         ways = ("float32", True), ("bfloat16", True), ("bfloat16", False), ("float64", False)
         return [replace(layer, dtype=dtype, channels_last=last) for dtype, last in ways]
@@ -195,8 +194,9 @@ def test_layers(schedule: Schedule, problem: ConvTransposeProblem) -> None:
 
 
 def test_layers_of_windows_in_both_formats() -> None:
-    one = [name for name, layer in WINDOWS.items() if len(versions(WINDOWS_WGRAD, layer)) < len(formats(layer))]
-    assert one == ["dilated"]  # whose taps lie apart in channels_last
+    every = [(name, problem) for name, layer in WINDOWS.items() for problem in formats(layer)]
+    refused = [(name, problem) for name, problem in every if refusal(WINDOWS_WGRAD, problem, PASS, H200)]
+    assert refused == [("dilated", formats(WINDOWS["dilated"])[1])]  # whose taps lie apart
 
 
 @pytest.mark.parametrize(
