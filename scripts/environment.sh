@@ -76,6 +76,15 @@ install_cpu_torch() {
   "$python" -m pip install ${index[@]+"${index[@]}"} "torch==$CPU_TORCH"
 }
 
+# A new virtual environment in the folder $1 that also finds what $python finds. It has no pip, nor the setuptools that
+# come with pip: PyTorch asks for newer ones.
+venv_beside() {
+  "$python" -m venv --without-pip "$1"
+  "$python" -c 'import sys, sysconfig; print("\n".join(path for path in sys.path if "site-packages" in path
+    or path == sysconfig.get_path("purelib")))' > "$("$1/bin/python" -c \
+    'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+}
+
 say() { printf '%s\n' "$*" >&2; }
 
 # Whether an interpreter is new enough, and can import these modules, a PyTorch that is new enough among them.

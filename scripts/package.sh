@@ -23,10 +23,7 @@ mkdir -p "$work/source"
 diff <(cd "$work/source/src" && find polyphase -type f | sort) \
   <("$python" -m zipfile --list dist/*.whl | awk '$1 ~ /^polyphase\// {print $1}' | sort)
 
-"$python" -m venv --without-pip "$work/venv"  # nor the setuptools that come with pip: PyTorch asks for newer ones
-"$python" -c 'import sys, sysconfig; print("\n".join(path for path in sys.path if "site-packages" in path
-  or path == sysconfig.get_path("purelib")))' > "$("$work/venv/bin/python" -c \
-  'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth"
+venv_beside "$work/venv"
 # Alone at first: what is installed from a checkout lies on the path too, and has the same version.
 "$python" -m pip --python "$work/venv/bin/python" install --quiet --no-index --no-deps --force-reinstall dist/*.whl
 "$python" -m pip --python "$work/venv/bin/python" install --quiet --no-index "torch-polyphase[cli]"

@@ -1,7 +1,6 @@
 """Recipes for other libraries, with the real packages: those that are not installed are left out.
 
-pip install transformers diffusers monai lightning accelerate
-python -m pytest -m slow tests/test_libraries.py
+`scripts/libraries.sh` installs them.
 """
 
 from __future__ import annotations
