@@ -153,3 +153,14 @@ def test_what_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert polyphase.conv_transpose2d(images, w_read, b, 2, out=out) is out
         assert torch.equal(out, expected[: out.shape[0]])
         assert made.pop() == (*of_call, "", ((2, 2), (0, 0), (0, 0), (1, 1), 1))
+
+
+@pytest.mark.parametrize("function", [polyphase.conv_transpose2d, fused.conv_transpose2d])
+def test_out_has_a_batch_where_the_input_has_one(function: Any) -> None:
+    input, weight = torch.randn(1, 2, 3, 3), torch.randn(2, 4, 2, 2)
+    for given, shape in ((input, (4, 4, 4)), (input[0], (1, 4, 4, 4))):
+        with pytest.raises(RuntimeError, match="out must have the output's shape"):
+            function(given, weight, out=torch.empty(shape))
+    for given, shape in ((input, (1, 4, 4, 4)), (input[0], (4, 4, 4))):
+        out = torch.empty(shape)
+        assert torch.equal(function(given, weight, out=out), function(given, weight))

@@ -188,7 +188,7 @@ def _into(
     def anew() -> Tensor:
         return function(input, weight, bias, *constants)
 
-    return write(function.__name__, out, (batch, weight, bias), (), "", layer, anew)
+    return write(function.__name__, out, (batch, weight, bias), (), "", layer, anew, batch is input)
 
 
 def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[Layer, Callable[..., Tensor] | None]:

@@ -220,7 +220,9 @@ def _fused(
         def anew() -> Tensor:
             return function(input, weight, bias, *constants, epilogue=steps)
 
-        return write(function.__name__, out, (batch, weight, bias), operands, known.text, known.layer, anew)
+        return write(
+            function.__name__, out, (batch, weight, bias), operands, known.text, known.layer, anew, batch is input
+        )
     output = _run(known, operands, batch, weight, bias, tracing)
     return output if batch is input else output.squeeze(0)
 

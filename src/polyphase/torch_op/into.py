@@ -23,18 +23,19 @@ def write(
     epilogue: str,
     layer: Layer,
     otherwise: Callable[[], Tensor],
+    batched: bool,
 ) -> Tensor:
     """``out``, with the layer's output behind an epilogue, "" for none, in it.
 
     ``tensors``: input, with a batch, weight and bias. ``otherwise`` gives the output as a new tensor, without a batch
-    where ``out`` has none.
+    where ``batched`` is false.
 
     Raises:
         TypeError, RuntimeError: ``out`` is no tensor, of another shape, dtype or device, or derivatives are recorded.
     """
     input, weight, bias = tensors
-    _check(name, out, tensors, operands, layer)
-    batch = out if out.dim() == input.dim() else out.unsqueeze(0)
+    _check(name, out, tensors, operands, layer, batched)
+    batch = out if batched else out.unsqueeze(0)
     if _by_kernels((input, weight, *(() if bias is None else (bias,)), *operands, batch)):
         _write_by_kernels(batch, tensors, tuple(operands), epilogue, layer)
         return out
@@ -43,15 +44,20 @@ def write(
 
 
 def _check(
-    name: str, out: Any, tensors: tuple[Tensor, Tensor, Tensor | None], operands: Sequence[Tensor], layer: Layer
+    name: str,
+    out: Any,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    operands: Sequence[Tensor],
+    layer: Layer,
+    batched: bool,
 ) -> None:
     input, weight, bias = tensors
     if not isinstance(out, Tensor):
         raise TypeError(f"{name}: out must be a Tensor, not {type(out).__name__}")
     channels = weight.shape[1] * layer.groups
-    shape = (input.shape[0], channels, *output_size(input.shape[2:], layer))
-    unbatched = input.shape[0] == 1 and out.dim() == input.dim() - 1
-    if tuple(out.shape) != (shape[1:] if unbatched else shape):
+    batch = (input.shape[0],) if batched else ()
+    shape = (*batch, channels, *output_size(input.shape[2:], layer))
+    if tuple(out.shape) != shape:
         raise RuntimeError(f"{name}: out must have the output's shape {shape}, got {tuple(out.shape)}")
     if out.dtype != input.dtype or out.device != input.device:
         raise RuntimeError(
