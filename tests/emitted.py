@@ -159,8 +159,21 @@ class Extension:
             assert tensor.data_ptr() % 16 == 0
             geometry = geometry[:place] + tensor_map(self.boxes[-1]) + geometry[place + TENSOR_MAP_BYTES :]
         sizes = (ctypes.c_ubyte * len(geometry)).from_buffer_copy(geometry)
-        parameters = [*tensors, sizes] if geometry else tensors
+        apart = _apart(tensors)
+        parameters = [*apart, sizes] if geometry else apart
         kernel.launch((grid_x, grid_y, grid_z), block, shared_bytes, parameters)
+
+
+def _apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The same, but a tensor that is read in two places is a copy in the latter: the emulator takes each on its own."""
+    seen: set[int] = set()
+    found: list[Tensor | None] = []
+    for tensor in tensors:
+        again = tensor is not None and tensor.numel() > 0 and tensor.data_ptr() in seen
+        found.append(tensor.clone() if again and tensor is not None else tensor)
+        if tensor is not None:
+            seen.add(tensor.data_ptr())
+    return found
 
 
 BOXES = "<9Q14I"

@@ -12,15 +12,15 @@ from typing import Any
 from torch import nn
 
 import polyphase
-from polyphase.bench.check import CheckResult, Options, Trial
+from polyphase.bench import check
 
 
 def check_fused(
     path: Path,
     model: nn.Module,
     inputs: list[Any],
-    options: Options,
-    result: CheckResult,
+    options: check.Options,
+    result: check.CheckResult,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> None:
     """Compare and time a fused copy in evaluation mode, without derivatives; what is found goes into ``result``.
@@ -35,8 +35,10 @@ def check_fused(
     if not any(block.fused for block in result.fused.blocks):
         return
     # Without a report of what was swapped, whose layers a trial watches by hooks: those would see what is not computed.
-    found = CheckResult(result.cut, polyphase.Report("fused", ()), result.plans)
-    trial = Trial(path, plain, fast, replace(options, grad=False), found, lambda stage: progress(f"fused, {stage}"))
+    found = check.CheckResult(result.cut, polyphase.Report("fused", ()), result.plans)
+    trial = check.Trial(
+        path, plain, fast, replace(options, grad=False), found, lambda stage: progress(f"fused, {stage}")
+    )
     trial.run(1, inputs)
     if options.time and found.ok:
         trial.race(inputs)
