@@ -22,11 +22,11 @@ import torch
 import typer
 from shared import ROOT, write
 
-from polyphase.bench.check import Options
 from polyphase.bench.check_emitted import EmittedResult, check_emitted, load_emitted
 from polyphase.bench.check_report import show_emitted
 from polyphase.bench.model_file import ModelFile
 from polyphase.bench.report import make_console
+from polyphase.bench.trial import Options
 
 MODELS = [*sorted((ROOT / "examples").glob("*.py")), *sorted((ROOT / "benchmarks" / "kernelbench").glob("*.py"))]
 

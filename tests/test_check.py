@@ -15,9 +15,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from polyphase import modules
-from polyphase.bench import check as check_module
-from polyphase.bench.check import CheckResult, Options, check_model
+from polyphase.bench import trial as trial_module
+from polyphase.bench.check import check_model
 from polyphase.bench.model_file import Cut, ModelFile, ModelFileError, find_cut, trace
+from polyphase.bench.trial import CheckResult, Options
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 CPU = torch.device("cpu")
@@ -289,7 +290,7 @@ def test_nan_that_pytorch_gives_too_is_no_mismatch(wrong: bool, monkeypatch: pyt
 
 
 def test_a_large_batch_is_compared_on_some_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module, "FLOAT64_FLOPS", 1.0)
+    monkeypatch.setattr(trial_module, "FLOAT64_FLOPS", 1.0)
     result = run(model_file(layer, (6, 4, 5, 6)), trials=1)
     assert result.ok, result.problems
     assert any("float64 is compared on images 0, 5;" in remark for remark in result.remarks)
@@ -304,7 +305,7 @@ def test_a_large_batch_is_compared_on_some_images(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_gradient_that_leaks_between_images_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module, "FLOAT64_FLOPS", 1.0)
+    monkeypatch.setattr(trial_module, "FLOAT64_FLOPS", 1.0)
     right = modules.conv_transpose2d
 
     def leaking(x: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -187,12 +187,12 @@ def test_a_model_s_own_fault_is_one_message_with_its_line(command: str, fault: s
 
 
 def test_a_fault_of_polyphase_s_own_keeps_its_traceback(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyphase.bench import check
+    from polyphase.bench import trial
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(check, "_images", fails)
+    monkeypatch.setattr(trial, "_images", fails)
     result = invoke("check", model, "--device", "cpu")
     assert result.exit_code == 1
     assert "Traceback" in result.output

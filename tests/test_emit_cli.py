@@ -17,11 +17,11 @@ from typer.testing import CliRunner, Result
 import emulator
 from emitted import ROOT, TWO_LAYERS, as_planned, emitted_file, load, on_the_emulator
 from polyphase.__main__ import app
-from polyphase.bench.check import Options
 from polyphase.bench.check_emitted import check_emitted, load_emitted
 from polyphase.bench.check_report import show_emitted
 from polyphase.bench.model_file import ModelFile
 from polyphase.bench.timing import Timer
+from polyphase.bench.trial import Options
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import emulator
 from emitted import Extension, load, on_the_emulator
-from polyphase.bench.check import Options
 from polyphase.bench.check_emitted import check_emitted, load_emitted
 from polyphase.bench.model_file import ModelFile
+from polyphase.bench.trial import Options
 from polyphase.emit import file as emit_file
 from polyphase.emit import rules
 from polyphase.emit.fusion import Fusion

@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 from polyphase.__main__ import app
-from polyphase.bench.check import Options
 from polyphase.bench.model_file import ModelFileError
 from polyphase.bench.model_report import CARDS, ModelReport, load_target, report_on
 from polyphase.bench.report_page import page, summary
+from polyphase.bench.trial import Options
 from polyphase.problem.device import ARCHITECTURES, PORTABLE
 
 MODEL = """

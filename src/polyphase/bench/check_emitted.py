@@ -16,10 +16,10 @@ import torch
 
 import polyphase
 from polyphase.bench.accuracy import kernelbench_rule
-from polyphase.bench.check import CheckResult, Finding, Options, Trial
 from polyphase.bench.environment import first_line
 from polyphase.bench.model_file import Cut, ModelFile, ModelFileError, leaves, run_file
 from polyphase.bench.timing import Timer
+from polyphase.bench.trial import CheckResult, Finding, Options, Trial, quiet_dropout
 from polyphase.emit.rules import broken
 
 
@@ -149,11 +149,13 @@ def _against_float64(
     fast: torch.nn.Module,
     options: Options,
 ) -> None:
+    model, fast = copy.deepcopy(model), copy.deepcopy(fast)
+    quiet_dropout(model)
+    quiet_dropout(fast)
     found = CheckResult(Cut(), polyphase.Report("emitted", ()))
     Trial(path, model, fast, options, found, lambda stage: None).run(1, inputs)
     gradients, found.findings = found.findings, []
-    evaluating = copy.deepcopy(model).eval(), copy.deepcopy(fast).eval()
-    Trial(path, *evaluating, replace(options, grad=False), found, lambda stage: None).run(1, inputs)
+    Trial(path, model.eval(), fast.eval(), replace(options, grad=False), found, lambda stage: None).run(1, inputs)
     evaluated = [replace(each, what=f"{each.what}, in evaluation mode, without derivatives") for each in found.findings]
     found.findings = [*gradients, *evaluated]
     result.findings += found.findings

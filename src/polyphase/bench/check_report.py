@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from polyphase.bench.check import CheckResult, Finding
 from polyphase.bench.check_emitted import EmittedResult
 from polyphase.bench.report import error, milliseconds
+from polyphase.bench.trial import CheckResult, Finding
 
 
 def show(console: Console, result: CheckResult) -> None:

@@ -21,11 +21,12 @@ from torch.nn.modules.conv import _ConvTransposeNd
 import polyphase
 from polyphase.bench import environment
 from polyphase.bench.ceilings import H200
-from polyphase.bench.check import CheckResult, Options, check_model
+from polyphase.bench.check import check_model
 from polyphase.bench.layers import NamedLayer
 from polyphase.bench.model_file import ModelFile, ModelFileError, Run, naming_the_line, recorder, run_file, trace
 from polyphase.bench.records import FAILED, Record
 from polyphase.bench.runner import Runner, make_cases
+from polyphase.bench.trial import CheckResult, Options
 from polyphase.errors import UnsupportedError
 from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass

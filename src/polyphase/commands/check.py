@@ -12,7 +12,7 @@ from polyphase.commands.options import Dtype, device_of, model_files
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from polyphase.bench.check import Options
+    from polyphase.bench.trial import Options
 
 
 def check(
@@ -57,10 +57,11 @@ def check(
     accelerate or to compare.
     """
     from polyphase.bench import report
-    from polyphase.bench.check import Options, check_model
+    from polyphase.bench.check import check_model
     from polyphase.bench.check_report import show
     from polyphase.bench.environment import device_name
     from polyphase.bench.model_file import ModelFile, ModelFileError
+    from polyphase.bench.trial import Options
 
     paths = model_files(files)
     import torch

@@ -44,12 +44,12 @@ def report(
     """
     import torch
 
-    from polyphase.bench.check import Options
     from polyphase.bench.environment import device_name
     from polyphase.bench.model_file import ModelFileError
     from polyphase.bench.model_report import load_target, report_on
     from polyphase.bench.report import make_console, telling
     from polyphase.bench.report_page import page, summary
+    from polyphase.bench.trial import Options
     from polyphase.problem.device import DeviceInfo
 
     place = device_of(device)
