@@ -6,13 +6,14 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from helpers import TORCH, constants, random_problem
 from polyphase.bench.layers import every_layer, parse_layer
-from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 
 AXES = [
     Axis(kernel, stride, padding, dilation)
@@ -154,14 +155,29 @@ def test_tf32_is_float32_s_alone() -> None:
 
 def test_rounding_as_pytorch_does_takes_tf32() -> None:
     layer = replace(make((8, 64, 32, 32), 64, 3, tf32=True), tf32_as_pytorch=True)
-    assert layer.uses_tf32
+    assert layer.uses_tf32(Pass.FORWARD)
     assert replace(layer, tf32=False) == make((8, 64, 32, 32), 64, 3)
     assert replace(layer, dtype="float16") == make((8, 64, 32, 32), 64, 3, dtype="float16")
 
 
 def test_pytorch_computes_grouped_and_narrow_layers_in_float32() -> None:
-    assert make((8, 16, 9), 16, 3, tf32=True).uses_tf32
-    assert not make((8, 16, 9), 16, 3).uses_tf32
-    assert not make((8, 16, 9), 15, 3, tf32=True).uses_tf32
-    assert not make((8, 15, 9), 16, 3, tf32=True).uses_tf32
-    assert not make((8, 64, 9), 64, 3, groups=2, tf32=True).uses_tf32
+    """By passes, as cuDNN was measured: forward, input gradient, weight gradient."""
+
+    def rounds(*arguments: Any, **parameters: Any) -> tuple[bool, ...]:
+        layer = make(*arguments, **parameters, tf32=True)
+        assert not any(replace(layer, tf32=False).uses_tf32(pass_) for pass_ in Pass)
+        return tuple(layer.uses_tf32(pass_) for pass_ in Pass)
+
+    assert rounds((8, 16, 9), 16, 3) == (True, True, True)
+    assert rounds((8, 16, 9), 15, 3) == (False, False, False)
+    assert rounds((8, 3, 9, 9), 192, 3) == (False, True, True)
+    assert rounds((8, 1, 9, 9), 192, 3) == (False, False, False)
+    assert rounds((8, 320, 9, 9, 9), 1, 4) == (False, True, True)
+    assert rounds((8, 320, 9, 9, 9), 1, 1) == (False, False, False)
+    assert rounds((8, 64, 9), 64, 3, groups=2) == (False, True, True)
+    assert rounds((8, 128, 9), 128, 3, groups=2) == (True, True, True)
+    assert rounds((8, 32, 9), 32, 3, groups=4) == (False, True, True)
+    assert rounds((8, 28, 9), 28, 3, groups=4) == (False, False, False)
+    assert rounds((8, 64, 9, 9, 9), 12, 3, groups=4) == (False, False, True)
+    assert rounds((8, 32, 9, 9, 9), 32, (1, 2, 2), groups=4) == (False, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 3, groups=64) == (False, False, False)

@@ -53,6 +53,9 @@ LAYERS = {
     "1-D": make((3, 18, 25), 20, 5, 3, 2, dtype="bfloat16"),
     "1-D, long kernel": make((2, 16, 300), 16, 16, 8, 4, tf32=True),
     "3-D": make((2, 16, 4, 5, 6), 24, (2, 3, 3), (1, 2, 2), (0, 1, 1), tf32=True),
+    "few input channels, float32": make((2, 3, 9, 12), 24, 3, 2, 1, tf32=True),
+    "narrow groups, float32": make((2, 36, 8, 8), 24, 4, 2, 1, groups=3, tf32=True),
+    "volumes of few channels, float32": make((2, 18, 4, 6, 8), 3, 3, 2, 1, tf32=True),
     "empty batch": make((0, 16, 4, 4), 16, 3, dtype="bfloat16"),
 }
 
@@ -151,7 +154,7 @@ def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 3)
     wanted = {
         layer: "stays exact",
-        replace(layer, tf32=True, groups=2): "stays exact",
+        replace(layer, tf32=True, groups=8): "stays exact",
         replace(layer, tf32=True, out_channels=8): "stays exact",
         replace(layer, dtype="float64"): "do not take float64",
         replace(layer, dtype="bfloat16", kernel_size=(25, 25)): "too many",

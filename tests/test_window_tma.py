@@ -71,6 +71,9 @@ LAYERS = {
     "seven taps": make((1, 48, 9, 18), 64, (1, 7), 1, (0, 3), tf32=True),
     "windows of slabs": make((2, 24, 4, 3, 16), 16, 3, 1, 1, dtype="float16"),
     "windows of slabs, float32": make((1, 56, 3, 4, 8), 24, (3, 3, 1), 1, tf32=True),
+    "few input channels, float32": make((2, 4, 9, 12), 24, 3, 2, 1, tf32=True),
+    "narrow groups, float32": make((2, 36, 8, 8), 24, 4, 2, 1, groups=3, tf32=True),
+    "volumes of few channels, float32": make((2, 20, 4, 6, 8), 4, 3, 2, 1, tf32=True),
     "empty batch": make((0, 16, 4, 8), 16, 4, 2, 1, dtype="bfloat16"),
 }
 

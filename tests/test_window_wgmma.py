@@ -76,6 +76,9 @@ LAYERS = {
     "tiles that begin at 4 bytes": make((2, 24, 26, 38), 20, 2, 3, 1, dtype="bfloat16"),
     "tiles that begin at 4 bytes, joined": make((2, 24, 10, 46), 24, 3, dtype="bfloat16"),
     "cropped by more than a row's pitch": make((2, 24, 16, 48), 24, (3, 1), (1, 2), (1, 20), dtype="bfloat16"),
+    "few input channels, float32": make((2, 3, 9, 12), 24, 3, 2, 1, tf32=True),
+    "narrow groups, float32": make((2, 36, 8, 8), 24, 4, 2, 1, groups=3, tf32=True),
+    "volumes of few channels, float32": make((2, 16, 2, 6, 8), 3, 4, 2, 1, tf32=True),
     "empty batch": make((0, 16, 4, 8), 16, 4, 2, 1, dtype="bfloat16"),
 }
 

@@ -297,7 +297,7 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
             lines.append(
                 "    The forward pass rounds float32 to TF32 as PyTorch's own does by default, and gradients may, "
                 "whatever PyTorch's switches say when this runs (--strict-fp32: nowhere)"
-                if problem.uses_tf32
+                if problem.uses_tf32(Pass.FORWARD)
                 else "    float32 is not rounded to TF32"
             )
         if problem.channels_last:

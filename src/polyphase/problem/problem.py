@@ -164,11 +164,22 @@ class ConvTransposeProblem:
             tf32=tf32,
         )
 
-    @property
-    def uses_tf32(self) -> bool:
-        """Whether rounding to TF32 is allowed, and PyTorch does it: it computes narrow groups in full float32."""
-        channels = min(self.in_channels_per_group, self.out_channels_per_group)
-        return self.tf32 and channels >= (16 if self.groups == 1 else 64)
+    def uses_tf32(self, pass_: Pass) -> bool:
+        """Whether rounding to TF32 is allowed, and PyTorch does it in this pass of such layers.
+
+        cuDNN's algorithms differ by pass. It computes forward passes of few channels and of narrow groups in full
+        float32, fewer input gradients, and still fewer weight gradients. What was measured, and where these rules err:
+        benchmarks/experiments/011-where-pytorch-rounds.
+        """
+        few = min(self.in_channels_per_group, self.out_channels_per_group)
+        volume = self.dims == 3 and self.taps > (8 if pass_ is Pass.INPUT_GRAD else 1)
+        if not self.tf32 or pass_ is Pass.FORWARD:
+            return self.tf32 and few >= (16 if self.groups == 1 else 64)
+        if self.groups == 1:
+            return volume or (self.in_channels > 1 and self.out_channels >= 16)
+        if volume:
+            return few >= (64 if pass_ is Pass.INPUT_GRAD else 2)
+        return few >= 8
 
     @property
     def dims(self) -> int:
@@ -262,8 +273,8 @@ class ConvTransposeProblem:
             bias=False,
         )
 
-    def of_lone_pixels(self) -> ConvTransposeProblem | None:
-        """The layer of one tap that this one is where every image is a single pixel, as the first of a generator's are.
+    def of_lone_pixels(self, pass_: Pass) -> ConvTransposeProblem | None:
+        """The layer of one tap that a pass of this one is where images are single pixels, as a generator's first are.
 
         Taps do not meet then: the batch is a row of pixels, and every output of an image a channel of its pixel. Dense
         tensors lie the same for both in either format, with the channels last for the one returned. None where images
@@ -285,7 +296,7 @@ class ConvTransposeProblem:
             output_padding=(0, 0),
             dilation=(1, 1),
             channels_last=True,
-            tf32=self.uses_tf32,
+            tf32=self.uses_tf32(pass_),
         )
 
     @cached_property

@@ -134,11 +134,12 @@ def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mir
 
     A weight gradient has the source and destination of the input gradient, or ``mirrored`` those of the forward pass.
     """
+    parts = parts_of(problem, pass_)
     if pass_ is Pass.WEIGHT_GRAD:
         pass_ = Pass.FORWARD if mirrored else Pass.INPUT_GRAD
         layouts = replace(layouts, weight_channels_last=False)  # the result is contiguous
     folded, layouts = _folded(problem, layouts)
-    return Product(folded, Gather.of(folded, pass_, layouts), parts_of(problem))
+    return Product(folded, Gather.of(folded, pass_, layouts), parts)
 
 
 def as_read(
