@@ -1,4 +1,4 @@
-"""Whole models as one file: layers that compute what stands behind them in their own kernel, run by the emulator."""
+"""Whole models as one file: layers that compute what follows them in their own kernel, run by the emulator."""
 
 from __future__ import annotations
 

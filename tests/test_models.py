@@ -13,7 +13,7 @@ import polyphase
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 models = pytest.importorskip("models")
 
-# Layers, and those that compute what stands behind them.
+# Layers, and those that compute what follows them.
 CHAINS = {
     "DCGAN": (5, 5), "SimpleBaseline head": (3, 3), "Mask R-CNN branch": (1, 1), "SAM upscaling": (2, 1),
     "HiFi-GAN": (4, 0), "U-Net": (4, 4), "pix2pix": (8, 8), "DAC decoder": (4, 0), "FSRCNN": (1, 0),

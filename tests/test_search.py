@@ -120,7 +120,7 @@ def test_no_prediction_falls_below_its_bound(problem: ConvTransposeProblem) -> N
 
 @pytest.mark.parametrize("pass_", Pass)
 def test_lists_go_on_behind_the_first(pass_: Pass) -> None:
-    """What a search left out stands behind what it was asked for, and nothing stands twice."""
+    """What a search left out comes after what it was asked for, and nothing comes twice."""
     for problem in problems(6, seed=6):
         layouts = Layouts.of_call(problem, pass_)
         for schedule in SCHEDULES:

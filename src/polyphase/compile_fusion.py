@@ -69,7 +69,7 @@ class CompileFusion:
 
 
 def enable_compile_fusion() -> CompileFusion:
-    """Have `torch.compile` make one kernel of polyphase's layers and what stands behind them, in inference.
+    """Have `torch.compile` make one kernel of polyphase's layers and what follows them, in inference.
 
     It is for graphs that Inductor compiles from now on, in the whole process, until ``disable()``, or to the end of a
     ``with``: a model is compiled when it is first called. Taken in are batch norms in evaluation mode, activations,

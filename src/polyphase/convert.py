@@ -65,7 +65,7 @@ class Report:
     """What `accelerate` or `restore` found and did. Printing it gives a table, and the ``note`` below it.
 
     ``model`` is the model that it is about, for those who want it in one line: ``accelerate(build()).model``.
-    ``blocks``: what each layer computes of what stands behind it, if that was asked for.
+    ``blocks``: what each layer computes of what follows it, if that was asked for.
     """
 
     title: str

@@ -3,7 +3,7 @@
 A chain is a transposed convolution and what reads its output alone, one after the other: batch norms, activations,
 dropouts and sums, as modules or as calls of PyTorch's functions. It is found by symbolic tracing (`torch.fx`) of the
 model, or of the parts of it that can be traced, as they run in evaluation mode. Nothing is copied, no parameter moves
-and no code is rewritten: the layer keeps a list of what stands behind it and reads parameters at every call. What it
+and no code is rewritten: the layer keeps a list of what follows it and reads parameters at every call. What it
 returns says what is expected of it (`polyphase.pending`): a module passes on what expects it, and computes its own
 operation of anything else. All of that holds while the whole chain is in evaluation mode and without hooks; else each
 computes what it always did.
@@ -34,7 +34,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class Block:
-    """A transposed convolution and what it computes of what stands behind it.
+    """A transposed convolution and what it computes of what follows it.
 
     Attributes:
         name: the layer's qualified name.
@@ -52,7 +52,7 @@ class Block:
 
 
 class Chain:
-    """What stands behind a layer and is computed by it. The layer and each module of it keep it.
+    """What follows a layer and is computed by it. The layer and each module of it keep it.
 
     ``modules``: those right behind the layer. ``then``: the kinds of the calls that follow
     (`polyphase.elementwise.name_of`), and modules behind them, which only a layer that waits computes.
@@ -212,7 +212,7 @@ globals().update({taken.__name__: taken for taken in _TAKEN.values()})
 
 
 def fuse(model: Module) -> tuple[Block, ...]:
-    """Have the transposed convolutions of ``model`` that are polyphase's compute what stands behind them, in place."""
+    """Have the transposed convolutions of ``model`` that are polyphase's compute what follows them, in place."""
     blocks: list[Block] = []
     seen: set[int] = set()
     shared = shared_modules(model)

@@ -1,4 +1,4 @@
-"""The layer and what stands behind it as one call: ``polyphase.fused.conv_transpose2d(x, w, b, ..., epilogue=[...])``.
+"""The layer and what follows it as one call: ``polyphase.fused.conv_transpose2d(x, w, b, ..., epilogue=[...])``.
 
 An epilogue is a list of elementwise operations on the output, in order, each made by a function of this module or named
 as an activation. On a GPU they are computed in the layer's own kernel, on values that are not rounded before the last::

@@ -117,7 +117,7 @@ class ConvTranspose1d(torch.nn.ConvTranspose1d, metaclass=StandIn):
     """`torch.nn.ConvTranspose1d` computed by `polyphase.conv_transpose1d`."""
 
     _stands_for: type = torch.nn.ConvTranspose1d
-    _chain: Any = None  # what it computes of what stands behind it (`polyphase.fuse`)
+    _chain: Any = None  # what it computes of what follows it (`polyphase.fuse`)
     _get_name = _get_name
     __prepare_scriptable__ = _prepare_scriptable
     qconfig = property(_qconfig, _set_qconfig)

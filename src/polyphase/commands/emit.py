@@ -41,9 +41,7 @@ def emit(
     ] = False,
     fuse: Annotated[
         bool,
-        typer.Option(
-            "--fuse/--no-fuse", help="Without derivatives, layers compute what stands behind them in their kernel."
-        ),
+        typer.Option("--fuse/--no-fuse", help="Without derivatives, layers compute what follows them in their kernel."),
     ] = True,
 ) -> None:
     """Write a model with its kernels as one file: no dependency but PyTorch, which builds it with nvcc when it runs.

@@ -33,7 +33,7 @@ SUITES = (
     "reference (five models), kernelbench, all (the 22 layers of the record), models (64 layers of further ones), "
     "volumes (3-D), batch1 (20 layers of one image or second), holes (21 layers that were far from their floor)"
 )
-"""The values of ``--suite``, several of which may stand behind one another, with commas."""
+"""The values of ``--suite``, several of which may be given, separated by commas."""
 
 
 Seed = Annotated[int, typer.Option(help="What layers are drawn at random from.")]

@@ -1,4 +1,4 @@
-"""What an emitted file has besides `polyphase.emit.support` where layers compute what stands behind them.
+"""What an emitted file has besides `polyphase.emit.support` where layers compute what follows them.
 
 It keeps the rules of `polyphase.emit.support`: Python 3.8, PyTorch 1.13, nothing caught, no imports in functions.
 """

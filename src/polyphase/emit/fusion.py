@@ -1,8 +1,8 @@
-"""The forward method of an emitted file in which layers compute what stands behind them in their own kernel.
+"""The forward method of an emitted file in which layers compute what follows them in their own kernel.
 
 The model is traced by `torch.fx`, and the chains are those that `polyphase.fuse` finds. A traced forward is the one of
 this model alone: of its mode, of the numbers that its modules hold, of its own modules. So the method asks for all of
-these before it is used, and the model's own forward stands behind it.
+these before it is used, and the model's own forward comes after it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _methods(traced: dict[bool, _Forward], texts: dict[bool, str], inference: st
     signature, arguments = evaluating.signature
     lines = [
         f"    def forward({signature}):",
-        '        """What `Model` computes; without derivatives, layers compute what stands behind them, too."""',
+        '        """What `Model` computes; without derivatives, layers compute what follows them, too."""',
         f"        inference = {inference}(self)",
     ]
     for name, (forward, mode) in modes.items():

@@ -43,7 +43,7 @@ class Model:
 def model_of_file(path: Path, dtype: str, tf32: bool, fuse: bool = True) -> Model:
     """The model in a file of KernelBench's form.
 
-    ``fuse``: whether layers compute what stands behind them in their own kernel, where no derivatives are asked for.
+    ``fuse``: whether layers compute what follows them in their own kernel, where no derivatives are asked for.
 
     Raises `EmitError`, and `ModelFileError` where the file does not load.
     """

@@ -34,7 +34,7 @@ def resolve(root: str, read: Callable[[str], str], constants: Mapping[str, int])
         constants: what conditions around an include may ask for.
 
     Raises:
-        IncludeError: an include stands behind code or under another condition, or files include one another.
+        IncludeError: an include comes after code or under another condition, or files include one another.
     """
     found: dict[str, str] = {}
     open_files: list[str] = []

@@ -83,7 +83,7 @@ class _Shortlist:
         yield from self._rest
 
     def _behind(self) -> list[Any]:
-        """What stands behind the first configs: nothing, unless the search for these left others out."""
+        """What follows the first configs: nothing, unless the search for these left others out."""
         schedule, at, pass_, device = self._ranked
         if not schedule.prunes or len(self._first) < schedule.compared:
             return []
