@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -161,6 +162,20 @@ def test_enabling_and_disabling() -> None:
     with polyphase.enable_compile_fusion() as again:
         assert again.uuid() is not None
     assert config.pre_grad_custom_pass is None
+
+
+def test_inductor_can_make_a_key_of_it() -> None:
+    """Some versions of PyTorch pickle it with Inductor's settings, others ask for its `uuid`."""
+    with polyphase.enable_compile_fusion() as fusion:
+        pickled, key = pickle.dumps(fusion), fusion.uuid()
+    assert pickle.loads(pickled) is None
+    assert pickle.dumps(fusion) != pickled  # disabled
+    assert key != fusion.uuid()
+    with polyphase.enable_compile_fusion() as another:
+        assert pickle.dumps(another) == pickled
+    fusion._before.append(print)
+    with pytest.raises(pickle.PicklingError, match="no uuid"):
+        pickle.dumps(fusion)
 
 
 def test_by_inductor() -> None:

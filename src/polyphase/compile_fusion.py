@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ class CompileFusion:
         others = [each.uuid() if hasattr(each, "uuid") else None for each in self._before]
         return None if None in others else (_digest(), self._enabled > 0, *others)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What this does, as `uuid`: PyTorch before 2.13 pickles Inductor's settings to make such a key of them."""
+        key = self.uuid()
+        if key is None:
+            raise pickle.PicklingError("a pass that Inductor had before has no uuid")
+        return _nothing, (key,)
+
     def disable(self) -> None:
         """Leave graphs that are compiled from now on as they are."""
         from torch._inductor import config
@@ -89,6 +97,10 @@ def enable_compile_fusion() -> CompileFusion:
     config.pre_grad_custom_pass = fusion
     _keep_layouts()
     return fusion
+
+
+def _nothing(key: Any) -> None:
+    """What a pickled pass is elsewhere: it is enabled in a process, not in a file."""
 
 
 @functools.cache
