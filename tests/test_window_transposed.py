@@ -81,6 +81,10 @@ def test_tensors_of_any_strides(pass_: Pass, dtype: str) -> None:
         (40, 24, 3),  # a weight of few taps
         (1, 165, 67),  # rows of more pieces than a tile has, not all of them whole
         (2, 1, 7, 90),
+        (2, 72, 5, 37),  # rows that are copied as they lie: many, of every length, beginning and ending anywhere
+        (1, 200, 101),
+        (1, 48, 3, 4, 11),
+        (1, 33, 16, 10),
     ],
 )
 def test_transposes(shape: tuple[int, ...], dtype: str) -> None:

@@ -51,13 +51,17 @@ def with_epilogue(
             before.append(replace(step, operands=(name, names[name])))
             buffers.append(Buffer(names[name], problem.dtype, math.prod(problem.output_shape)))
     steps[behind] = _reading(steps[behind], tuple(names.values()))
-    spares = tuple(replace(spare, epilogue=replace(of_kernel, channel_parts=1)) for spare in program.spares)
+    alone = tuple(spare for spare in program.spares if spare.kernel != "transpose")
+    spares = tuple(replace(spare, epilogue=replace(of_kernel, channel_parts=1)) for spare in alone)
     return replace(
         program,
         steps=(*before, *steps),
         main_index=len(before) + main_index,
         buffers=tuple(buffers),
-        spares=tuple(replace(spare, constants=(*spare.constants, ("HAS_BIAS", False))) for spare in spares),
+        spares=(
+            *(replace(spare, constants=(*spare.constants, ("HAS_BIAS", False))) for spare in spares),
+            *(spare for spare in program.spares if spare.kernel == "transpose"),
+        ),
     )
 
 

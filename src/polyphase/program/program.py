@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.program.split_k import reduce_splits
 from polyphase.program.step import BIAS, DST, GRAD, MANY_BLOCKS, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
-from polyphase.program.transpose import to_channels_last, to_contiguous, transpose_blocks, transpose_source
+from polyphase.program.transpose import (
+    to_channels_last,
+    to_contiguous,
+    transpose_blocks,
+    transpose_source,
+    transpose_sources,
+)
 
 if TYPE_CHECKING:
     from polyphase.jit.source import KernelSource
@@ -160,12 +166,17 @@ def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed
     """A program that reads some tensors in channels_last, for such as lie otherwise: they are transposed before."""
     buffers = {name: Buffer(f"{name}_channels_last", dtype, how.elements) for name, how in read.items()}
     before = (replace(to_channels_last(dtype, *how), operands=(name, buffers[name].name)) for name, how in read.items())
-    return prepared(inner, tuple(before), buffers)
+    return _with_spares(prepared(inner, tuple(before), buffers), transpose_sources(dtype))
 
 
 def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:
     """A program that writes channels_last, for a contiguous result of such a shape: it is transposed back."""
-    return _written_by(inner, dtype, math.prod(shape), to_contiguous(dtype, shape))
+    program = _written_by(inner, dtype, math.prod(shape), to_contiguous(dtype, shape))
+    return _with_spares(program, transpose_sources(dtype))
+
+
+def _with_spares(program: Program, sources: tuple[KernelSource, ...]) -> Program:
+    return replace(program, spares=tuple(dict.fromkeys((*program.spares, *sources))))
 
 
 def writing_weight_channels_last(inner: Program, problem: ConvTransposeProblem) -> Program:
@@ -175,8 +186,7 @@ def writing_weight_channels_last(inner: Program, problem: ConvTransposeProblem) 
     transpose has.
     """
     shape, dtype = problem.weight_shape, problem.dtype
-    spares = (*inner.spares, transpose_source(dtype), transpose_source(dtype, True))
-    inner = replace(inner, spares=tuple(dict.fromkeys(spares)))
+    inner = _with_spares(inner, (*transpose_sources(dtype), transpose_source(dtype, True)))
     *before, last = inner.steps
     if last.source.kernel != "reduce_splits" or not transpose_reduces(problem, inner.splits):
         return writing_channels_last(inner, dtype, shape)

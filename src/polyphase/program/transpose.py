@@ -6,6 +6,7 @@ import math
 
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES
+from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Strides, five
 from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
@@ -15,10 +16,13 @@ _PIECES = 1536  # of 16 bytes, of a block's tile in shared memory
 _LEAST_PIXELS = 64  # of a tile
 _WHOLE_ROWS = 20  # pieces of a pixel up to which a tile has all, where rows of the result are not whole pieces
 _SECTOR = 32  # bytes that memory writes at once
+_LEAST_RUN, _LEAST_ROW, _LEAST_ODD_ROW = 32, 32, 96  # elements of the source's rows and of the result's, to be copied
+_RUN_BITS = range(5, 9)  # logarithms of the elements of a row that a tile of rows has
+_MOST_ROWS, _MOST_ODD_ROWS = 64, 128  # that it writes
 
 
-def transpose_source(dtype: str, sums: bool = False) -> KernelSource:
-    """The kernel, for all tensors of a dtype, or for partial ``sums`` of such tensors."""
+def transpose_source(dtype: str, sums: bool = False, rows: bool = False) -> KernelSource:
+    """The kernel, for all tensors of a dtype, for partial ``sums`` of such tensors, or for those of whole ``rows``."""
     return KernelSource(
         "transpose",
         dtype,
@@ -28,10 +32,17 @@ def transpose_source(dtype: str, sums: bool = False) -> KernelSource:
             ("PARTS", 2),
             ("PIECES", _PIECES),
             ("SUMS", sums),
-            ("MIN_BLOCKS", 6),
+            ("ROWS", rows),
+            ("MIN_BLOCKS", 5 if rows else 6),
         ),
         folder="steps",
     )
+
+
+def transpose_sources(dtype: str) -> tuple[KernelSource, ...]:
+    """The kernels of all tensors of a dtype, whatever their sizes."""
+    ways = (False, True) if DTYPE_BYTES[dtype] == 2 else (False,)
+    return tuple(transpose_source(dtype, rows=rows) for rows in ways)
 
 
 def _tile(channels: int, element: int) -> tuple[int, int, int]:
@@ -75,6 +86,8 @@ def to_channels_last(
     pixels, group = batch * math.prod(sizes), channels // groups
     each = group if padded is None else padded
     written, vector = groups * parts * each, 16 // DTYPE_BYTES[dtype]
+    if splits == 0 and parts == 1 and (groups == 1 or each == group) and _by_rows(dtype, strides, sizes, written):
+        return _rows_to_channels_last(dtype, shape, strides, written)
     pieces, pixel_bits, halo = _tile(written, DTYPE_BYTES[dtype])
     row = min(written, pieces * vector) if halo == 0 else pieces * vector - halo
     source = transpose_source(dtype, splits > 0)
@@ -95,6 +108,60 @@ def to_channels_last(
         plane=math.prod(shape),
     )
     return plain_step(source, transpose_blocks(dtype, written, pixels), _THREADS, params)
+
+
+def _by_rows(dtype: str, strides: Strides, sizes: list[int], written: int) -> bool:
+    """Whether the kernel's way by rows serves a tensor of such strides and spatial sizes, and so many channels."""
+    run = 1
+    for stride, size in zip(reversed(strides[2:]), reversed(sizes)):
+        if size > 1 and stride != run:
+            return False
+        run *= size
+    vector = 16 // DTYPE_BYTES[dtype]
+    least = _LEAST_ODD_ROW if written % vector else _LEAST_ROW
+    return DTYPE_BYTES[dtype] == 2 and run >= _LEAST_RUN and written >= least
+
+
+def _rows_to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides, written: int) -> Step:
+    """The same for rows without gaps: each image's pixels of a channel, of which ``written`` are written."""
+    batch, channels, *sizes = five(shape)
+    run, element = math.prod(sizes), DTYPE_BYTES[dtype]
+    vector = 16 // element
+    halo = _SECTOR // element if written % vector else 0
+    # A row of the result begins anywhere in a sector; tiles that have few rows have more pixels.
+    wanted = round_up(written + max(0, halo - 1), halo or vector)
+    most = _MOST_ODD_ROWS if halo else _MOST_ROWS
+    row = round_up(-(-wanted // -(-wanted // most)), 4 * vector if wanted > most else vector)
+    bits = max(
+        bits
+        for bits in _RUN_BITS
+        if bits == _RUN_BITS[0] or (_rows_pieces(bits, row + halo) <= _PIECES and 1 << bits < 2 * run)
+    )
+    source = transpose_source(dtype, rows=True)
+    span = 1 + sum(stride * max(0, size - 1) for stride, size in zip(strides, (batch, channels, *sizes)))
+    params = params_of(source).pack(
+        stride=strides,
+        channels=written,
+        pixels=batch * run,
+        sizes=(1, 1, run),
+        padded=written,
+        group=channels,
+        parts=1,
+        pieces=(1 << bits) // vector + 1,
+        row=row,
+        pixel_bits=bits,
+        halo=halo,
+        advance=0,
+        planes=1,
+        plane=span,
+    )
+    across = -(-(written + max(0, halo - 1)) // row)
+    return plain_step(source, batch * -(-run >> bits) * across, _THREADS, params)
+
+
+def _rows_pieces(bits: int, rows: int) -> int:
+    """Of 16 bytes of 16-bit elements: so many rows in shared memory, and what lies between them."""
+    return -(-rows // 8) * (8 * ((1 << bits) // 8 + 1) + 2)
 
 
 def to_contiguous(dtype: str, shape: tuple[int, ...], splits: int = 0) -> Step:

@@ -10,6 +10,14 @@
 // whole rows, which lie in memory one behind the other, or it has `halo` channels of its neighbour, too: each row is
 // written from where a sector of 32 bytes begins.
 //
+// ROWS: the same for types of 16 bits whose source has rows without gaps: a channel's pixels of an image, or a pixel's
+// channels on the way back. A block has a tile of an image, `row` and `halo` channels by pixels. It copies each row's
+// pieces as they lie in memory, whole ones whatever the row's first element is, to shared memory. A thread has a pixel
+// of the tile, gathers eight of its channels, wherever a piece of the result begins, and writes that piece. Which
+// elements a thread gathers is the same from eight channels to the next eight but for a constant. Rows lie an odd
+// number of pieces apart, and 32 bytes more every eight rows: four pieces of eight pixels are gathered without bank
+// conflicts where either side has rows of whole pieces.
+//
 // SUMS: the source has planes of partial sums in the accumulator's type, which are added in their order and narrowed (a
 // split-K reduction that writes the weight's order).
 
@@ -18,7 +26,9 @@
 #include "core/divisor.cuh"
 #include "core/types.cuh"
 #include "operand/tf32.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/memory.cuh"
 
 struct Params {
   long long stride[5];   // of the source, in elements: of images, channels, slabs, rows, columns
@@ -29,7 +39,7 @@ struct Params {
   Divisor pieces, row;   // of a pixel in the tile: pieces, and channels that are written
   int pixel_bits, halo;  // logarithm of the tile's pixels to the base of 2; channels that two tiles have, or none
   int advance;           // whole rows in what all threads write at once
-  int planes;            // of partial sums, and their elements
+  int planes;            // of partial sums, and elements from the first of a plane to its last
   long long plane;
 };
 
@@ -104,10 +114,118 @@ __device__ __forceinline__ void store_word(scalar_t* to, scalar_t first, scalar_
   if (WORD == 2 && has_second) to[1] = second;
 }
 
+// Where a tile of rows lies in the source and in shared memory.
+struct RowTile {
+  const Params& params;
+  int first_pixel, pixels, first_row;  // of an image; those that exist; the channel that the tile's first row is
+  long long start;                     // element of the source: the first pixel of row zero
+  unsigned address;                    // of that, in elements: it matters where in a piece it lies
+  unsigned pitch;                      // bytes from a row to the next in shared memory
+
+  // Elements of a row's first piece in front of its first element: the same for every eighth row.
+  __device__ __forceinline__ int shift(int row) const {
+    return (int)(address + (unsigned)(first_row + row) * (unsigned)params.stride[1] & VECTOR - 1);
+  }
+  // Of a row in shared memory, in bytes.
+  __device__ __forceinline__ unsigned place(int row) const { return row * pitch + row / 8 * 32u; }
+
+  // The pieces of a column: `row` and every `apart`-th behind it, a multiple of eight.
+  __device__ __forceinline__ void copy(const scalar_t* __restrict__ src, Piece* tile, int row, int apart,
+                                       int column) const {
+    const int offset = column - shift(row), end = min(params.row.value + params.halo, params.channels - first_row);
+    if (offset >= pixels) return;
+    long long element = start + (first_row + row) * params.stride[1] + offset;
+    scalar_t* to = (scalar_t*)((char*)tile + place(row)) + column;
+#pragma unroll 1
+    for (; row < end; row += apart, element += apart * params.stride[1], to += place(apart) / sizeof(scalar_t)) {
+      if (first_row + row < 0) continue;
+      const bool exists = first_row + row < params.group;
+      if (!exists || (element >= 0 && element + VECTOR <= params.plane)) {
+        cp_async<16>(shared_address(to), exists ? src + element : src, exists);
+      } else {  // only in part the tensor's
+#pragma unroll 1
+        for (int i = 0; i < VECTOR; ++i)
+          if (element + i >= 0 && element + i < params.plane) to[i] = read(src + element + i);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load(const scalar_t* __restrict__ src, Piece* tile) const {
+    const int columns = params.pieces.value - 1, bits = params.pixel_bits - 3, thread = threadIdx.x;
+    copy(src, tile, thread >> bits, THREADS >> bits, (thread & columns - 1) * VECTOR);
+    copy(src, tile, thread, THREADS, columns * VECTOR);  // of rows that do not begin with a piece
+    cp_async_commit();
+    cp_async_wait<0>();
+  }
+
+  // Eight channels of a pixel each: four lanes have neighbouring pieces of it, and eight neighbouring pixels. A
+  // thread's pixels are a multiple of 32 apart: their rows of the result begin alike.
+  __device__ __forceinline__ void store(const Piece* tile, scalar_t* __restrict__ dst, long long image_pixel) const {
+    static_assert(!ROWS || (THREADS == 256 && VECTOR == 8), "eight warps of eight pixels each");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int bits = max(0, 6 - params.pixel_bits);  // logarithm of the warps that have the same pixels
+    int pixel = (warp >> bits) * 8 + lane / 4;
+    const long long start_of_row = (image_pixel + pixel) * params.channels + first_row + params.halo;
+    const int before = params.halo == 0 ? 0 : (int)start_of_row & params.halo - 1;
+    const int own = ((warp & (1 << bits) - 1) * 4 + lane % 4) * VECTOR, apart = 4 * VECTOR << bits;
+    const int first = first_row + params.halo - before, end = min(params.row.value, params.channels - first);
+    unsigned from[VECTOR];
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      const int row = params.halo - before + i;
+      from[i] = place(row) + place(own) + (pixel + shift(row)) * (unsigned)sizeof(scalar_t);
+    }
+    scalar_t* row_of_pixel = dst + (start_of_row - before + own);
+#pragma unroll 1
+    for (; pixel < pixels; pixel += 64 >> bits, row_of_pixel += (long long)(64 >> bits) * params.channels) {
+      const char* rows = (const char*)tile;
+      scalar_t* to = row_of_pixel;
+#pragma unroll 1
+      for (int at = own; at < end; at += apart, rows += place(apart), to += apart) {
+        Piece piece;
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) piece.value[i] = *(const scalar_t*)(rows + from[i]);
+        const bool whole = first + at >= 0 && first + at + VECTOR <= params.channels;
+        store_global_if(whole, to, *(const Vector<unsigned, 4>*)&piece);
+        if (whole) continue;
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i)
+          if ((unsigned)(first + at + i) < (unsigned)params.channels) to[i] = piece.value[i];
+      }
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) from[i] += (64 >> bits) * (unsigned)sizeof(scalar_t);
+    }
+  }
+};
+
+__device__ __forceinline__ void transpose_rows(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst,
+                                               const Params& params, Piece* tile) {
+  const int all_pixels = params.sizes[2].value, tile_pixels = 1 << params.pixel_bits;
+  const int across = (params.channels + max(params.halo - 1, 0) + params.row.value - 1) / params.row;
+  const int block = (int)blockIdx.x / across, tiles = all_pixels + tile_pixels - 1 >> params.pixel_bits;
+  const int image = block / tiles, first_pixel = (block - image * tiles) * tile_pixels;
+  const int first_channel = ((int)blockIdx.x - block * across) * params.row.value;
+  const long long start = image * params.stride[0] + first_pixel;
+  const RowTile rows{params,
+                     first_pixel,
+                     min(tile_pixels, all_pixels - first_pixel),
+                     first_channel - params.halo,
+                     start,
+                     (unsigned)((unsigned long long)src / sizeof(scalar_t)) + (unsigned)start,
+                     (params.pieces.value | 1) * (unsigned)sizeof(Piece)};
+  rows.load(src, tile);
+  __syncthreads();
+  rows.store(tile, dst, (long long)image * all_pixels + first_pixel);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     transpose(const source_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   __shared__ Piece tile[PIECES];
   griddepcontrol_launch_dependents();
+  if constexpr (ROWS) {
+    transpose_rows((const scalar_t*)src, dst, params, tile);
+    return;
+  }
   const int thread = (int)threadIdx.x;
   const int tile_pixels = 1 << params.pixel_bits, count = params.pieces.value << params.pixel_bits;
   const int pitch = params.pieces.value | 1, across = (int)gridDim.x / ceil_div(params.pixels, tile_pixels);
