@@ -75,7 +75,14 @@ def write_planes(dtype: str, how: Planes) -> Step:
         pieces = -(-pieces // -(-pieces // _MOST_PIECES))
     bits = min(_THREADS, _PIECES // (pieces | 1)).bit_length() - 1
     row = min(how.channels, pieces * vector)
-    constants = (("THREADS", _THREADS), ("PARTS", how.parts), ("PIECES", _PIECES), ("MIN_BLOCKS", 6))
+    across = -(-how.channels // row)
+    constants = (
+        ("THREADS", _THREADS),
+        ("PARTS", how.parts),
+        ("PIECES", _PIECES),
+        ("MOST_PIECES", _MOST_PIECES),
+        ("MIN_BLOCKS", 6),
+    )
     source = KernelSource("write_planes", dtype, False, constants, folder="steps")
     params = params_of(source).pack(
         stride=how.strides,
@@ -92,7 +99,8 @@ def write_planes(dtype: str, how: Planes) -> Step:
         positions=how.positions,
         pieces=pieces,
         row=row,
+        across=across,
         position_bits=bits,
     )
-    blocks = -(-how.positions >> bits) * -(-how.channels // row)
+    blocks = -(-how.positions >> bits) * across
     return plain_step(source, blocks, _THREADS, params, (SRC, SRC_PLANES))

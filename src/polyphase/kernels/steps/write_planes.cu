@@ -9,7 +9,9 @@
 // Index mapping. A block has a tile of positions, of all planes of a part one after the other, by pieces: 16 bytes of
 // neighbouring channels of a position. Neighbouring threads read neighbouring positions, each the channels of a piece,
 // and write the piece to shared memory, [position][piece]. An odd pitch keeps both ways free of bank conflicts. Rows of
-// whole pieces are written so, others, of which a tile has all, in words of four bytes.
+// whole pieces are written so, others, of which a tile has all, in words of four bytes. Where a channel lies in the
+// source is worked out once for a tile: to divide by residues for every piece takes longer than to move it. Tiles of
+// the same positions follow one another, since they write the same sectors.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -22,10 +24,11 @@ struct Params {
   long long stride[5];  // of the source, in elements: of images, channels, slabs, rows, columns
   int size[3], step[3], first[3], apart[2];
   Divisor padded[3], images, residues[2];  // positions of an image; images; planes of an image along d and h
-  int inner[2];                            // residues that are channels
+  Divisor inner[2];                        // residues that are channels
   Divisor group;                           // channels of the source
   int channels, positions;                 // that are written; the latter of all planes of a part
   Divisor pieces, row;                     // of a position in the tile: pieces, and channels
+  Divisor across;                          // tiles that have a position's channels
   int position_bits;                       // logarithm of the tile's positions to the base of 2
 };
 
@@ -51,75 +54,89 @@ __device__ __forceinline__ Vector<float, COUNT> part_of(Vector<float, COUNT> who
   return whole;
 }
 
+constexpr int MOST_CHANNELS = MOST_PIECES * VECTOR;  // of a tile
+constexpr int NOWHERE = -(1 << 30);                  // along a dimension, of what does not exist
+
+// Where a channel of the result lies in the source, beside a position's first.
+struct Channel {
+  long long offset;
+  int d, h;
+
+  __device__ __forceinline__ Channel(const Params& params, int index) {
+    const int inner = index / params.group, of_d = inner / params.inner[1];
+    const bool exists = of_d < params.inner[0].value;
+    d = exists ? of_d * params.apart[0] : NOWHERE;
+    h = (inner - of_d * params.inner[1].value) * params.apart[1];
+    offset = (index - inner * params.group.value) * params.stride[1] + d * params.stride[2] + h * params.stride[3];
+  }
+};
+
 // What a thread reads: the channels of a position.
 struct Position {
   int d, h;
-  bool exists;
   const scalar_t* from;
 
   __device__ __forceinline__ Position(const scalar_t* src, const Params& params, int index) {
     const int row = index / params.padded[2], slab = row / params.padded[1], of_plane = slab / params.padded[0];
     const int plane = of_plane / params.images, plane_d = plane / params.residues[1];
     const int group = plane_d / params.residues[0], w = index % params.padded[2] * params.step[2] + params.first[2];
+    const bool exists = index < params.positions && (unsigned)w < (unsigned)params.size[2];
     d = slab % params.padded[0] * params.step[0] + params.first[0] + plane_d % params.residues[0] * params.apart[0];
     h = row % params.padded[1] * params.step[1] + params.first[1] + plane % params.residues[1] * params.apart[1];
-    exists = index < params.positions && (unsigned)w < (unsigned)params.size[2];
     from = src + of_plane % params.images * params.stride[0] + group * params.group.value * params.stride[1] +
-           w * params.stride[4];
+           d * params.stride[2] + h * params.stride[3] + w * params.stride[4];
+    if (!exists) d = NOWHERE;
   }
 
-  // Neighbouring channels, the first of which is one of the result.
-  __device__ __forceinline__ Piece read_piece(const Params& params, int first) const {
-    int inner = first / params.group, channel = first - inner * params.group.value;
-    const scalar_t* at = channels_of(params, inner) + channel * params.stride[1];
-    bool here = has(params, inner);
+  // Neighbouring channels, the first of which is one of the tile's. They are one residue's where groups are whole
+  // pieces.
+  __device__ __forceinline__ Piece read_piece(const Params& params, const Channel* channels) const {
     Piece piece;
+    if (params.group.value % VECTOR == 0) {
+      const Channel channel = *channels;
+      const scalar_t* at = from + channel.offset;
+      const bool exists = has(params, channel);
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i, ++channel, at += params.stride[1]) {
-      if (channel == params.group.value) {
-        ++inner, channel = 0;
-        at = channels_of(params, inner), here = has(params, inner);
+      for (int i = 0; i < VECTOR; ++i, at += params.stride[1]) piece.value[i] = exists ? read(at) : zero<scalar_t>();
+    } else {
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) {
+        const Channel channel = channels[i];
+        piece.value[i] = has(params, channel) ? read(from + channel.offset) : zero<scalar_t>();
       }
-      piece.value[i] = here ? read(at) : zero<scalar_t>();
     }
     return piece;
   }
 
  private:
-  __device__ __forceinline__ int at_d(const Params& params, int inner) const {
-    return d + inner / params.inner[1] * params.apart[0];
-  }
-  __device__ __forceinline__ int at_h(const Params& params, int inner) const {
-    return h + inner % params.inner[1] * params.apart[1];
-  }
-  __device__ __forceinline__ bool has(const Params& params, int inner) const {
-    return exists && inner < params.inner[0] * params.inner[1] &&
-           (unsigned)at_d(params, inner) < (unsigned)params.size[0] &&
-           (unsigned)at_h(params, inner) < (unsigned)params.size[1];
-  }
-  __device__ __forceinline__ const scalar_t* channels_of(const Params& params, int inner) const {
-    return from + at_d(params, inner) * params.stride[2] + at_h(params, inner) * params.stride[3];
+  __device__ __forceinline__ bool has(const Params& params, const Channel& channel) const {
+    return (unsigned)(d + channel.d) < (unsigned)params.size[0] && (unsigned)(h + channel.h) < (unsigned)params.size[1];
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     write_planes(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   __shared__ Piece tile[PIECES];
+  __shared__ __align__(16) unsigned char shared_channels[MOST_CHANNELS * sizeof(Channel)];
+  Channel* const channels = (Channel*)shared_channels;
   griddepcontrol_launch_dependents();
   const int thread = (int)threadIdx.x, tile_positions = 1 << params.position_bits, pitch = params.pieces.value | 1;
-  const int blocks = ceil_div(params.positions, tile_positions);
-  const int first_position = (int)blockIdx.x % blocks << params.position_bits;
-  const int first_channel = (int)blockIdx.x / blocks * params.row.value;
+  const int block = (int)blockIdx.x / params.across;
+  const int first_position = block << params.position_bits;
+  const int first_channel = ((int)blockIdx.x - block * params.across.value) * params.row.value;
+#pragma unroll 1
+  for (int i = thread; i < params.pieces.value * VECTOR; i += THREADS) channels[i] = Channel(params, first_channel + i);
 
   const int mine = thread & tile_positions - 1, apart = THREADS >> params.position_bits;
   const Position position(src, params, first_position + mine);
+  __syncthreads();
 #pragma unroll 1
   for (int first = thread >> params.position_bits; first < params.pieces.value; first += AT_ONCE * apart) {
     Piece pieces[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
       if (first + i * apart < params.pieces.value)
-        pieces[i] = position.read_piece(params, first_channel + (first + i * apart) * VECTOR);
+        pieces[i] = position.read_piece(params, channels + (first + i * apart) * VECTOR);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
       if (first + i * apart < params.pieces.value) tile[mine * pitch + first + i * apart] = pieces[i];
