@@ -13,7 +13,8 @@ from polyphase.program.params import params_of
 from polyphase.program.step import GRAD, MANY_BLOCKS, Step, X, plain_step
 
 _THREADS = 256
-_CHANNELS, _TILE = 8, 64  # of a block: channels, and what a tile has either way
+_CHANNELS, _TILE = 8, 64  # channels of a thread that are in flight, and what a tile has either way
+_ROUNDS, _ENOUGH_BLOCKS = (8, 4, 2), 8 * MANY_BLOCKS  # times so many of a block of rows, and blocks that are left then
 _RESIDUES_FROM = {1: 4, 2: 6}  # planes along the width from which a block has several, by elements of four bytes
 # Of such a block: positions, 16 bytes in shared memory, planes, channels; and blocks wanted.
 _MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _STRIP_CHANNELS = 512, 2176, 32, (32, 16, 8, 4)
@@ -123,6 +124,13 @@ def _strip(how: Flattened, word: int) -> _Strip:
     return _Strip(residues, positions // piece, channels, positions + pad * piece)
 
 
+def _row_channels(how: Flattened, word: int) -> int:
+    """Of a block of rows, where blocks stay many: where each position lies is worked out once for all of them."""
+    along = math.prod(how.planes) * -(-how.positions // (_THREADS * word))
+    rounds = (each for each in _ROUNDS if along * (how.shape[1] // (each * _CHANNELS)) >= _ENOUGH_BLOCKS)
+    return next(rounds, 1) * _CHANNELS
+
+
 def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
     """Of planes, of positions, and of channels."""
     planes, positions, channels = math.prod(how.planes), how.positions, how.shape[1]
@@ -133,7 +141,7 @@ def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
     if way == _CHANNELS_LAST:
         return planes, -(-positions // _TILE), -(-channels // _TILE)
     if way == _ROWS:
-        return planes, -(-positions // (_THREADS * word)), -(-channels // _CHANNELS)
+        return planes, -(-positions // (_THREADS * word)), -(-channels // _row_channels(how, word))
     strip = _strip(how, word)
     along = -(-positions // (strip.pieces * 4 * word))
     return math.prod(how.planes[:2]) * -(-how.planes[2] // strip.residues), along, -(-channels // strip.channels)
@@ -144,6 +152,7 @@ def _operand(how: Flattened, blocks: int, word: int) -> dict[str, Any]:
     batch, channels, *sizes = how.shape
     image, channel, *strides = how.strides
     strip = _strip(how, word)
+    in_rows = _way(how, word) == _ROWS
 
     def ordered(of_images: int, others: Sequence[int]) -> tuple[int, ...]:
         return (*others, of_images) if how.images else (of_images, *others)
@@ -164,6 +173,6 @@ def _operand(how: Flattened, blocks: int, word: int) -> dict[str, Any]:
         "images": _images(how),
         "residues": strip.residues,
         "pieces": strip.pieces,
-        "block_channels": strip.channels,
+        "block_channels": _row_channels(how, word) if in_rows else strip.channels,
         "row": strip.row,
     }

@@ -10,7 +10,8 @@
 // that what they share of the source is read once. Words are of four bytes. There is one mapping for each innermost
 // dimension:
 //
-//     ROWS           columns are, in the source as in the planes: THREADS words of positions of CHANNELS channels
+//     ROWS           columns are, in the source as in the planes: THREADS words of positions of some channels, CHANNELS
+//                    of which a thread has in flight
 //     RESIDUES       the same where many planes along the width share each sector of the source: a block has
 //                    neighbouring planes, reads the source in the order of memory, and goes through shared memory
 //     CHANNELS_LAST  channels are, in the source: TILE positions by TILE channels, through shared memory
@@ -102,23 +103,31 @@ __device__ __forceinline__ void store_word(const Operand& of, int plane, int cha
 
 __device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& plane, int along, int across,
                                              const scalar_t* __restrict__ src, scalar_t* __restrict__ planes) {
-  const int first = (along * THREADS + (int)threadIdx.x) * WORD, first_channel = across * CHANNELS;
+  const int first = (along * THREADS + (int)threadIdx.x) * WORD, first_channel = across * of.block_channels;
   if (first >= of.positions) return;
-  long long from[WORD];
+  const scalar_t* from[WORD];
+  bool exists[WORD];
 #pragma unroll
-  for (int j = 0; j < WORD; ++j) from[j] = first + j < of.positions ? plane.element<4>(of, first + j) : -1;
-  Vector<scalar_t, WORD> words[CHANNELS];
+  for (int j = 0; j < WORD; ++j) {
+    const long long element = first + j < of.positions ? plane.element<4>(of, first + j) : -1;
+    exists[j] = element >= 0, from[j] = src + (element + first_channel * of.channel_stride);
+  }
+  scalar_t* to = planes + (((long long)plane.index * PARTS * of.channels + first_channel) * of.pitch + first);
+  const int channels = min(of.block_channels, of.channels - first_channel);
+#pragma unroll 1
+  for (int done = 0; done < channels; done += CHANNELS) {
+    Vector<scalar_t, WORD> words[CHANNELS];
 #pragma unroll
-  for (int i = 0; i < CHANNELS; ++i)
+    for (int i = 0; i < CHANNELS; ++i)
 #pragma unroll
-    for (int j = 0; j < WORD; ++j) {
-      const int channel = first_channel + i;
-      const bool exists = from[j] >= 0 && channel < of.channels;
-      words[i].value[j] = exists ? read(src + from[j] + channel * of.channel_stride) : zero<scalar_t>();
-    }
+      for (int j = 0; j < WORD; ++j) {
+        words[i].value[j] = exists[j] && done + i < channels ? read(from[j]) : zero<scalar_t>();
+        from[j] += of.channel_stride;
+      }
 #pragma unroll
-  for (int i = 0; i < CHANNELS; ++i)
-    if (first_channel + i < of.channels) store_word(of, plane.index, first_channel + i, first, words[i], planes);
+    for (int i = 0; i < CHANNELS; ++i, to += of.pitch)
+      if (done + i < channels) store_word(words[i], of.channels * of.pitch, to);
+  }
 }
 
 // Shared memory where planes of many residues share rows: where each position's element of the first residue lies in
