@@ -39,15 +39,24 @@ SHAPES = [
     (512, 512, 3),
     (192, 384, 10, 10),
     (64, 32, 7, 7, 7),
+    (1, 128, 71, 71, 95),
+    (6, 512, 177, 177),
+    (6, 256, 177, 357),
+    (32, 96, 338, 338),
+    (8, 520, 83, 353),
+    (64, 512, 7, 7),
+    (16, 48, 100, 100),
+    (4, 96, 65, 129),
 ]
 
 
 def main() -> None:
-    """Measure all shapes, both ways, in float32 and bfloat16."""
+    """Measure all shapes, both ways."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("label")
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--constant", action="append", default=[])
+    parser.add_argument("--dtypes", default="float32,bfloat16")
     options = parser.parse_args()
     constants = {name: int(value) for name, value in (text.split("=") for text in options.constant)}
 
@@ -63,7 +72,7 @@ def main() -> None:
             )
         shares = []
         for shape in SHAPES:
-            for dtype in ("float32", "bfloat16"):
+            for dtype in options.dtypes.split(","):
                 ways = {
                     "to_channels_last": to_channels_last(dtype, shape, _five(shape)),
                     "to_contiguous": to_contiguous(dtype, shape),

@@ -2,7 +2,8 @@
 
 The package is the one that Python finds, so that two checkouts are compared by PYTHONPATH. Of each layer, the first
 config that a schedule offers; its result is checked against PyTorch's. A step's bytes are those of its operands, each
-read or written once, and of a flattening that of a share of the images.
+read or written once, and of a flattening that of a share of the images. ``--steps`` times some kernels alone, of all
+layers that have them, and neither compiles nor checks the product.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ LAYERS = """
 8x8x5153 -> 8, k=2048, s=512, p=768, g=2 | weight_grad | tap_gemm_wgrad_tma | float32
 32x192x100x100 -> 128, k=3, s=2 | weight_grad | tap_gemm_wgrad_tma | bfloat16
 16x150x19241 -> 75, k=1 | weight_grad | tap_gemm_wgrad_tma | bfloat16
+12x320x40x16x30 -> 12, k=3, s=3 | input_grad | tap_gemm_tma | float32,bfloat16
+1x512x10229 -> 512, k=32, s=32 | input_grad | tap_gemm_tma | float32,bfloat16
+32x192x100x100 -> 128, k=3, s=2 | input_grad | tap_gemm_tma | float32
+6x512x177x177 -> 256, k=(1, 2), s=(1, 2), d=(1, 4) | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
 """
 
 
@@ -62,27 +67,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("label")
     parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--steps", default="", help="kernels, separated by commas")
+    parser.add_argument("--layers", default="", help="beginnings of layers, separated by commas; all without")
     options = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = True
     timer = Timer(torch.device("cuda", 0), repetitions=9)
     device = DeviceInfo.of(timer.device)
-    found = [(case, program) for case in cases() if (program := program_of(*case, device)) is not None]
-    compile_ahead([source for _, program in found for source in program.sources], device.arch)
+    wanted = cases(tuple(options.layers.split(",")))
+    found = [(case, program) for case in wanted if (program := program_of(*case, device)) is not None]
+    only = set(filter(None, options.steps.split(",")))
+    sources = [source for _, program in found for source in program.sources]
+    compile_ahead([source for source in sources if not only or source.kernel in only], device.arch)
     new = not options.csv.exists()
     with options.csv.open("a", newline="") as file:
         writer = csv.writer(file)
         if new:
             writer.writerow(["label", "gpu", "layer", "pass", "schedule", "error", "step", "us", "megabytes", "tb_s"])
         for (problem, pass_, schedule), program in found:
-            for row in rows(timer, problem, pass_, program):
+            for row in rows(timer, problem, pass_, program, only):
                 writer.writerow([options.label, torch.cuda.get_device_name(), problem, pass_.value, schedule, *row])
             file.flush()
             torch.cuda.empty_cache()
 
 
-def cases() -> Iterator[tuple[ConvTransposeProblem, Pass, str]]:
-    """All layers, passes and dtypes."""
-    for line in LAYERS.strip().splitlines():
+def cases(beginnings: tuple[str, ...]) -> Iterator[tuple[ConvTransposeProblem, Pass, str]]:
+    """All layers, passes and dtypes, of the lines that have one of the ``beginnings``."""
+    for line in filter(lambda line: line.startswith(beginnings), LAYERS.strip().splitlines()):
         layer, pass_, schedule, dtypes = (part.strip() for part in line.split("|"))
         for dtype in dtypes.split(","):
             yield replace(parse_layer(layer), dtype=dtype, tf32=dtype == "float32"), Pass(pass_), schedule
@@ -96,10 +106,23 @@ def program_of(problem: ConvTransposeProblem, pass_: Pass, name: str, device: De
     return None if first is None else schedule.program(problem, pass_, device, layouts, first.config)
 
 
-def rows(timer: Timer, problem: ConvTransposeProblem, pass_: Pass, program: Program) -> Iterator[list[object]]:
-    """All steps together first, then each by itself."""
+def rows(
+    timer: Timer, problem: ConvTransposeProblem, pass_: Pass, program: Program, only: set[str]
+) -> Iterator[list[object]]:
+    """All steps together first, then each by itself; those of the kernels ``only`` where such are given."""
+    parts = [Program((step,)) for step in program.steps if not only or step.source.kernel in only]
+    if not parts:
+        return
     operands = make_operands(problem, timer.device, 0)
-    expected = torch_call(problem, pass_, operands)()
+    if only:
+        written = {
+            Pass.FORWARD: operands.grad_output,
+            Pass.INPUT_GRAD: operands.input,
+            Pass.WEIGHT_GRAD: operands.weight,
+        }
+        expected, error = written[pass_], math.nan
+    else:
+        expected, parts = torch_call(problem, pass_, operands)(), [program, *parts]
     dst = torch.full_like(expected, math.nan)
     tensors = {X: operands.input, GRAD: operands.grad_output, WEIGHT: operands.weight, DST: dst}
     tensors[SRC] = operands.input if pass_ is Pass.FORWARD else operands.grad_output
@@ -110,7 +133,7 @@ def rows(timer: Timer, problem: ConvTransposeProblem, pass_: Pass, program: Prog
     addresses = [*(each.data_ptr() for each in tensors.values()), 0]
     sizes = {name: each.numel() * each.element_size() for name, each in tensors.items()} | {BIAS: 0}
     shares = sum(step.source.kernel == "flatten_positions" for step in program.steps)
-    for part in (program, *(Program((step,)) for step in program.steps)):
+    for part in parts:
         call = Executable(part, DeviceInfo.of(timer.device).arch, 0, places)
         call(stream, addresses)
         if part is program:
