@@ -166,7 +166,7 @@ def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed
     """A program that reads some tensors in channels_last, for such as lie otherwise: they are transposed before."""
     buffers = {name: Buffer(f"{name}_channels_last", dtype, how.elements) for name, how in read.items()}
     before = (replace(to_channels_last(dtype, *how), operands=(name, buffers[name].name)) for name, how in read.items())
-    return _with_spares(prepared(inner, tuple(before), buffers), transpose_sources(dtype))
+    return _with_spares(prepared(inner, tuple(before), buffers), transpose_sources(dtype) if read else ())
 
 
 def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:
