@@ -82,7 +82,8 @@ def test_tensors_of_any_strides(pass_: Pass, dtype: str) -> None:
         (1, 165, 67),  # rows of more pieces than a tile has, not all of them whole
         (2, 1, 7, 90),
         (2, 72, 5, 37),  # rows that are copied as they lie: many, of every length, beginning and ending anywhere
-        (1, 200, 101),
+        (1, 264, 101),
+        (1, 261, 67),
         (1, 48, 3, 4, 11),
         (1, 33, 16, 10),
     ],

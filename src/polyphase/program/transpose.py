@@ -16,9 +16,9 @@ _PIECES = 1536  # of 16 bytes, of a block's tile in shared memory
 _LEAST_PIXELS = 64  # of a tile
 _WHOLE_ROWS = 20  # pieces of a pixel up to which a tile has all, where rows of the result are not whole pieces
 _SECTOR = 32  # bytes that memory writes at once
-_LEAST_RUN, _LEAST_ROW, _LEAST_ODD_ROW = 32, 32, 96  # elements of the source's rows and of the result's, to be copied
-_RUN_BITS = range(5, 9)  # logarithms of the elements of a row that a tile of rows has
-_MOST_ROWS, _MOST_ODD_ROWS = 64, 128  # that it writes
+_LEAST_RUN, _LEAST_ROW, _LEAST_ODD_ROW = 32, 32, 256  # elements of the source's rows and of the result's, to be copied
+_RUN_BITS, _MOST_RUN_BITS = range(5, 8), 8  # logarithms of the elements of a row that a tile of rows has
+_RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # that it writes; of a row where neighbours share channels
 
 
 def transpose_source(dtype: str, sums: bool = False, rows: bool = False) -> KernelSource:
@@ -128,15 +128,13 @@ def _rows_to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides,
     run, element = math.prod(sizes), DTYPE_BYTES[dtype]
     vector = 16 // element
     halo = _SECTOR // element if written % vector else 0
-    # A row of the result begins anywhere in a sector; tiles that have few rows have more pixels.
+    # A row of the result begins anywhere in a sector. Tiles have few rows of long runs, or many of short ones.
     wanted = round_up(written + max(0, halo - 1), halo or vector)
-    most = _MOST_ODD_ROWS if halo else _MOST_ROWS
+    bits = next((bits for bits in _RUN_BITS if run <= 1 << bits), _RUN_BITS[-1]) - (run > _LONG_RUN and halo > 0)
+    most = _RUN_ELEMENTS >> bits
     row = round_up(-(-wanted // -(-wanted // most)), 4 * vector if wanted > most else vector)
-    bits = max(
-        bits
-        for bits in _RUN_BITS
-        if bits == _RUN_BITS[0] or (_rows_pieces(bits, row + halo) <= _PIECES and 1 << bits < 2 * run)
-    )
+    while 1 << bits < run and bits < _MOST_RUN_BITS and _rows_pieces(bits + 1, row + halo) <= _PIECES:
+        bits += 1
     source = transpose_source(dtype, rows=True)
     span = 1 + sum(stride * max(0, size - 1) for stride, size in zip(strides, (batch, channels, *sizes)))
     params = params_of(source).pack(
