@@ -14,8 +14,7 @@ from polyphase.program.step import GRAD, MANY_BLOCKS, Step, X, plain_step
 
 _THREADS = 256
 _CHANNELS, _TILE = 8, 64  # channels of a thread that are in flight, and what a tile has either way
-# Times so many of a block of rows, where planes share sectors of float32, too; and blocks that are left then.
-_ROUNDS, _SHARED_ROUNDS, _ENOUGH_BLOCKS = (8, 4, 2), (2,), 8 * MANY_BLOCKS
+_ROUNDS, _ENOUGH_BLOCKS = (8, 4, 2), 8 * MANY_BLOCKS  # times so many of a block of rows, and blocks that are left then
 _RESIDUES_FROM = {1: 4, 2: 6}  # planes along the width from which a block has several, by elements of four bytes
 # Of such a block: positions, 16 bytes in shared memory, planes, channels; and blocks wanted.
 _MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _STRIP_CHANNELS = 512, 2176, 32, (32, 16, 8, 4)
@@ -126,10 +125,14 @@ def _strip(how: Flattened, word: int) -> _Strip:
 
 
 def _row_channels(how: Flattened, word: int) -> int:
-    """Of a block of rows, where blocks stay many: where each position lies is worked out once for all of them."""
+    """Of a block of rows, where blocks stay many: where each position lies is worked out once for all of them.
+
+    Few where residues of float32 read the same sectors, of which blocks of many channels read some twice.
+    """
+    if word == 1 and how.step[2] > 1 and how.planes[2] > 1:
+        return _CHANNELS
     along = math.prod(how.planes) * -(-how.positions // (_THREADS * word))
-    most = _SHARED_ROUNDS if word == 1 and how.planes[2] > 1 else _ROUNDS
-    rounds = (each for each in most if along * (how.shape[1] // (each * _CHANNELS)) >= _ENOUGH_BLOCKS)
+    rounds = (each for each in _ROUNDS if along * (how.shape[1] // (each * _CHANNELS)) >= _ENOUGH_BLOCKS)
     return next(rounds, 1) * _CHANNELS
 
 
