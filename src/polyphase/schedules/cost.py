@@ -52,7 +52,7 @@ class Sharing(NamedTuple):
     most: float
 
     def pays(
-        self, rounds: float, predict: Callable[[], tuple[float, str]], layer_bytes: int, device: DeviceInfo
+        self, rounds: float, predict: Callable[[], tuple[float, str]], layer_bytes: float, device: DeviceInfo
     ) -> bool:
         """Whether it does for ``rounds`` of pieces; ``predict`` gives their seconds, and what bounds them."""
         if rounds < self.rounds:

@@ -22,6 +22,24 @@ def estimate(gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo,
     return Work(gather, config, device).estimate(gather, config.stages, tile, device, layer_bytes)
 
 
+def shared_ends(gather: Gather, config: GemmConfig, tile: Tile) -> float:
+    """Parts of sectors that pieces of odd rows begin and end with, which another piece completes at another time.
+
+    Odd rows, of an odd number of elements, begin anywhere in a sector.
+    """
+    if gather.dst.channels_last or config.taps_in_rows or gather.dst.shape[4] % 2 == 0:
+        return 0
+    rows, columns, pitch = math.prod(tile.cells[:2]) * tile.images, tile.cells[2], tile.pitch[2]
+    *lines, width = gather.dst.shape
+    tiles, piece = math.ceil(width / (columns * gather.axes[2].stride)), config.piece(gather)
+    if tile.run:
+        pieces = 1 + columns / piece
+    else:
+        cuts = range(piece, (rows - 1) * pitch + columns, piece)
+        pieces = 1 + sum(0 < cut % pitch < columns for cut in cuts) / rows
+    return 2 * math.prod(lines) * tiles * pieces
+
+
 def _bandwidth(gather: Gather, terms: Costs) -> float:
     """The share of a copy's bandwidth that a layer reaches."""
     one_tap = all((axis.kernel, axis.padding, axis.dilation) == (axis.stride, 0, 1) for axis in gather.axes)
@@ -81,6 +99,7 @@ class Work:
         if self._in_sectors:
             busy += _sectors(gather, device)
         floor = layer_bytes / (self._bandwidth * device.copy_bytes_per_second)
+        floor += shared_ends(gather, self.config, tile) * self._terms.shared_end / device.copy_bytes_per_second
         seconds, bound = slower_of(busy, floor)
         return seconds + (_measure(gather, device) if self.config.scaled else 0), bound
 

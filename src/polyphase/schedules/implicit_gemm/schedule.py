@@ -25,7 +25,7 @@ from polyphase.schedules.implicit_gemm.config import (
     GemmConfig,
     Product,
 )
-from polyphase.schedules.implicit_gemm.cost import estimate
+from polyphase.schedules.implicit_gemm.cost import estimate, shared_ends
 from polyphase.schedules.implicit_gemm.cuts import Tile
 from polyphase.schedules.implicit_gemm.families import Layer, configs
 from polyphase.schedules.implicit_gemm.packing import pack_weights, packing_constants, scales_bytes
@@ -247,8 +247,11 @@ def _own_items(
     gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
     """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
-    sharing = _sharing(gather, device)
-    if not sharing.pays(rounds, lambda: estimate(gather, config, tile, device, 0), problem.bytes, device):
+    sharing, ends = _sharing(gather, device), shared_ends(gather, config, tile)
+    # Sectors that tiles share are what memory moves, too: blocks that drift apart complete them too late.
+    moved = problem.bytes + ends * costs("implicit_gemm", device).shared_end
+    alone = problem.bytes if ends else 0
+    if not sharing.pays(rounds, lambda: estimate(gather, config, tile, device, alone), moved, device):
         return _ALL
     stages = Product.of(gather, config).stages(config)
     told_ahead = math.ceil((config.loader_groups - 1) / stages)
