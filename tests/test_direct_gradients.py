@@ -34,6 +34,7 @@ from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.schedules.direct_wgrad import channels, long, windows
 from polyphase.schedules.direct_wgrad.channels import DirectWgradChannels
+from polyphase.schedules.direct_wgrad.gemm import DirectWgradGemm
 from polyphase.schedules.direct_wgrad.long import DirectWgradLong
 from polyphase.schedules.direct_wgrad.windows import DirectWgradWindows
 from polyphase.schedules.dot_dgrad import schedule as dot_dgrad
@@ -123,6 +124,18 @@ WINDOWS = {
     "empty batch": make((0, 8, 4, 4), 3, 4, 2, 1),
 }
 
+FEW = {
+    "volume": make((1, 270, 2, 2, 2), 6, 4, 2, 1),
+    "one position": make((1, 33, 1, 1), 9, 4, 2, 1),
+    "odd rows of columns": make((1, 37, 3, 3), 5, 3, 2),
+    "pairs of columns": make((2, 20, 5), 7, 6, 3, 1),
+    "groups": make((1, 26, 4, 4), 12, 4, 2, 1, groups=2),
+    "frames": make((1, 40, 25), 5, 16, 8, 4),
+    "all that are few": make((4, 19, 4, 4), 6, (2, 5), (1, 3), (1, 2), dilation=(2, 1)),
+    "cropped": make((1, 12, 3, 3), 8, 5, 2, 4, channels_last=True),
+    "empty batch": make((0, 8, 2, 2), 3, 4, 2, 1),
+}
+
 DOTS = {
     "upsampling of classes": make((2, 5, 3, 5), 5, 16, 8, 4, bias=True),
     "many input channels": make((1, 37, 2, 3), 2, (4, 9), (2, 3), 1),
@@ -146,8 +159,9 @@ LAYERS = {
     DirectWgradChannels(): CHANNELS,
     DirectWgradWindows(): WINDOWS,
     DotDgrad(): DOTS,
+    DirectWgradGemm(): FEW,
 }
-LONG_WGRAD, CHANNELS_WGRAD, WINDOWS_WGRAD, DOT_DGRAD = LAYERS
+LONG_WGRAD, CHANNELS_WGRAD, WINDOWS_WGRAD, DOT_DGRAD, GEMM_WGRAD = LAYERS
 
 
 def versions(schedule: Schedule, layer: ConvTransposeProblem) -> list[ConvTransposeProblem]:
@@ -258,6 +272,44 @@ def test_an_output_gradient_that_is_infinite_beside_the_image(
         found = run(problem, PASS, program, Layouts.dense(problem), (x, grad)).double()
         assert torch.equal(found, reference(problem, PASS, (x, grad))), candidate.describe()
         assert found[..., first:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_few_positions(dtype: str) -> None:
+    """Blocks that compute several tiles of rows, with the same columns; sums that are stored as the result."""
+    met = set()
+    for number, layer in enumerate(FEW.values()):
+        problem, device = replace(layer, dtype=dtype), replace(H200, multiprocessors=1)
+        layouts = Layouts.dense(problem)
+        kinds: dict[tuple[bool, ...], list[tuple[Candidate, Program]]] = {}
+        for config in GEMM_WGRAD.configs(GEMM_WGRAD.ranked_at(problem, PASS, layouts), PASS, H200):
+            program = GEMM_WGRAD.program(problem, PASS, device, layouts, config)
+            cost = GEMM_WGRAD.cost(problem, PASS, device, layouts, config)
+            assert cost is not None
+            assert len(program.steps) == 1
+            shares, row_blocks = params(program)["row_shares"], -(-problem.in_channels_per_group // config.rows)
+            assert shares == row_blocks or config.whole
+            kind = config.whole, shares < row_blocks, config.k_slices > 1
+            kinds.setdefault(kind, []).append((Candidate(GEMM_WGRAD.name, config, *cost), program))
+        several = sorted(kinds, reverse=True)
+        for kind in several if number == 0 else [several[number % len(several)]]:
+            candidate, program = kinds[kind][41 * number % len(kinds[kind])]
+            assert_exact(problem, PASS, candidate, program, layouts, executor=Emulator(number or None))
+        met |= {*several}
+    assert len(met) == 6
+    assert {whole for whole, *_ in met} == {True, False}
+
+
+def test_few_positions_have_kernels_of_their_own() -> None:
+    """A list for each power of two of positions, and one for all others, however many these are."""
+    layer = make((1, 96, 2, 2, 2), 32, 4, 2, 1)
+    sizes = {(1, 2): 8, (1, 1): 8, (2, 2): 16, (8, 2): 64, (9, 2): 128, (1, 16): 0, (64, 16): 0}
+    for (batch, side), few in sizes.items():
+        problem = replace(layer, batch=batch, input_size=(side,) * 3)
+        assert GEMM_WGRAD.ranked_at(problem, PASS, Layouts.dense(problem)).few == few
+        candidate, program = offers(GEMM_WGRAD, problem, PASS)[0]
+        assert candidate.config.whole or few != 8
+        assert (len(program.steps) == 1) is (program.splits == 1)
 
 
 def test_every_size_has_the_layer_s_kernels() -> None:

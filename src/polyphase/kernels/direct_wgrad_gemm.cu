@@ -6,16 +6,21 @@
 // K = batch × input positions. The second operand is gathered from the output gradient on its way to shared memory, one
 // element a (column, position), zero where it falls into the padding.
 //
-// Index mapping. A block owns ROWS × COLUMNS of one group and one split of K, which is contiguous. Its threads are
+// Index mapping. A block owns ROWS × COLUMNS of one group and one split of K, which is contiguous; where one stage has
+// the WHOLE of K, every row_shares-th ROWS, with columns that stay in shared memory. Its threads are
 // K_SLICES × (ROWS / THREAD_ROWS) × (COLUMNS / THREAD_COLUMNS); a K slice takes every K_SLICES-th position of a stage,
 // summed at the end in slice order. Splits of K write to different planes of `partial`, which the caller sums in order:
-// the result does not depend on timing.
+// the result does not depend on timing. A single split's sums are complete, and `narrowed` to the tensors' type at
+// once. Neighbouring threads store neighbouring columns, whichever thread has summed them: of few positions, writing
+// the weights is all the work.
 //
 // Shared memory: two buffers of DEPTH × ROW_PITCH of x and DEPTH × COLUMN_PITCH of g, both [position][row or column],
-// padded so that stores along K have no bank conflicts; then every thread's sums as [K slice][sum][thread].
+// padded so that stores along K have no bank conflicts; then every thread's sums as [K slice][sum][thread], with
+// threads of a sum swizzled, so that neither threads nor neighbouring columns meet in a bank.
 //
 // Synchronisation: stage i+1 is loaded to registers while stage i is computed, and stored to the other buffer; one
-// barrier a stage suffices, since a buffer is written again only after the barrier that follows its last reads.
+// barrier a stage suffices, since a buffer is written again only after the barrier that follows its last reads. The
+// next rows' x is such a stage, too.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -25,10 +30,12 @@
 struct Params {
   Tensor5 x, g;
   int batch, groups;
+  int row_shares;          // blocks along the rows, fewer than ROW_BLOCKS only where WHOLE
   int splits;              // blocks along K
   long long split_length;  // positions of a split
   long long positions;     // K
   long long plane;         // elements of one plane of `partial`: all weights
+  int narrowed;            // whether `partial` is the result, in the tensors' type
 };
 
 constexpr int COLUMNS_TOTAL = OUT_CHANNELS * TAPS;
@@ -44,7 +51,11 @@ constexpr int ROW_STEP = THREADS / DEPTH;  // rows or columns that the block loa
 constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS, RESULTS = ROWS * COLUMNS;  // of a thread; of a block
 constexpr int FLUSH = 2048 / DEPTH > 0 ? 2048 / DEPTH : 1;  // stages whose positions are summed in one chain
 constexpr int STAGE = DEPTH * (ROW_PITCH + COLUMN_PITCH);   // shared values of one stage
+// Neighbouring results that a thread stores at once.
+constexpr int TOGETHER = COLUMNS_TOTAL % 4 == 0 ? 4 : COLUMNS_TOTAL % 2 == 0 ? 2 : 1;
+constexpr int STORE_THREADS = COLUMNS / TOGETHER, STORE_ROWS = THREADS / STORE_THREADS;  // along a row; rows at once
 
+static_assert(COLUMNS % TOGETHER == 0 && THREADS % STORE_THREADS == 0, "a thread stores the same columns of every row");
 static_assert(SUMS * SLICE_THREADS == RESULTS, "a slice has a sum for each result");
 static_assert(THREADS % DEPTH == 0, "a thread loads the same position of every stage");
 static_assert(DEPTH % K_SLICES == 0, "every K slice takes the same share of a stage");
@@ -79,30 +90,129 @@ struct Values {
   }
 };
 
-// The sums of K slices are added up in order, each of the block's results by one thread. `partial` is the group's.
-__device__ __forceinline__ void store_results(const accum_t* totals, accum_t* partial, int in_channel,
-                                              int first_column) {
-  for (int result = threadIdx.x; result < RESULTS; result += THREADS) {
-    accum_t total = totals[result];
-#pragma unroll 8
-    for (int slice = 1; slice < K_SLICES; ++slice) total += totals[slice * RESULTS + result];
-    const int i = result / SLICE_THREADS, of = result % SLICE_THREADS;  // a thread's sum, and the thread in its slice
-    const int in = in_channel + of / COLUMN_THREADS * THREAD_ROWS + i / THREAD_COLUMNS;
-    const int global = first_column + of % COLUMN_THREADS * THREAD_COLUMNS + i % THREAD_COLUMNS;
-    if (in < IN_CHANNELS && global < COLUMNS_TOTAL) partial[(long long)in * COLUMNS_TOTAL + global] = total;
+// Where sum `i` of a thread lies among the sums of its slice.
+__device__ __forceinline__ int place_of(int i, int thread) {
+  const int row = i / THREAD_COLUMNS, column = i % THREAD_COLUMNS;
+  const int swizzle = column * (32 / THREAD_COLUMNS) ^ row % 2 * 16 ^ row / 2 % 2 * 8;
+  return i * SLICE_THREADS + (thread ^ swizzle % SLICE_THREADS);
+}
+
+__device__ __forceinline__ void store(const accum_t (&total)[TOGETHER], void* partial, long long at, bool narrowed) {
+  if (sizeof(scalar_t) < sizeof(accum_t) && narrowed) {
+    Vector<scalar_t, TOGETHER> result;
+#pragma unroll
+    for (int j = 0; j < TOGETHER; ++j) narrow(total[j], result.value[j]);
+    *(Vector<scalar_t, TOGETHER>*)((scalar_t*)partial + at) = result;
+  } else {
+    constexpr int AT_ONCE = TOGETHER * sizeof(accum_t) > 16 ? 2 : TOGETHER;
+#pragma unroll
+    for (int j = 0; j < TOGETHER; j += AT_ONCE) {
+      Vector<accum_t, AT_ONCE> result;
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; ++k) result.value[k] = total[j + k];
+      *(Vector<accum_t, AT_ONCE>*)((accum_t*)partial + at + j) = result;
+    }
   }
 }
 
-// Moves a position of x on by so many.
-__device__ __forceinline__ void advance(const Tensor5& x, int by, long long& n, int& d, int& h, int& w) {
-  w += by;
-  while (w >= x.size[2]) {
-    w -= x.size[2];
-    if (++h < x.size[1]) continue;
-    h = 0;
-    if (++d < x.size[0]) continue;
-    d = 0;
-    ++n;
+// The sums of K slices are added up in order, those of neighbouring columns by one thread. `at`: the group's first
+// weight in `partial`, which begins at a multiple of 16 bytes.
+__device__ __forceinline__ void store_results(const accum_t* totals, void* partial, long long at, int in_channel,
+                                              int first_column, bool narrowed) {
+  const int column = threadIdx.x % STORE_THREADS * TOGETHER, global = first_column + column;
+  if (global >= COLUMNS_TOTAL) return;
+  const int rows = min(ROWS, IN_CHANNELS - in_channel);
+  at += (long long)in_channel * COLUMNS_TOTAL + global;
+#pragma unroll 4
+  for (int row = threadIdx.x / STORE_THREADS; row < rows; row += STORE_ROWS) {
+    accum_t total[TOGETHER];
+#pragma unroll
+    for (int j = 0; j < TOGETHER; ++j) {
+      const int i = row % THREAD_ROWS * THREAD_COLUMNS + (column + j) % THREAD_COLUMNS;  // a thread's sum
+      const accum_t* const own =
+          totals + place_of(i, row / THREAD_ROWS * COLUMN_THREADS + (column + j) / THREAD_COLUMNS);
+      total[j] = own[0];
+#pragma unroll 8
+      for (int slice = 1; slice < K_SLICES; ++slice) total[j] += own[slice * RESULTS];
+    }
+    store(total, partial, at + (long long)row * COLUMNS_TOTAL, narrowed);
+  }
+}
+
+// A position of x: image and place in it.
+struct Position {
+  long long n;
+  int d, h, w;
+
+  __device__ __forceinline__ Position(const Tensor5& x, long long index) {
+    w = (int)(index % x.size[2]);
+    index /= x.size[2];
+    h = (int)(index % x.size[1]);
+    index /= x.size[1];
+    d = (int)(index % x.size[0]);
+    n = index / x.size[0];
+  }
+  // Moves on by so many.
+  __device__ __forceinline__ void advance(const Tensor5& x, int by) {
+    w += by;
+    while (w >= x.size[2]) {
+      w -= x.size[2];
+      if (++h < x.size[1]) continue;
+      h = 0;
+      if (++d < x.size[0]) continue;
+      d = 0;
+      ++n;
+    }
+  }
+};
+
+// What this thread loads of a stage: elements of every ROW_STEP-th row or column, all at one position.
+__device__ __forceinline__ void load_rows(const Tensor5& tensor, const scalar_t* x, const Position& at, bool exists,
+                                          int first_row, scalar_t (&value)[X_ITEMS]) {
+  const int load_row = threadIdx.x / DEPTH;
+  x += at.n * tensor.stride[0] + at.d * tensor.stride[2] + at.h * tensor.stride[3] + at.w * tensor.stride[4] +
+       (first_row + load_row) * tensor.stride[1];
+#pragma unroll
+  for (int i = 0; i < X_ITEMS; ++i, x += ROW_STEP * tensor.stride[1]) {
+    const int row = load_row + i * ROW_STEP;
+    value[i] = exists && row < ROWS && first_row + row < IN_CHANNELS ? read(x) : zero<scalar_t>();
+  }
+}
+
+// How far the columns lie from tap 0 of channel 0. Columns beyond the last repeat it.
+__device__ __forceinline__ void find_columns(const Tensor5& tensor, int first_column, long long (&offset)[G_ITEMS]) {
+#pragma unroll
+  for (int i = 0; i < G_ITEMS; ++i) {
+    const int column = first_column + threadIdx.x / DEPTH + i * ROW_STEP;
+    const Column c = column_at(column);
+    offset[i] = c.channel * tensor.stride[1] + c.d * tensor.stride[2] + c.h * tensor.stride[3] + c.w * tensor.stride[4];
+    if (column >= COLUMNS_TOTAL) offset[i] = 0;
+  }
+}
+
+__device__ __forceinline__ void load_columns(const Tensor5& tensor, const scalar_t* grad, const Position& at,
+                                             bool exists, int first_column, const long long (&offset)[G_ITEMS],
+                                             scalar_t (&value)[G_ITEMS]) {
+  const int base_d = at.d * AXIS_D.stride - AXIS_D.padding;
+  const int base_h = at.h * AXIS_H.stride - AXIS_H.padding;
+  const int base_w = at.w * AXIS_W.stride - AXIS_W.padding;
+  grad += at.n * tensor.stride[0] + base_d * tensor.stride[2] + base_h * tensor.stride[3] + base_w * tensor.stride[4];
+  const bool interior = base_d >= 0 && base_d + reach(AXIS_D) < tensor.size[0] && base_h >= 0 &&
+                        base_h + reach(AXIS_H) < tensor.size[1] && base_w >= 0 &&
+                        base_w + reach(AXIS_W) < tensor.size[2];
+  if (exists && interior) {
+#pragma unroll
+    for (int i = 0; i < G_ITEMS; ++i) value[i] = read(grad + offset[i]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < G_ITEMS; ++i) {
+    const int column = first_column + threadIdx.x / DEPTH + i * ROW_STEP;
+    const Column c = column_at(column);
+    const bool inside = exists && column < COLUMNS_TOTAL && (unsigned)(base_d + c.d) < (unsigned)tensor.size[0] &&
+                        (unsigned)(base_h + c.h) < (unsigned)tensor.size[1] &&
+                        (unsigned)(base_w + c.w) < (unsigned)tensor.size[2];
+    value[i] = inside ? read(grad + offset[i]) : zero<scalar_t>();
   }
 }
 
@@ -119,11 +229,14 @@ __device__ __forceinline__ void add_products(const accum_t* rows, const accum_t*
     for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
 }
 
-// Adds a chain to the thread's sums in shared memory, and starts from zero.
-__device__ __forceinline__ void flush(accum_t (&sum)[THREAD_ROWS][THREAD_COLUMNS], accum_t* own) {
+// A chain goes to the thread's sums in shared memory, added to those of chains before, and starts from zero.
+__device__ __forceinline__ void flush(accum_t (&sum)[THREAD_ROWS][THREAD_COLUMNS], accum_t* slice, int thread,
+                                      bool first) {
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) {
-    own[i * SLICE_THREADS] += (&sum[0][0])[i];
+    accum_t* const own = slice + place_of(i, thread);
+    const accum_t chain = (&sum[0][0])[i];
+    *own = first ? chain : *own + chain;
     (&sum[0][0])[i] = 0;
   }
 }
@@ -133,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                       const Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
-  const int row_block = block % ROW_BLOCKS;
-  block /= ROW_BLOCKS;
+  int row_block = block % params.row_shares;
+  block /= params.row_shares;
   const int column_block = block % COLUMN_BLOCKS;
   block /= COLUMN_BLOCKS;
   const int group = block % params.groups;
@@ -148,101 +261,67 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int column = thread % COLUMN_THREADS * THREAD_COLUMNS;
   const int load_k = thread % DEPTH, load_row = thread / DEPTH;
 
-  const int in_channel = row_block * ROWS, first_column = column_block * COLUMNS;
-  x += (long long)(group * IN_CHANNELS + in_channel) * params.x.stride[1];
+  const int first_column = column_block * COLUMNS;
+  x += (long long)group * IN_CHANNELS * params.x.stride[1];
   grad += (long long)group * OUT_CHANNELS * params.g.stride[1];
 
-  // The columns that this thread loads: how far each lies from tap 0 of channel 0. Columns beyond the last repeat it.
   long long column_offset[G_ITEMS];
-#pragma unroll
-  for (int i = 0; i < G_ITEMS; ++i) {
-    const Column c = column_at(first_column + load_row + i * ROW_STEP);
-    column_offset[i] =
-        c.channel * params.g.stride[1] + c.d * params.g.stride[2] + c.h * params.g.stride[3] + c.w * params.g.stride[4];
-    if (first_column + load_row + i * ROW_STEP >= COLUMNS_TOTAL) column_offset[i] = 0;
-  }
-
-  // The position that this thread loads, which goes on by DEPTH every stage.
-  long long k = first + load_k;
-  long long rest = k;
-  int w = (int)(rest % params.x.size[2]);
-  rest /= params.x.size[2];
-  int h = (int)(rest % params.x.size[1]);
-  rest /= params.x.size[1];
-  int d = (int)(rest % params.x.size[0]);
-  long long n = rest / params.x.size[0];
-
+  find_columns(params.g, first_column, column_offset);
+  Position at(params.x, first + load_k);
   scalar_t x_values[X_ITEMS], g_values[G_ITEMS];
-  auto load = [&]() {
-    const bool exists = k < end;
-    const scalar_t* x_at = x + n * params.x.stride[0] + d * params.x.stride[2] + h * params.x.stride[3] +
-                           w * params.x.stride[4] + load_row * params.x.stride[1];
-#pragma unroll
-    for (int i = 0; i < X_ITEMS; ++i, x_at += ROW_STEP * params.x.stride[1]) {
-      const int r = load_row + i * ROW_STEP;
-      x_values[i] = exists && r < ROWS && in_channel + r < IN_CHANNELS ? read(x_at) : zero<scalar_t>();
-    }
-    const int base_d = d * AXIS_D.stride - AXIS_D.padding;
-    const int base_h = h * AXIS_H.stride - AXIS_H.padding;
-    const int base_w = w * AXIS_W.stride - AXIS_W.padding;
-    const scalar_t* const g_at = grad + n * params.g.stride[0] + base_d * params.g.stride[2] +
-                                 base_h * params.g.stride[3] + base_w * params.g.stride[4];
-    const bool interior = base_d >= 0 && base_d + reach(AXIS_D) < params.g.size[0] && base_h >= 0 &&
-                          base_h + reach(AXIS_H) < params.g.size[1] && base_w >= 0 &&
-                          base_w + reach(AXIS_W) < params.g.size[2];
-    if (exists && interior) {
-#pragma unroll
-      for (int i = 0; i < G_ITEMS; ++i) g_values[i] = read(g_at + column_offset[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < G_ITEMS; ++i) {
-        const Column c = column_at(first_column + load_row + i * ROW_STEP);
-        const bool inside = exists && first_column + load_row + i * ROW_STEP < COLUMNS_TOTAL &&
-                            (unsigned)(base_d + c.d) < (unsigned)params.g.size[0] &&
-                            (unsigned)(base_h + c.h) < (unsigned)params.g.size[1] &&
-                            (unsigned)(base_w + c.w) < (unsigned)params.g.size[2];
-        g_values[i] = inside ? read(g_at + column_offset[i]) : zero<scalar_t>();
-      }
-    }
-    k += DEPTH;
-    advance(params.x, DEPTH, n, d, h, w);
-  };
+  load_rows(params.x, x, at, first + load_k < end, row_block * ROWS, x_values);
+  load_columns(params.g, grad, at, first + load_k < end, first_column, column_offset, g_values);
 
   // Sums of FLUSH stages in registers, sums of those in shared memory: rounding grows with the root of the terms, and
   // millions of positions in one chain would lose three digits.
   accum_t sum[THREAD_ROWS][THREAD_COLUMNS] = {};
   accum_t* const totals = (accum_t*)shared_memory + 2 * STAGE;
-  accum_t* const own = totals + k_slice * RESULTS + thread % SLICE_THREADS;
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) own[i * SLICE_THREADS] = 0;
+  accum_t* const slice = totals + k_slice * RESULTS;
+  const long long weights = split * params.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
 
-  load();
-  int until_flush = FLUSH;
   int buffer = 0;
+  bool first_rows = true;
 #pragma unroll 1
-  for (long long stage = first; stage < end; stage += DEPTH, buffer ^= 1) {
-    accum_t* const x_tile = (accum_t*)shared_memory + buffer * STAGE;
-    accum_t* const g_tile = x_tile + DEPTH * ROW_PITCH;
+  do {
+    const int in_channel = row_block * ROWS;
+    int until_flush = FLUSH;
+    bool first_chain = true;
+    row_block += params.row_shares;
+#pragma unroll 1
+    for (long long stage = first; WHOLE || stage < end; stage += DEPTH, buffer ^= 1) {
+      accum_t* const x_tile = (accum_t*)shared_memory + buffer * STAGE;
+      accum_t* const g_tile = (accum_t*)shared_memory + (WHOLE ? 0 : buffer) * STAGE + DEPTH * ROW_PITCH;
 #pragma unroll
-    for (int i = 0; i < X_ITEMS; ++i)
-      if (load_row + i * ROW_STEP < ROWS) x_tile[load_k * ROW_PITCH + load_row + i * ROW_STEP] = widen(x_values[i]);
+      for (int i = 0; i < X_ITEMS; ++i)
+        if (load_row + i * ROW_STEP < ROWS) x_tile[load_k * ROW_PITCH + load_row + i * ROW_STEP] = widen(x_values[i]);
+      if (!WHOLE || first_rows)
 #pragma unroll
-    for (int i = 0; i < G_ITEMS; ++i)
-      if (load_row + i * ROW_STEP < COLUMNS)
-        g_tile[load_k * COLUMN_PITCH + load_row + i * ROW_STEP] = widen(g_values[i]);
-    __syncthreads();
-    if (stage + DEPTH < end) load();
+        for (int i = 0; i < G_ITEMS; ++i)
+          if (load_row + i * ROW_STEP < COLUMNS)
+            g_tile[load_k * COLUMN_PITCH + load_row + i * ROW_STEP] = widen(g_values[i]);
+      __syncthreads();
+      if (WHOLE) {
+        if (row_block < ROW_BLOCKS) load_rows(params.x, x, at, stage + load_k < end, row_block * ROWS, x_values);
+      } else if (stage + DEPTH < end) {
+        const bool exists = stage + DEPTH + load_k < end;
+        at.advance(params.x, DEPTH);
+        load_rows(params.x, x, at, exists, in_channel, x_values);
+        load_columns(params.g, grad, at, exists, first_column, column_offset, g_values);
+      }
 #pragma unroll 4
-    for (int step = k_slice; step < DEPTH; step += K_SLICES)
-      add_products(x_tile + step * ROW_PITCH + row, g_tile + step * COLUMN_PITCH + column, sum);
-    if (--until_flush == 0) {
-      flush(sum, own);
-      until_flush = FLUSH;
+      for (int step = k_slice; step < DEPTH; step += K_SLICES)
+        add_products(x_tile + step * ROW_PITCH + row, g_tile + step * COLUMN_PITCH + column, sum);
+      if (WHOLE) break;
+      if (--until_flush == 0) {
+        flush(sum, slice, thread % SLICE_THREADS, first_chain);
+        first_chain = false;
+        until_flush = FLUSH;
+      }
     }
-  }
-  flush(sum, own);
+    flush(sum, slice, thread % SLICE_THREADS, first_chain);
+    first_rows = false, buffer ^= 1;
 
-  __syncthreads();
-  partial += split * params.plane + (long long)group * IN_CHANNELS * COLUMNS_TOTAL;
-  store_results(totals, partial, in_channel, first_column);
+    __syncthreads();
+    store_results(totals, partial, weights, in_channel, first_column, params.narrowed);
+  } while (WHOLE && row_block < ROW_BLOCKS);
 }

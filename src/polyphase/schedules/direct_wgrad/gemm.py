@@ -22,10 +22,14 @@ from polyphase.schedules.tiles import affordable_planes, constants_of, layer_con
 
 _THREADS = 256
 _DEPTHS = (8, 16, 32, 64, 128)
+_FEW = 256  # positions, for which a layer has lists of its own
 
 
 class GemmConfig(NamedTuple):
-    """The compile-time shape of ``direct_wgrad_gemm.cu``; its file says what the names mean."""
+    """The compile-time shape of ``direct_wgrad_gemm.cu``; its file says what the names mean.
+
+    ``whole``: a stage has all positions.
+    """
 
     rows: int
     columns: int
@@ -34,15 +38,21 @@ class GemmConfig(NamedTuple):
     k_slices: int
     depth: int
     min_blocks: int
+    whole: bool = False
 
 
 class _Product(NamedTuple):
-    """Rows and columns of a group's product, registers of a sum, and lines that a warp meets of the output gradient."""
+    """Rows and columns of a group's product, registers of a sum, and lines that a warp meets of the output gradient.
+
+    ``few``: the power of two that positions come to, where they are few, else 0. Storing the weights is most of the
+    work then, and a block's beginning and end count.
+    """
 
     rows: int
     columns: int
     words: int
     lines: int
+    few: int = 0
 
 
 class DirectWgradGemm(Schedule):
@@ -60,35 +70,43 @@ class DirectWgradGemm(Schedule):
         return _configs(at, device.shared_bytes_per_block)
 
     def seconds(self, at: _Product, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
-        """Cycles of a multiprocessor per position, whatever the size of images."""
+        """Cycles of a multiprocessor per position, whatever the size of images; where positions are few, of all."""
+        terms = costs("direct_wgrad_gemm", device)
+        if at.few:
+            launch = _launch(at, config, device, 1, at.few, 1)
+            return launch.tiles * _tile_cycles(config, at, launch, terms.channels_first, terms)
         tiles = math.ceil(at.rows / config.rows) * math.ceil(at.columns / config.columns)
-        return tiles * _cycles(config, at, costs("direct_wgrad_gemm", device)) / config.depth
+        return tiles * _cycles(config, at, terms) / config.depth
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost:
-        positions, terms = problem.batch * math.prod(problem.input_size), costs("direct_wgrad_gemm", device)
-        cycles = _cycles(config, _product(problem), terms) / config.depth
-        tiles, splits = _tiles(problem, config), _splits(problem, config, device)
+        terms, product, launch = (
+            costs("direct_wgrad_gemm", device),
+            _product(problem),
+            _launched(problem, config, device),
+        )
         measured = terms.channels_last if problem.channels_last else terms.channels_first
-        idle = max(1.0, device.multiprocessors / (tiles * splits))  # multiprocessors without a block
-        seconds, bound = cost_seconds(problem, device, measured * idle * tiles * positions * cycles)
+        idle = max(1.0, device.multiprocessors / launch.blocks)  # multiprocessors without a block
+        if product.few:
+            cycles = launch.splits * _tile_cycles(config, product, launch, measured, terms)
+        else:
+            positions = problem.batch * math.prod(problem.input_size)
+            cycles = measured * positions * _cycles(config, product, terms) / config.depth
+        seconds, bound = cost_seconds(problem, device, idle * launch.tiles * cycles)
         return seconds + terms.launch, bound
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
-        tiles, splits = _tiles(problem, config), _splits(problem, config, device)
-        positions = problem.batch * math.prod(problem.input_size)
-        split_length = max(1, math.ceil(positions / splits / config.depth)) * config.depth
-        splits = max(1, math.ceil(positions / split_length))
+        launch = _launched(problem, config, device)
         source = KernelSource(
             kernel=self.name,
             dtype=problem.dtype,
             wide_offsets=True,
             constants=(
                 *layer_constants(problem, pass_),
-                *constants_of(config, "rows columns thread_rows thread_columns k_slices depth min_blocks"),
+                *constants_of(config, "rows columns thread_rows thread_columns k_slices depth min_blocks whole"),
             ),
         )
         x, grad = sides_of(problem, layouts)
@@ -97,35 +115,68 @@ class DirectWgradGemm(Schedule):
             "g": grad,
             "batch": problem.batch,
             "groups": problem.groups,
-            "splits": splits,
-            "split_length": split_length,
-            "positions": positions,
+            "row_shares": launch.row_shares,
+            "splits": launch.splits,
+            "split_length": launch.positions,
+            "positions": problem.batch * math.prod(problem.input_size),
             "plane": problem.elements[1],
+            "narrowed": launch.splits == 1,
         }
         shared_bytes = _shared_floats(config) * accumulator_bytes(problem.dtype)
-        main = main_step(source, tiles * splits, _THREADS, shared_bytes, params)
-        return assemble(problem, pass_, main, splits=splits)
+        main = main_step(source, launch.blocks, _THREADS, shared_bytes, params)
+        return assemble(problem, pass_, main, splits=launch.splits, narrowed=launch.splits == 1)
+
+
+class _Launch(NamedTuple):
+    """Tiles of a split along the rows and in all, blocks that share the rows, splits, and positions of a split."""
+
+    row_blocks: int
+    tiles: int
+    row_shares: int
+    splits: int
+    positions: int
+
+    @property
+    def blocks(self) -> int:
+        """CTAs in all."""
+        return self.tiles // self.row_blocks * self.row_shares * self.splits
+
+    @property
+    def tiles_of_block(self) -> float:
+        """Tiles that a block computes one after another, in the mean."""
+        return self.row_blocks / self.row_shares
 
 
 def _product(problem: ConvTransposeProblem) -> _Product:
     """A group's product. Lanes of a warp are at neighbouring positions: their elements of g are a stride apart."""
     lines = min(32, max(1, problem.stride[-1] * DTYPE_BYTES[problem.dtype] // 4))
     columns, words = problem.out_channels_per_group * problem.taps, accumulator_bytes(problem.dtype) // 4
-    return _Product(problem.in_channels_per_group, columns, words, 1 if problem.channels_last else lines)
-
-
-def _tiles(problem: ConvTransposeProblem, config: GemmConfig) -> int:
-    """CTAs of a split."""
-    columns = problem.out_channels_per_group * problem.taps
-    rows = math.ceil(problem.in_channels_per_group / config.rows)
-    return problem.groups * rows * math.ceil(columns / config.columns)
-
-
-def _splits(problem: ConvTransposeProblem, config: GemmConfig, device: DeviceInfo) -> int:
-    """Four waves of blocks even out their ends; a split of less than 16 stages would be mostly prologue."""
-    waves = math.ceil(4 * device.multiprocessors * config.min_blocks / max(1, _tiles(problem, config)))
     positions = problem.batch * math.prod(problem.input_size)
-    return max(1, min(waves, affordable_planes(problem), positions // (16 * config.depth)))
+    few = next_power_of_two(max(_DEPTHS[0], positions)) if positions <= _FEW else 0
+    return _Product(problem.in_channels_per_group, columns, words, 1 if problem.channels_last else lines, few)
+
+
+def _launch(
+    product: _Product, config: GemmConfig, device: DeviceInfo, groups: int, positions: int, planes: int
+) -> _Launch:
+    """How ``groups`` of a product are shared out among blocks; memory may be spent on so many ``planes``.
+
+    Four waves of blocks even out their ends; a split of less than 16 stages would be mostly prologue. A block that has
+    all positions in one stage computes several tiles of the same columns, as long as there are two waves of blocks.
+    """
+    row_blocks, resident = math.ceil(product.rows / config.rows), device.multiprocessors * config.min_blocks
+    others = groups * math.ceil(product.columns / config.columns)
+    tiles = max(1, others * row_blocks)
+    splits = max(1, min(math.ceil(4 * resident / tiles), planes, positions // (16 * config.depth)))
+    length = max(1, math.ceil(positions / splits / config.depth)) * config.depth
+    tiles_of_block = min(row_blocks, max(1, tiles // (2 * resident))) if config.whole else 1
+    shares = math.ceil(row_blocks / tiles_of_block)
+    return _Launch(row_blocks, tiles, shares, max(1, math.ceil(positions / length)), length)
+
+
+def _launched(problem: ConvTransposeProblem, config: GemmConfig, device: DeviceInfo) -> _Launch:
+    positions = problem.batch * math.prod(problem.input_size)
+    return _launch(_product(problem), config, device, problem.groups, positions, affordable_planes(problem))
 
 
 def _shared_floats(config: GemmConfig) -> int:
@@ -151,9 +202,13 @@ def _configs(product: _Product, shared_bytes: int) -> Iterator[GemmConfig]:
                 continue
             registers = product.words * (held + x_items + g_items) + 56 + 2 * g_items
             blocks = min(6, int(REGISTERS / (registers * 1.25 * _THREADS)))
+            if product.few:  # short blocks wait most of the time: as many as there is room for
+                blocks = min(6, int(REGISTERS / ((registers - 32) * _THREADS)))
             if blocks < 1:
                 continue
             config = GemmConfig(block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks)
+            if 0 < product.few <= depth:
+                config = config._replace(whole=True)
             if _shared_floats(config) * 4 * product.words <= shared_bytes:
                 yield config
 
@@ -163,13 +218,32 @@ def _items(side: int, depth: int) -> int:
     return -(-side * depth // _THREADS)
 
 
-def _cycles(config: GemmConfig, product: _Product, terms: Costs) -> float:
-    """Predicted cycles of a multiprocessor for a stage of a tile."""
-    x_items, g_items = _items(config.rows, config.depth), _items(config.columns, config.depth)
+def _cycles(config: GemmConfig, product: _Product, terms: Costs, gathers: bool = True) -> float:
+    """Predicted cycles of a multiprocessor for a stage of a tile, which ``gathers`` its columns or has them."""
+    x_items, g_items = _items(config.rows, config.depth), _items(config.columns, config.depth) if gathers else 0
     steps = config.depth // config.k_slices
     products = config.thread_rows * config.thread_columns * product.words
     reads = product.words * (max(1, config.thread_rows // 4) + max(1, config.thread_columns // 4))
     instructions = 70 + x_items * 8 + g_items * 9 + steps * (products + reads + 2)
     wavefronts = steps * 2 * reads + 3 * x_items + max(3, terms.line * product.lines) * g_items + 4
+    return _issued(config, instructions, wavefronts, terms)
+
+
+def _tile_cycles(config: GemmConfig, product: _Product, launch: _Launch, measured: float, terms: Costs) -> float:
+    """Predicted cycles of a multiprocessor for all of a tile, in the mean of those that a block computes.
+
+    ``measured``: what gathered loads take more than predicted.
+    """
+    sums = product.words * config.thread_rows * config.thread_columns
+    begin = _issued(config, 250 + 60 * _items(config.columns, config.depth), 0, terms)
+    end = _issued(config, 60 + 2 * sums + 3 * sums / config.k_slices, 4 * sums, terms)
+    gathered = measured * launch.positions / config.depth * _cycles(config, product, terms)
+    of_block = begin + gathered + (launch.tiles_of_block - 1) * _cycles(config, product, terms, False)
+    waits = terms.latency / config.min_blocks
+    return (of_block + waits) / launch.tiles_of_block + end
+
+
+def _issued(config: GemmConfig, instructions: float, wavefronts: float, terms: Costs) -> float:
+    """Predicted cycles of a multiprocessor for so many of each warp of a block."""
     warps = _THREADS / 32
     return max(instructions * warps / 4, wavefronts * warps) * (terms.stalls + terms.few_blocks / config.min_blocks)
