@@ -13,6 +13,7 @@ from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.col2im import schedule as col2im
+from polyphase.schedules.col2im.direct import Col2imDirect
 from polyphase.schedules.col2im.schedule import Col2im, Col2imTma
 from polyphase.schedules.schedule import Schedule
 
@@ -36,6 +37,43 @@ LAYERS = {
     "a large stride": make((1, 32, 2, 3), 3, 2, (300, 5)),
     "empty batch": make((0, 32, 4, 4), 3, 3),
 }
+
+# Of few positions, for the product in exact arithmetic.
+FEW = {
+    "volume": make((1, 70, 2, 2, 2), 5, 4, 2, 1, bias=True),
+    "one position": make((1, 130, 1, 1), 33, 4, 2, 1),
+    "images": make((3, 41, 3, 2), 7, (3, 5), (2, 3), (1, 2), 1, dilation=(2, 1), bias=True),
+    "frames": make((1, 96, 17), 6, 16, 8, 4, tf32=True),
+    "odd columns": make((2, 33, 4, 3), 3, 3, 1, 1),
+    "pairs of columns": make((1, 20, 5, 5), 2, 3, 4, 0, 2),
+    "cropped": make((1, 34, 3, 3), 9, 5, 2, 4),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("problem", [*cases(FEW), *(replace(each, dtype="float64") for each in FEW.values())])
+def test_layers_of_few_positions(problem: ConvTransposeProblem) -> None:
+    order = zlib.crc32(str(problem).encode())
+    for layouts, candidate, program in choices(Col2imDirect(), problem):
+        assert program.steps[-1].source.kernel == "col2im"
+        assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(order))
+
+
+def test_few_positions_with_long_sums() -> None:
+    """Splits of the input channels leave planes, which the step adds."""
+    problem = make((1, 900, 2, 2), 3, 4, 2, 1, bias=True)
+    candidate, program = offers(Col2imDirect(), problem)[0]
+    assert program.buffers[-1].elements > 4 * 48
+    assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order=None))
+
+
+def test_sizes_of_few_positions_share_kernels() -> None:
+    layer = make((1, 64, 4, 4), 24, 4, 2, 1)
+    sources = {
+        offers(Col2imDirect(), replace(layer, batch=batch, input_size=size))[0][1].main.source
+        for batch, size in ((1, (3, 3)), (1, (4, 4)), (3, (5, 1)), (2, (2, 3)))
+    }
+    assert len(sources) == 1
 
 
 @pytest.mark.sampled(9)
@@ -77,5 +115,15 @@ def test_where_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             assert reason in (refusal(schedule, problem, Pass.FORWARD, H200) or "")
         assert "only" in (refusal(schedule, layer, Pass.WEIGHT_GRAD, H200) or "")
         assert refusal(schedule, layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) is not None
-    monkeypatch.setattr(col2im, "_MOST_BYTES", 4 * 2 * 64 * 3 * 16 - 1)
+    few = make((1, 64, 2, 2), 32, 4, 2, 1, tf32=True)
+    for problem, reason in {
+        replace(few, kernel_size=(1, 1)): "one tap",
+        replace(few, groups=2): "2 groups",
+        replace(few, tf32_as_pytorch=True): "round",
+        replace(few, batch=17): "lie",
+        replace(few, batch=0): "lie",
+    }.items():
+        assert reason in (refusal(Col2imDirect(), problem, Pass.FORWARD, H200) or "")
+    assert refusal(Col2imDirect(), few, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) is None
+    monkeypatch.setattr(col2im, "MOST_BYTES", 4 * 2 * 64 * 3 * 16 - 1)
     assert "lie" in (refusal(Col2im(), layer, Pass.FORWARD, H200) or "")

@@ -32,7 +32,7 @@ from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
-from polyphase.schedules.direct_wgrad import channels, long, windows
+from polyphase.schedules.direct_wgrad import channels, gemm, long, windows
 from polyphase.schedules.direct_wgrad.channels import DirectWgradChannels
 from polyphase.schedules.direct_wgrad.gemm import DirectWgradGemm
 from polyphase.schedules.direct_wgrad.long import DirectWgradLong
@@ -275,8 +275,9 @@ def test_an_output_gradient_that_is_infinite_beside_the_image(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_few_positions(dtype: str) -> None:
+def test_few_positions(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that compute several tiles of rows, with the same columns; sums that are stored as the result."""
+    monkeypatch.setattr(gemm, "_LARGE", 1)
     met = set()
     for number, layer in enumerate(FEW.values()):
         problem, device = replace(layer, dtype=dtype), replace(H200, multiprocessors=1)
@@ -301,8 +302,8 @@ def test_few_positions(dtype: str) -> None:
 
 
 def test_few_positions_have_kernels_of_their_own() -> None:
-    """A list for each power of two of positions, and one for all others, however many these are."""
-    layer = make((1, 96, 2, 2, 2), 32, 4, 2, 1)
+    """A list for each power of two of positions, and one for all others, and for layers of few weights."""
+    layer = make((1, 512, 2, 2, 2), 32, 4, 2, 1)
     sizes = {(1, 2): 8, (1, 1): 8, (2, 2): 16, (8, 2): 64, (9, 2): 128, (1, 16): 0, (64, 16): 0}
     for (batch, side), few in sizes.items():
         problem = replace(layer, batch=batch, input_size=(side,) * 3)
@@ -310,6 +311,7 @@ def test_few_positions_have_kernels_of_their_own() -> None:
         candidate, program = offers(GEMM_WGRAD, problem, PASS)[0]
         assert candidate.config.whole or few != 8
         assert (len(program.steps) == 1) is (program.splits == 1)
+    assert GEMM_WGRAD.ranked_at(replace(layer, in_channels=511), PASS, Layouts.dense(layer)).few == 0
 
 
 def test_every_size_has_the_layer_s_kernels() -> None:

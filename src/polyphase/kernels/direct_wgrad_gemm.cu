@@ -30,6 +30,7 @@
 struct Params {
   Tensor5 x, g;
   int batch, groups;
+  int rows;                // that exist, IN_CHANNELS or fewer where ALONG_CHANNELS
   int row_shares;          // blocks along the rows, fewer than ROW_BLOCKS only where WHOLE
   int splits;              // blocks along K
   long long split_length;  // positions of a split
@@ -55,6 +56,13 @@ constexpr int STAGE = DEPTH * (ROW_PITCH + COLUMN_PITCH);   // shared values of 
 constexpr int TOGETHER = COLUMNS_TOTAL % 4 == 0 ? 4 : COLUMNS_TOTAL % 2 == 0 ? 2 : 1;
 constexpr int STORE_THREADS = COLUMNS / TOGETHER, STORE_ROWS = THREADS / STORE_THREADS;  // along a row; rows at once
 
+// Lanes of a warp load neighbouring positions, or neighbouring columns where these lie side by side, of one tap.
+__device__ __forceinline__ int loaded_position() {
+  return ALONG_CHANNELS ? threadIdx.x / ROW_STEP : threadIdx.x % DEPTH;
+}
+__device__ __forceinline__ int loaded_row() { return ALONG_CHANNELS ? threadIdx.x % ROW_STEP : threadIdx.x / DEPTH; }
+
+static_assert(!ALONG_CHANNELS || TAPS == 1, "columns that lie side by side are channels");
 static_assert(COLUMNS % TOGETHER == 0 && THREADS % STORE_THREADS == 0, "a thread stores the same columns of every row");
 static_assert(SUMS * SLICE_THREADS == RESULTS, "a slice has a sum for each result");
 static_assert(THREADS % DEPTH == 0, "a thread loads the same position of every stage");
@@ -118,10 +126,10 @@ __device__ __forceinline__ void store(const accum_t (&total)[TOGETHER], void* pa
 // The sums of K slices are added up in order, those of neighbouring columns by one thread. `at`: the group's first
 // weight in `partial`, which begins at a multiple of 16 bytes.
 __device__ __forceinline__ void store_results(const accum_t* totals, void* partial, long long at, int in_channel,
-                                              int first_column, bool narrowed) {
+                                              int channels, int first_column, bool narrowed) {
   const int column = threadIdx.x % STORE_THREADS * TOGETHER, global = first_column + column;
   if (global >= COLUMNS_TOTAL) return;
-  const int rows = min(ROWS, IN_CHANNELS - in_channel);
+  const int rows = min(ROWS, channels - in_channel);
   at += (long long)in_channel * COLUMNS_TOTAL + global;
 #pragma unroll 4
   for (int row = threadIdx.x / STORE_THREADS; row < rows; row += STORE_ROWS) {
@@ -168,14 +176,14 @@ struct Position {
 
 // What this thread loads of a stage: elements of every ROW_STEP-th row or column, all at one position.
 __device__ __forceinline__ void load_rows(const Tensor5& tensor, const scalar_t* x, const Position& at, bool exists,
-                                          int first_row, scalar_t (&value)[X_ITEMS]) {
-  const int load_row = threadIdx.x / DEPTH;
+                                          int first_row, int rows, scalar_t (&value)[X_ITEMS]) {
+  const int load_row = loaded_row();
   x += at.n * tensor.stride[0] + at.d * tensor.stride[2] + at.h * tensor.stride[3] + at.w * tensor.stride[4] +
        (first_row + load_row) * tensor.stride[1];
 #pragma unroll
   for (int i = 0; i < X_ITEMS; ++i, x += ROW_STEP * tensor.stride[1]) {
     const int row = load_row + i * ROW_STEP;
-    value[i] = exists && row < ROWS && first_row + row < IN_CHANNELS ? read(x) : zero<scalar_t>();
+    value[i] = exists && row < ROWS && first_row + row < rows ? read(x) : zero<scalar_t>();
   }
 }
 
@@ -183,10 +191,12 @@ __device__ __forceinline__ void load_rows(const Tensor5& tensor, const scalar_t*
 __device__ __forceinline__ void find_columns(const Tensor5& tensor, int first_column, long long (&offset)[G_ITEMS]) {
 #pragma unroll
   for (int i = 0; i < G_ITEMS; ++i) {
-    const int column = first_column + threadIdx.x / DEPTH + i * ROW_STEP;
+    const int column = first_column + loaded_row() + i * ROW_STEP;
     const Column c = column_at(column);
-    offset[i] = c.channel * tensor.stride[1] + c.d * tensor.stride[2] + c.h * tensor.stride[3] + c.w * tensor.stride[4];
-    if (column >= COLUMNS_TOTAL) offset[i] = 0;
+    offset[i] = ALONG_CHANNELS ? column
+                               : c.channel * tensor.stride[1] + c.d * tensor.stride[2] + c.h * tensor.stride[3] +
+                                     c.w * tensor.stride[4];
+    if (COLUMNS_TOTAL % COLUMNS != 0 && column >= COLUMNS_TOTAL) offset[i] = 0;
   }
 }
 
@@ -207,7 +217,7 @@ __device__ __forceinline__ void load_columns(const Tensor5& tensor, const scalar
   }
 #pragma unroll
   for (int i = 0; i < G_ITEMS; ++i) {
-    const int column = first_column + threadIdx.x / DEPTH + i * ROW_STEP;
+    const int column = first_column + loaded_row() + i * ROW_STEP;
     const Column c = column_at(column);
     const bool inside = exists && column < COLUMNS_TOTAL && (unsigned)(base_d + c.d) < (unsigned)tensor.size[0] &&
                         (unsigned)(base_h + c.h) < (unsigned)tensor.size[1] &&
@@ -259,9 +269,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int k_slice = thread / SLICE_THREADS;
   const int row = thread % SLICE_THREADS / COLUMN_THREADS * THREAD_ROWS;
   const int column = thread % COLUMN_THREADS * THREAD_COLUMNS;
-  const int load_k = thread % DEPTH, load_row = thread / DEPTH;
+  const int load_k = loaded_position(), load_row = loaded_row();
 
   const int first_column = column_block * COLUMNS;
+  const int rows = ALONG_CHANNELS ? params.rows : IN_CHANNELS;
   x += (long long)group * IN_CHANNELS * params.x.stride[1];
   grad += (long long)group * OUT_CHANNELS * params.g.stride[1];
 
@@ -269,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   find_columns(params.g, first_column, column_offset);
   Position at(params.x, first + load_k);
   scalar_t x_values[X_ITEMS], g_values[G_ITEMS];
-  load_rows(params.x, x, at, first + load_k < end, row_block * ROWS, x_values);
+  load_rows(params.x, x, at, first + load_k < end, row_block * ROWS, rows, x_values);
   load_columns(params.g, grad, at, first + load_k < end, first_column, column_offset, g_values);
 
   // Sums of FLUSH stages in registers, sums of those in shared memory: rounding grows with the root of the terms, and
@@ -301,11 +312,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             g_tile[load_k * COLUMN_PITCH + load_row + i * ROW_STEP] = widen(g_values[i]);
       __syncthreads();
       if (WHOLE) {
-        if (row_block < ROW_BLOCKS) load_rows(params.x, x, at, stage + load_k < end, row_block * ROWS, x_values);
+        if (row_block < ROW_BLOCKS) load_rows(params.x, x, at, stage + load_k < end, row_block * ROWS, rows, x_values);
       } else if (stage + DEPTH < end) {
         const bool exists = stage + DEPTH + load_k < end;
         at.advance(params.x, DEPTH);
-        load_rows(params.x, x, at, exists, in_channel, x_values);
+        load_rows(params.x, x, at, exists, in_channel, rows, x_values);
         load_columns(params.g, grad, at, exists, first_column, column_offset, g_values);
       }
 #pragma unroll 4
@@ -322,6 +333,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     first_rows = false, buffer ^= 1;
 
     __syncthreads();
-    store_results(totals, partial, weights, in_channel, first_column, params.narrowed);
+    store_results(totals, partial, weights, in_channel, rows, first_column, params.narrowed);
   } while (WHOLE && row_block < ROW_BLOCKS);
 }

@@ -5,6 +5,7 @@
 
 from itertools import chain
 
+from polyphase.schedules.col2im.direct import Col2imDirect
 from polyphase.schedules.col2im.schedule import Col2im, Col2imTma
 from polyphase.schedules.direct.channels import DirectChannels
 from polyphase.schedules.direct.general import DirectGeneral
@@ -33,7 +34,7 @@ KERNELS: dict[str, tuple[Schedule, ...]] = {
     "implicit_gemm": (ImplicitGemm(),),
     "grouped_gemm": (GroupedGemm(),),
     "overlap_gemm": (OverlapGemm(),),
-    "col2im": (Col2im(), Col2imTma()),
+    "col2im": (Col2im(), Col2imTma(), Col2imDirect()),
     "phase_gemm": (PhaseGemm(), PhaseGemmPixels()),
     "window_dgrad": (WindowDgradMma(), WindowDgradWgmma(), WindowDgradTma(), WindowDgradTransposed()),
     "dot_dgrad": (DotDgrad(),),

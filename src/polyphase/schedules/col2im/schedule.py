@@ -28,11 +28,11 @@ from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.tma import TapGemmTma
 
-_PRODUCT = "product"
+PRODUCT = "product"
 _THREADS = 256
 _LINES = 4  # outputs of a thread, where a layer has more than one dimension
-_MOST_BYTES = 1 << 30  # of the product
-_MOST_OUTPUTS = 1 << 30  # that are counted
+MOST_BYTES = 1 << 30  # of the product
+MOST_OUTPUTS = 1 << 30  # that are counted
 # Output channels of a group: more fill the tiles of a phase, and so do half as many where taps are few.
 _MOST_CHANNELS, _FEW_TAPS = 64, 64
 _LEAST_INPUTS = 32  # channels of a group; for fewer, writing and reading a product takes longer than multiplying
@@ -66,7 +66,7 @@ class _Col2im(Schedule):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Any:
         """None, too, where the product would take too much memory, or has more outputs than are counted."""
         inner, lie = self._gemm_of(problem, layouts)
-        if _product_bytes(inner) > _MOST_BYTES or problem.elements[2] > _MOST_OUTPUTS:
+        if _product_bytes(inner) > MOST_BYTES or problem.elements[2] > MOST_OUTPUTS:
             return None
         return self._gemm.ranked_at(inner, pass_, lie)
 
@@ -116,14 +116,14 @@ class _Col2im(Schedule):
         inner, lie = self._gemm_of(problem, layouts)
         gemm = self._gemm.program(inner, pass_, device, lie, config)
         steps = [
-            replace(step, operands=tuple(_PRODUCT if name == DST else name for name in step.operands))
+            replace(step, operands=tuple(PRODUCT if name == DST else name for name in step.operands))
             for step in gemm.steps
         ]
         lies = dense_strides((problem.batch, inner.out_channels, *problem.input_size), inner.channels_last)
-        product = Buffer(_PRODUCT, "float32", gemm.splits * inner.elements[2])
+        product = Buffer(PRODUCT, "float32", gemm.splits * inner.elements[2])
         return replace(
             gemm,
-            steps=(*steps, _col2im(problem, layouts, inner.out_channels, lies, gemm.splits)),
+            steps=(*steps, col2im_step(problem, layouts, inner.out_channels, lies, gemm.splits)),
             buffers=(*gemm.buffers, product),
             splits=1,
         )
@@ -150,7 +150,7 @@ class _Col2im(Schedule):
         The weight, in either order, is one of other columns.
         """
         inner = self._of_one_tap(problem)
-        input = _as_row(five(problem.input_shape), layouts.input)
+        input = as_row(five(problem.input_shape), layouts.input)
         if input is None:
             ones, zeros = (1,) * problem.dims, (0,) * problem.dims
             inner = replace(inner, input_size=problem.input_size, kernel_size=ones, stride=ones, dilation=ones)
@@ -187,7 +187,7 @@ class Col2imTma(_Col2im):
         return [config for config in super().configs(at, pass_, device) if not config.back]
 
 
-def _as_row(shape: tuple[int, int, int, int, int], strides: Strides) -> Strides | None:
+def as_row(shape: tuple[int, int, int, int, int], strides: Strides) -> Strides | None:
     """The strides of a tensor whose images are rows, of one whose rows follow one another; None where they do not."""
     _, _, depth, height, width = shape
     image, channel, slab, row, column = strides
@@ -201,7 +201,7 @@ def _product_bytes(inner: ConvTransposeProblem) -> int:
     return inner.elements[2] * accumulator_bytes(inner.dtype)
 
 
-def _col2im(problem: ConvTransposeProblem, layouts: Layouts, columns: int, lies: Strides, splits: int) -> Step:
+def col2im_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, lies: Strides, splits: int) -> Step:
     """The step that adds up the products, which lie in so many ``splits`` planes."""
     gather = Gather.of(problem, Pass.FORWARD, layouts)
     lines = _LINES if problem.dims > 1 else 1
@@ -224,4 +224,4 @@ def _col2im(problem: ConvTransposeProblem, layouts: Layouts, columns: int, lies:
         splits=splits,
         plane=batch * columns * math.prod(sizes),
     )
-    return plain_step(source, -(-threads // _THREADS), _THREADS, params, (_PRODUCT, BIAS, DST))
+    return plain_step(source, -(-threads // _THREADS), _THREADS, params, (PRODUCT, BIAS, DST))

@@ -20,9 +20,10 @@ from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
 
-_THREADS = 256
+THREADS = 256
 _DEPTHS = (8, 16, 32, 64, 128)
-_FEW = 256  # positions, for which a layer has lists of its own
+# Positions, and weights of a group, up to and from which a layer has a list for each power of two of the positions.
+_FEW, _LARGE = 256, 1 << 20
 
 
 class GemmConfig(NamedTuple):
@@ -41,11 +42,12 @@ class GemmConfig(NamedTuple):
     whole: bool = False
 
 
-class _Product(NamedTuple):
+class GemmProduct(NamedTuple):
     """Rows and columns of a group's product, registers of a sum, and lines that a warp meets of the output gradient.
 
-    ``few``: the power of two that positions come to, where they are few, else 0. Storing the weights is most of the
-    work then, and a block's beginning and end count.
+    ``few``: the power of two that positions come to, where they are few and weights many, else 0: storing these is most
+    of the work then, and a block's beginning and end count. ``along_channels``: columns lie side by side, so that a
+    thread needs no table of where they lie.
     """
 
     rows: int
@@ -53,6 +55,7 @@ class _Product(NamedTuple):
     words: int
     lines: int
     few: int = 0
+    along_channels: bool = False
 
 
 class DirectWgradGemm(Schedule):
@@ -61,22 +64,23 @@ class DirectWgradGemm(Schedule):
     name = "direct_wgrad_gemm"
     passes = (Pass.WEIGHT_GRAD,)
     any_constants = True
+    adapts = True
     offered = 8
 
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Product:
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> GemmProduct:
         return _product(problem)
 
-    def configs(self, at: _Product, pass_: Pass, device: DeviceInfo) -> Iterator[GemmConfig]:
-        return _configs(at, device.shared_bytes_per_block)
+    def configs(self, at: GemmProduct, pass_: Pass, device: DeviceInfo) -> Iterator[GemmConfig]:
+        return gemm_configs(at, device.shared_bytes_per_block)
 
-    def seconds(self, at: _Product, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
+    def seconds(self, at: GemmProduct, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
         """Cycles of a multiprocessor per position, whatever the size of images; where positions are few, of all."""
         terms = costs("direct_wgrad_gemm", device)
         if at.few:
             launch = _launch(at, config, device, 1, at.few, 1)
             return launch.tiles * _tile_cycles(config, at, launch, terms.channels_first, terms)
         tiles = math.ceil(at.rows / config.rows) * math.ceil(at.columns / config.columns)
-        return tiles * _cycles(config, at, terms) / config.depth
+        return tiles * stage_cycles(config, at, terms) / config.depth
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
@@ -92,7 +96,7 @@ class DirectWgradGemm(Schedule):
             cycles = launch.splits * _tile_cycles(config, product, launch, measured, terms)
         else:
             positions = problem.batch * math.prod(problem.input_size)
-            cycles = measured * positions * _cycles(config, product, terms) / config.depth
+            cycles = measured * positions * stage_cycles(config, product, terms) / config.depth
         seconds, bound = cost_seconds(problem, device, idle * launch.tiles * cycles)
         return seconds + terms.launch, bound
 
@@ -100,21 +104,14 @@ class DirectWgradGemm(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
         launch = _launched(problem, config, device)
-        source = KernelSource(
-            kernel=self.name,
-            dtype=problem.dtype,
-            wide_offsets=True,
-            constants=(
-                *layer_constants(problem, pass_),
-                *constants_of(config, "rows columns thread_rows thread_columns k_slices depth min_blocks whole"),
-            ),
-        )
+        source = source_of(problem, config)
         x, grad = sides_of(problem, layouts)
         params = {
             "x": x,
             "g": grad,
             "batch": problem.batch,
             "groups": problem.groups,
+            "rows": problem.in_channels_per_group,
             "row_shares": launch.row_shares,
             "splits": launch.splits,
             "split_length": launch.positions,
@@ -122,8 +119,8 @@ class DirectWgradGemm(Schedule):
             "plane": problem.elements[1],
             "narrowed": launch.splits == 1,
         }
-        shared_bytes = _shared_floats(config) * accumulator_bytes(problem.dtype)
-        main = main_step(source, launch.blocks, _THREADS, shared_bytes, params)
+        shared_bytes = shared_values(config) * accumulator_bytes(problem.dtype)
+        main = main_step(source, launch.blocks, THREADS, shared_bytes, params)
         return assemble(problem, pass_, main, splits=launch.splits, narrowed=launch.splits == 1)
 
 
@@ -147,17 +144,27 @@ class _Launch(NamedTuple):
         return self.row_blocks / self.row_shares
 
 
-def _product(problem: ConvTransposeProblem) -> _Product:
+def source_of(problem: ConvTransposeProblem, config: GemmConfig, along_channels: bool = False) -> KernelSource:
+    """The kernel; ``along_channels``: lanes load neighbouring channels, else neighbouring positions."""
+    names = "rows columns thread_rows thread_columns k_slices depth min_blocks whole"
+    constants = *layer_constants(problem, Pass.WEIGHT_GRAD), *constants_of(config, names)
+    constants = *constants, ("ALONG_CHANNELS", along_channels)
+    return KernelSource("direct_wgrad_gemm", problem.dtype, True, constants)
+
+
+def _product(problem: ConvTransposeProblem) -> GemmProduct:
     """A group's product. Lanes of a warp are at neighbouring positions: their elements of g are a stride apart."""
     lines = min(32, max(1, problem.stride[-1] * DTYPE_BYTES[problem.dtype] // 4))
     columns, words = problem.out_channels_per_group * problem.taps, accumulator_bytes(problem.dtype) // 4
     positions = problem.batch * math.prod(problem.input_size)
-    few = next_power_of_two(max(_DEPTHS[0], positions)) if positions <= _FEW else 0
-    return _Product(problem.in_channels_per_group, columns, words, 1 if problem.channels_last else lines, few)
+    rows, few = problem.in_channels_per_group, 0
+    if positions <= _FEW and rows * columns >= _LARGE:
+        few = next_power_of_two(max(_DEPTHS[0], positions))
+    return GemmProduct(rows, columns, words, 1 if problem.channels_last else lines, few)
 
 
 def _launch(
-    product: _Product, config: GemmConfig, device: DeviceInfo, groups: int, positions: int, planes: int
+    product: GemmProduct, config: GemmConfig, device: DeviceInfo, groups: int, positions: int, planes: int
 ) -> _Launch:
     """How ``groups`` of a product are shared out among blocks; memory may be spent on so many ``planes``.
 
@@ -179,48 +186,50 @@ def _launched(problem: ConvTransposeProblem, config: GemmConfig, device: DeviceI
     return _launch(_product(problem), config, device, problem.groups, positions, affordable_planes(problem))
 
 
-def _shared_floats(config: GemmConfig) -> int:
+def shared_values(config: GemmConfig) -> int:
+    """Values of the accumulator's type that a block has in shared memory."""
     row_pitch, column_pitch = -(-config.rows // 4) * 4 + 4, -(-config.columns // 4) * 4 + 4
-    return 2 * config.depth * (row_pitch + column_pitch) + _THREADS * config.thread_rows * config.thread_columns
+    return 2 * config.depth * (row_pitch + column_pitch) + THREADS * config.thread_rows * config.thread_columns
 
 
-def _configs(product: _Product, shared_bytes: int) -> Iterator[GemmConfig]:
+def gemm_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfig]:
     """Every config whose registers and shared memory suffice for a block, and that is not mostly idle."""
     rows = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if count <= next_power_of_two(product.rows)]
     columns = [count for count in (4, 8, 16, 32, 64, 128) if count <= max(4, next_power_of_two(product.columns))]
-    items = {(side, depth): _items(side, depth) for side in {*rows, *columns} for depth in _DEPTHS}
+    items = {(side, depth): items_of(side, depth) for side in {*rows, *columns} for depth in _DEPTHS}
     shapes = itertools.product((1, 2, 4, 8), (1, 2, 4, 8), rows, columns)
     for thread_rows, thread_columns, block_rows, block_columns in shapes:
         slice_threads = (block_rows // thread_rows) * (block_columns // thread_columns)
-        if block_rows < thread_rows or block_columns < thread_columns or slice_threads > _THREADS:
+        if block_rows < thread_rows or block_columns < thread_columns or slice_threads > THREADS:
             continue
-        k_slices = _THREADS // slice_threads
+        k_slices = THREADS // slice_threads
         held = thread_rows * thread_columns + 2 * (thread_rows + thread_columns)
         for depth in _DEPTHS:
             x_items, g_items = items[block_rows, depth], items[block_columns, depth]
             if depth % k_slices or x_items + g_items > 24:
                 continue
             registers = product.words * (held + x_items + g_items) + 56 + 2 * g_items
-            blocks = min(6, int(REGISTERS / (registers * 1.25 * _THREADS)))
-            if product.few:  # short blocks wait most of the time: as many as there is room for
-                blocks = min(6, int(REGISTERS / ((registers - 32) * _THREADS)))
+            blocks = min(6, int(REGISTERS / (registers * 1.25 * THREADS)))
+            if product.few or product.along_channels:  # blocks wait most of the time: as many as there is room for
+                registers -= 28 + (2 * g_items if product.along_channels else 0)
+                blocks = min(6, int(REGISTERS / (registers * THREADS)))
             if blocks < 1:
                 continue
             config = GemmConfig(block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks)
             if 0 < product.few <= depth:
                 config = config._replace(whole=True)
-            if _shared_floats(config) * 4 * product.words <= shared_bytes:
+            if shared_values(config) * 4 * product.words <= shared_bytes:
                 yield config
 
 
-def _items(side: int, depth: int) -> int:
+def items_of(side: int, depth: int) -> int:
     """Elements of a stage that a thread loads of an operand."""
-    return -(-side * depth // _THREADS)
+    return -(-side * depth // THREADS)
 
 
-def _cycles(config: GemmConfig, product: _Product, terms: Costs, gathers: bool = True) -> float:
+def stage_cycles(config: GemmConfig, product: GemmProduct, terms: Costs, gathers: bool = True) -> float:
     """Predicted cycles of a multiprocessor for a stage of a tile, which ``gathers`` its columns or has them."""
-    x_items, g_items = _items(config.rows, config.depth), _items(config.columns, config.depth) if gathers else 0
+    x_items, g_items = items_of(config.rows, config.depth), items_of(config.columns, config.depth) if gathers else 0
     steps = config.depth // config.k_slices
     products = config.thread_rows * config.thread_columns * product.words
     reads = product.words * (max(1, config.thread_rows // 4) + max(1, config.thread_columns // 4))
@@ -229,21 +238,21 @@ def _cycles(config: GemmConfig, product: _Product, terms: Costs, gathers: bool =
     return _issued(config, instructions, wavefronts, terms)
 
 
-def _tile_cycles(config: GemmConfig, product: _Product, launch: _Launch, measured: float, terms: Costs) -> float:
+def _tile_cycles(config: GemmConfig, product: GemmProduct, launch: _Launch, measured: float, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for all of a tile, in the mean of those that a block computes.
 
     ``measured``: what gathered loads take more than predicted.
     """
     sums = product.words * config.thread_rows * config.thread_columns
-    begin = _issued(config, 250 + 60 * _items(config.columns, config.depth), 0, terms)
+    begin = _issued(config, 250 + 60 * items_of(config.columns, config.depth), 0, terms)
     end = _issued(config, 60 + 2 * sums + 3 * sums / config.k_slices, 4 * sums, terms)
-    gathered = measured * launch.positions / config.depth * _cycles(config, product, terms)
-    of_block = begin + gathered + (launch.tiles_of_block - 1) * _cycles(config, product, terms, False)
+    gathered = measured * launch.positions / config.depth * stage_cycles(config, product, terms)
+    of_block = begin + gathered + (launch.tiles_of_block - 1) * stage_cycles(config, product, terms, False)
     waits = terms.latency / config.min_blocks
     return (of_block + waits) / launch.tiles_of_block + end
 
 
 def _issued(config: GemmConfig, instructions: float, wavefronts: float, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for so many of each warp of a block."""
-    warps = _THREADS / 32
+    warps = THREADS / 32
     return max(instructions * warps / 4, wavefronts * warps) * (terms.stalls + terms.few_blocks / config.min_blocks)
