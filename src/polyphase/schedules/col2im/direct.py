@@ -10,6 +10,7 @@ from polyphase.costs import costs
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides, five
+from polyphase.problem.problem import accumulator_bytes
 from polyphase.program.program import Buffer, Program, Transposed, reading_channels_last
 from polyphase.program.step import SRC, WEIGHT
 from polyphase.schedules.col2im.schedule import MOST_BYTES, MOST_OUTPUTS, PRODUCT, as_row, col2im_step
@@ -58,7 +59,7 @@ class Col2imDirect(Schedule):
     ) -> Cost | None:
         """The product; its planes, which the step reads, and the output."""
         rows, terms = _rows(problem), costs("col2im", device)
-        planes = 4 * rows.splits(config, device) * rows.positions * rows.columns
+        planes = accumulator_bytes(problem.dtype) * rows.splits(config, device) * rows.positions * rows.columns
         if planes > MOST_BYTES:
             return None
         work, size = rows.seconds(config, device), DTYPE_BYTES[problem.dtype]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
@@ -98,7 +98,8 @@ class DirectWgradGemm(Schedule):
             positions = problem.batch * math.prod(problem.input_size)
             cycles = measured * positions * stage_cycles(config, product, terms) / config.depth
         seconds, bound = cost_seconds(problem, device, idle * launch.tiles * cycles)
-        return seconds + terms.launch, bound
+        alone = product.few and launch.splits == 1  # there is no reduction, and prologues are counted
+        return seconds if alone else seconds + terms.launch, bound
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
@@ -197,7 +198,9 @@ def gemm_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfig
     rows = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if count <= next_power_of_two(product.rows)]
     columns = [count for count in (4, 8, 16, 32, 64, 128) if count <= max(4, next_power_of_two(product.columns))]
     items = {(side, depth): items_of(side, depth) for side in {*rows, *columns} for depth in _DEPTHS}
-    shapes = itertools.product((1, 2, 4, 8), (1, 2, 4, 8), rows, columns)
+    shapes: Iterable[tuple[int, ...]] = itertools.product((1, 2, 4, 8), (1, 2, 4, 8), rows, columns)
+    if product.few or product.along_channels:  # of equal ones those first whose threads have one vector of columns
+        shapes = sorted(shapes, key=lambda shape: shape[1])
     for thread_rows, thread_columns, block_rows, block_columns in shapes:
         slice_threads = (block_rows // thread_rows) * (block_columns // thread_columns)
         if block_rows < thread_rows or block_columns < thread_columns or slice_threads > THREADS:
@@ -208,11 +211,7 @@ def gemm_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfig
             x_items, g_items = items[block_rows, depth], items[block_columns, depth]
             if depth % k_slices or x_items + g_items > 24:
                 continue
-            registers = product.words * (held + x_items + g_items) + 56 + 2 * g_items
-            blocks = min(6, int(REGISTERS / (registers * 1.25 * THREADS)))
-            if product.few or product.along_channels:  # blocks wait most of the time: as many as there is room for
-                registers -= 28 + (2 * g_items if product.along_channels else 0)
-                blocks = min(6, int(REGISTERS / (registers * THREADS)))
+            blocks = _resident(product, held, x_items, g_items)
             if blocks < 1:
                 continue
             config = GemmConfig(block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks)
@@ -220,6 +219,15 @@ def gemm_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfig
                 config = config._replace(whole=True)
             if shared_values(config) * 4 * product.words <= shared_bytes:
                 yield config
+
+
+def _resident(product: GemmProduct, held: int, x_items: int, g_items: int) -> int:
+    """Blocks that registers suffice for: as many as there may be where blocks wait most of the time."""
+    registers = product.words * (held + x_items + g_items) + 56 + 2 * g_items
+    if product.few or product.along_channels:
+        registers -= 28 + (2 * g_items if product.along_channels else 0)
+        return min(6, int(REGISTERS / (registers * THREADS)))
+    return min(6, int(REGISTERS / (registers * 1.25 * THREADS)))
 
 
 def items_of(side: int, depth: int) -> int:
@@ -232,9 +240,13 @@ def stage_cycles(config: GemmConfig, product: GemmProduct, terms: Costs, gathers
     x_items, g_items = items_of(config.rows, config.depth), items_of(config.columns, config.depth) if gathers else 0
     steps = config.depth // config.k_slices
     products = config.thread_rows * config.thread_columns * product.words
-    reads = product.words * (max(1, config.thread_rows // 4) + max(1, config.thread_columns // 4))
-    instructions = 70 + x_items * 8 + g_items * 9 + steps * (products + reads + 2)
-    wavefronts = steps * 2 * reads + 3 * x_items + max(3, terms.line * product.lines) * g_items + 4
+    of_rows, of_columns = (product.words * max(1, n // 4) for n in (config.thread_rows, config.thread_columns))
+    # Threads with two vectors of columns read them two apart, and meet in banks. (Other products' factor has that.)
+    ways = max(1, config.thread_columns // 4) if product.few or product.along_channels else 1
+    instructions = 70 + x_items * 8 + g_items * 9 + steps * (products + of_rows + of_columns + 2)
+    wavefronts = (
+        steps * 2 * (of_rows + ways * of_columns) + 3 * x_items + max(3, terms.line * product.lines) * g_items + 4
+    )
     return _issued(config, instructions, wavefronts, terms)
 
 

@@ -49,7 +49,9 @@ class FewRows(NamedTuple):
     def splits(self, config: GemmConfig, device: DeviceInfo) -> int:
         """Of the input channels: all multiprocessors have blocks, and partial sums stay few beside the weight."""
         tiles, stages = self._tiles(config), max(1, math.ceil(self.depth / config.depth))
-        affordable = self.depth * DTYPE_BYTES[self.dtype] * _PLANES_SHARE / (self.positions * 4)
+        affordable = (
+            self.depth * DTYPE_BYTES[self.dtype] * _PLANES_SHARE / (self.positions * accumulator_bytes(self.dtype))
+        )
         most = max(1, min(stages // _LEAST_STAGES, int(affordable)))
         wanted = min(most, math.ceil(2 * device.multiprocessors * config.min_blocks / tiles))
         return math.ceil(stages / math.ceil(stages / wanted))
