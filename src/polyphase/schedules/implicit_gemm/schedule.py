@@ -43,6 +43,7 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import constants_of
 
 _MAX_TAPS = 4096
+_CACHED = 32 << 20  # bytes of weights, read and packed, that stay in the L2 cache
 # Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
 # best is offered, too. There are few images and many, small and large ones.
 _HAVING_A_SAY = {
@@ -131,7 +132,10 @@ class ImplicitGemm(Schedule):
     ) -> Cost | None:
         problem, gather = _as_forward(problem, pass_, layouts)
         tile = best_tile(gather, config, problem.batch, device)
-        return None if tile is None else estimate(gather, config, tile, device, problem.bytes)
+        if tile is None:
+            return None
+        seconds, bound = estimate(gather, config, tile, device, problem.bytes)
+        return seconds + _packing_seconds(problem, gather, config, device), bound
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
@@ -217,6 +221,13 @@ class ImplicitGemm(Schedule):
                 else [("PIECE", config.piece(gather)), ("IN_SUMS", gather.in_sums)]
             ),
         )
+
+
+def _packing_seconds(problem: ConvTransposeProblem, gather: Gather, config: GemmConfig, device: DeviceInfo) -> float:
+    """What packing takes of weights that do not stay in the L2 cache: of smaller ones it is in ``launch``."""
+    product = Product.of(gather, config)
+    moved = problem.elements[1] * DTYPE_BYTES[problem.dtype] + product.row_groups * product.weight_bytes(config)
+    return max(0, moved - _CACHED) / device.copy_bytes_per_second
 
 
 def _as_forward(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> tuple[ConvTransposeProblem, Gather]:
