@@ -16,6 +16,7 @@ from polyphase.schedules.direct_wgrad.long import DirectWgradLong
 from polyphase.schedules.direct_wgrad.windows import DirectWgradWindows
 from polyphase.schedules.dot_dgrad.schedule import DotDgrad
 from polyphase.schedules.grouped_gemm.schedule import GroupedGemm
+from polyphase.schedules.grouped_gemm.window import GroupedGemmWindow
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.overlap_gemm.schedule import OverlapGemm
 from polyphase.schedules.phase_gemm.long_kernels import PhaseGemm
@@ -32,7 +33,7 @@ from polyphase.schedules.window_gemm.wgmma import WindowDgradWgmma, WindowWgradW
 #: The kernels of each schedule, in the order in which the planner asks them.
 KERNELS: dict[str, tuple[Schedule, ...]] = {
     "implicit_gemm": (ImplicitGemm(),),
-    "grouped_gemm": (GroupedGemm(),),
+    "grouped_gemm": (GroupedGemm(), GroupedGemmWindow()),
     "overlap_gemm": (OverlapGemm(),),
     "col2im": (Col2im(), Col2imTma(), Col2imDirect()),
     "phase_gemm": (PhaseGemm(), PhaseGemmPixels()),
