@@ -46,8 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is slow, unless it is asked for: by --all, a marker expression, or the test's own name.
 
-    And what is timed, or fills the memory, where other processes are at work on the GPU.
+    And what is timed, or fills the memory, where other processes are at work on the GPU; without one, what needs it.
     """
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     _mark_cases_that_are_slow(items)
     named = any("::" in argument for argument in config.args)
     if not (config.getoption("--all") or config.option.markexpr or named):
