@@ -32,14 +32,14 @@ from polyphase.schedules.grouped_gemm.window import GroupedGemmWindow
 from polyphase.schedules.schedule import Candidate
 
 LAYERS = """
-128x128x30x30x30 -> 24, k=3, p=1, g=8                       | bfloat16 float32
+128x128x30x30x30 -> 24, k=3, p=1, g=8                       | bfloat16
 128x256x12x12x12 -> 256, k=4, g=16                          | bfloat16
 128x96x195x195 -> 96, k=5, g=4                              | bfloat16
 2x512x48x48x48 -> 512, k=(3,4,4), s=(1,2,2), g=32           | bfloat16
-8x32x12x24x48 -> 32, k=(3,5,7), s=2, g=4                    | bfloat16 float32
+8x32x12x24x48 -> 32, k=(3,5,7), s=2, g=4                    | bfloat16
 16x128x56x56 -> 128, k=3, p=1, g=32                         | bfloat16 bfloat16,last
 32x64x64x64 -> 64, k=4, s=2, p=1, g=8                       | bfloat16 bfloat16,last
-16x64x20000 -> 32, k=9, p=4, g=8                            | bfloat16 float32
+16x64x20000 -> 32, k=9, p=4, g=8                            | bfloat16
 16x32x128x256 -> 64, k=(3,5), s=(2,3), p=(1,2), d=(2,1), g=4 | bfloat16
 8x32x24x24x24 -> 64, k=3, s=2, p=1, op=1, g=16              | bfloat16
 """

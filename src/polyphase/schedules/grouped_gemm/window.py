@@ -378,7 +378,7 @@ def _seconds(
     work = terms.step * _multiplying(product, config, warps, terms) + _copying(product, tiling, terms)
     work += _storing(product, config, tiling, warps, terms) + terms.tile / config.min_blocks
     cycles = (work**_NORM + (terms.moved * _window_bytes(product, tiling)) ** _NORM) ** (1 / _NORM)
-    cycles *= 1 + terms.alone / config.min_blocks**2 + terms.idle * (1 - warps / config.warps)
+    cycles *= 1 + terms.alone / config.min_blocks**2
     prepared = terms.prepare * sum(product.steps) * product.blocks(config) * config.column_tiles
     at_once = min(groups * blocks, device.multiprocessors * config.min_blocks)
     resident, rounds = -(-at_once // device.multiprocessors), -(-groups * blocks // at_once)
@@ -425,4 +425,4 @@ def _storing(product: _Product, config: WindowConfig, tiling: _Tiling, warps: in
         along = tiling.lanes[3] * product.sides[2].outputs
         sectors = stored / along * (1 + along * gather.dst.strides[4] * size / SECTOR_BYTES)
         sectors *= product.sides[2].outputs * (1 if _in_pairs(product, tiling) else 2)
-    return float(terms.slot * results / 32 * 22 / 4 + terms.sector * sectors)
+    return float(terms.result * results / 32 + terms.sector * sectors)
