@@ -240,7 +240,7 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make((2, 40, 6, 8), 56, 4, 2, 1, dtype="bfloat16")
     schedule = SCHEDULES[Pass.INPUT_GRAD]
     for module in (gradient_wgmma, window):
-        monkeypatch.setattr(module, "FLUSH", 2 * 8 * problem.taps)
+        monkeypatch.setattr(module, "FLUSH", 4 * 8 * problem.taps)
     config = WgmmaConfig(2, 40, 8, 256, 3)
     program = schedule.program(problem, Pass.INPUT_GRAD, H200, Layouts.dense(problem), config)
     assert dict(program.main.source.constants)["FLUSH"] == 2

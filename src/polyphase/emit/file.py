@@ -276,6 +276,17 @@ def _target(statement: str) -> str:
     return words[1] if words[0] == "import" else f"{words[1]}.{words[3]}"
 
 
+def _rounding(problem: ConvTransposeProblem) -> str:
+    """Where float32 is rounded to TF32, in words."""
+    if not any(problem.uses_tf32(pass_) for pass_ in Pass):
+        return "float32 is not rounded to TF32"
+    forward = "rounds float32 to TF32 as PyTorch's own does by default, and"
+    if not problem.uses_tf32(Pass.FORWARD):
+        forward = "does not round float32 to TF32, and nor does PyTorch's own, but"
+    switches = "whatever PyTorch's switches say when this runs (--strict-fp32: nowhere)"
+    return f"The forward pass {forward} gradients may, {switches}"
+
+
 def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, str, str]]) -> str:
     lines = [
         f"{title}, emitted by polyphase {polyphase.__version__}: a model whose transposed convolutions are computed by "
@@ -294,12 +305,7 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
         lines.append(f"Layer {name or 'Model itself'}: {replace(problem, tf32=False)}")
         lines += [f"    {arch}, {pass_}: {described}" for layer, arch, pass_, described in plans if layer == name]
         if problem.dtype == "float32":
-            lines.append(
-                "    The forward pass rounds float32 to TF32 as PyTorch's own does by default, and gradients may, "
-                "whatever PyTorch's switches say when this runs (--strict-fp32: nowhere)"
-                if problem.uses_tf32(Pass.FORWARD)
-                else "    float32 is not rounded to TF32"
-            )
+            lines.append("    " + _rounding(problem))
         if problem.channels_last:
             lines.append("    channels_last: tensors of another memory format are copied")
     lines += ["", "It was made, and is made again, by", "", f"    {command}", ""]

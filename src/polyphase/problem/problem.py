@@ -176,7 +176,7 @@ class ConvTransposeProblem:
         if not self.tf32 or pass_ is Pass.FORWARD:
             return self.tf32 and few >= (16 if self.groups == 1 else 64)
         if self.groups == 1:
-            return volume or (self.in_channels > 1 and self.out_channels >= 16)
+            return volume or self.out_channels >= 12
         if volume:
             return few >= (64 if pass_ is Pass.INPUT_GRAD else 2)
         return few >= 8

@@ -129,7 +129,7 @@ class WindowDgradTma(_WindowTma):
         dense = layouts.input == dense_strides(problem.input_shape, True)
         length, splits = parted(stages, input_splits(problem, config, items, device)[0] if dense else 1)
         pitch = config.depth_bytes
-        flush = FLUSH * DTYPE_BYTES[problem.dtype] // pitch if is_long_sum(problem) else stages
+        flush = max(1, FLUSH // 2 * DTYPE_BYTES[problem.dtype] // pitch) if is_long_sum(problem) else stages
         packed = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
         packed = packed or given.out_channels != problem.out_channels
         packs = (_pack(problem, given, layouts.weight_channels_last),) if packed else ()

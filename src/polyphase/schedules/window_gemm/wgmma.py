@@ -219,7 +219,7 @@ def _input_differs(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts)
 def _stages_summed(problem: ConvTransposeProblem, config: WgmmaConfig) -> int:
     """Stages of an input gradient between flushes: all of them, unless K is long."""
     stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
-    return max(1, FLUSH // (config.out_chunk * problem.taps)) if is_long_sum(problem) else stages
+    return max(1, FLUSH // 2 // (config.out_chunk * problem.taps)) if is_long_sum(problem) else stages
 
 
 def _splits(problem: ConvTransposeProblem, config: WgmmaConfig, tiling: Tiling, device: DeviceInfo) -> int:

@@ -16,7 +16,7 @@ from polyphase.schedules.tiles import Four
 from polyphase.schedules.window_gemm.stages import StageBox, channel_piece, row_piece
 
 #: K that wgmma accumulates before a flush: tensor cores truncate at every step. An input gradient with longer K keeps a
-#: second set of accumulators, so that its tile is at most half.
+#: second set of accumulators, so that its tile is at most half, and is flushed twice as often.
 FLUSH = 8192
 
 
