@@ -134,7 +134,7 @@ def thread_cycles(counts: Counts, config: TiledConfig, terms: Costs) -> float:
     if counts.patch.run == 1:
         element = terms.element_alone
     else:
-        element = terms.element_vector if counts.patch.run in (2, 4) else terms.element_turned
+        element = terms.element_vector if counts.patch.run in (2, 4) else terms.element_transposed
     epilogue = counts.patch.accumulators * element / config.src_slices
     reduction = counts.patch.accumulators * terms.reduction * (config.src_slices - 1) / config.src_slices
     return counts.stages * (compute + load) + flush + epilogue + reduction

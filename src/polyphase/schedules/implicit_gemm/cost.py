@@ -84,7 +84,7 @@ class Work:
         self._chunks, self._size, self._in_place = chunks, size, last
         self._stage_channels = config.stage_channels(gather.dtype)
         self._convert = terms.convert_scaled if config.scaled else terms.convert
-        self._transpose = terms.turn_scaled if config.scaled else terms.turn
+        self._transpose = terms.transpose_scaled if config.scaled else terms.transpose
         self._count_stores(gather)
         self._bandwidth = _bandwidth(gather, terms)
         self._in_sectors = config.row_columns(gather) < gather.axes[2].stride
@@ -93,9 +93,9 @@ class Work:
         self, gather: Gather, stages: int, tile: Tile, device: DeviceInfo, layer_bytes: int
     ) -> tuple[float, str]:
         """Predicted seconds with so many stages, and whether ``layer_bytes`` or instructions bound it."""
-        waves, in_turns = self.waves(tile.total)
+        waves, in_ping_pong = self.waves(tile.total)
         cycles = self._cycles(tile.halo, self._load(tile, stages), self._store(tile), stages)
-        busy = (waves * cycles[in_turns] + self.once) / device.clock_hz
+        busy = (waves * cycles[in_ping_pong] + self.once) / device.clock_hz
         if self._in_sectors:
             busy += _sectors(gather, device)
         floor = layer_bytes / (self._bandwidth * device.copy_bytes_per_second)
@@ -109,7 +109,7 @@ class Work:
         return stored + _measure(gather, self.device) if self.config.scaled else stored
 
     def waves(self, tiles: int) -> tuple[float, bool]:
-        """Work tiles that a multiprocessor computes one after the other, and whether by consumers in turns."""
+        """Work tiles that a multiprocessor computes one after the other, and whether by consumers in ping-pong."""
         config = self.config
         tiles = math.ceil(tiles / config.cluster) * config.cluster
         waves = tiles * self.product.row_groups / config.row_parts / self.device.multiprocessors
@@ -121,17 +121,17 @@ class Work:
 
     def least(self, halo: float, stages: int) -> tuple[float, float]:
         """Cycles that no tile of so many pixels, halo included, falls below with at most ``stages``: of a work tile by
-        itself, and in turns."""
+        itself, and in ping-pong."""
         return self._cycles(halo, self._least_load(halo), self._stores(halo), stages)
 
     def _cycles(self, halo: float, load: float, store: float, stages: int) -> tuple[float, float]:
-        """Cycles of a work tile by itself, and in turns, where one consumer stores while the other one multiplies."""
+        """Cycles of a work tile by itself, and in ping-pong, where one consumer stores while the other multiplies."""
         terms, multiply = self._terms, self._multiply(halo)
         slots = (self._slots + terms.slot_use * multiply) / (stages - self._taken)
         main = _norm(terms.overlap, multiply, self._stages * load, self._moved(halo), slots)
         if self.config.split != "turns":
             return main + store, math.inf
-        return main + store, _norm(terms.turns, main, (multiply + store) / 2)
+        return main + store, _norm(terms.ping_pong, main, (multiply + store) / 2)
 
     def _multiply(self, halo: float) -> float:
         """Cycles of a work tile's products."""
@@ -170,7 +170,7 @@ class Work:
         """By TMA, transposed by ``groups`` groups of warps; ``whole`` rounds pieces up."""
         warps = (self.config.loader_threads // 32 - 1) // groups
         pieces = whole(halo * self._size / 128) * self._chunks * self.config.parts
-        return (self._terms.stage_turned + self._transpose * whole(pieces / warps)) / groups
+        return (self._terms.stage_transposed + self._transpose * whole(pieces / warps)) / groups
 
     def _load_by_threads(self, halo: float, copy_bytes: int, whole: Callable[[float], float]) -> float:
         """By copies of so many bytes, converted by the threads that copy; ``whole`` rounds pieces up."""
@@ -239,20 +239,20 @@ class Bound:
         self._rounds = work.product.row_groups / config.row_parts / work.device.multiprocessors  # of a tile
         self._alone = work.least(0, stages)
         self._each = [cycles * self._rounds / self._cells for cycles in work.least(self._cells, stages)]
-        self._turns = config.split == "turns"
+        self._ping_pong = config.split == "turns"
 
     def seconds(self, gather: Gather, cells: int) -> float:
         """For images of a size, of so many cells in all."""
-        waves, in_turns = self._work.waves(-(-cells // self._cells))
-        if self._turns and not in_turns:  # with smaller tiles it might be
+        waves, in_ping_pong = self._work.waves(-(-cells // self._cells))
+        if self._ping_pong and not in_ping_pong:  # with smaller tiles it might be
             return self._seconds(gather, min(self._alone[False], 2 * self._alone[True]))
-        return self._seconds(gather, max(cells * self._each[in_turns], waves * self._alone[in_turns]))
+        return self._seconds(gather, max(cells * self._each[in_ping_pong], waves * self._alone[in_ping_pong]))
 
     def closer(self, gather: Gather, cells: int, tiles: int) -> float:
         """The same where there are at least so many tiles."""
-        waves, in_turns = self._work.waves(tiles)
-        kinds = [(1, False), (2, True)] if self._turns and not in_turns else [(max(1, waves), in_turns)]
-        least = [w * self._work.least(cells * self._rounds / w, self._stages)[turns] for w, turns in kinds]
+        waves, in_ping_pong = self._work.waves(tiles)
+        kinds = [(1, False), (2, True)] if self._ping_pong and not in_ping_pong else [(max(1, waves), in_ping_pong)]
+        least = [w * self._work.least(cells * self._rounds / w, self._stages)[ping_pong] for w, ping_pong in kinds]
         return self._seconds(gather, min(least))
 
     def _seconds(self, gather: Gather, cycles: float) -> float:

@@ -305,7 +305,7 @@ def _estimate(problem: ConvTransposeProblem, config: PixelsConfig, device: Devic
     stores = terms.store * _tile(problem) * config.columns * size * width**terms.narrow
     storing = (products + stores + terms.stage * steps / config.stage_steps) / 2  # one of two groups
     chunk = (products**terms.overlap + storing**terms.overlap) ** (1 / terms.overlap)
-    chunk += terms.turn
+    chunk += terms.hand_over
     row, tile, launch = terms.row, terms.tile, terms.launch
     if config.ahead:
         at_hand = _PIXEL_BYTES / (_tile(problem) * size)  # channels
