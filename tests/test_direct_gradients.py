@@ -544,3 +544,16 @@ def test_columns_beyond_32_bits_are_not_offered() -> None:
     assert not offers(DOT_DGRAD, make((2**31, 1, 32), 1, 33, 2), Pass.INPUT_GRAD)
     wide = make((1, 8, 1, 180_000_000), 3, (1, 40), (1, 4), channels_last=True)
     assert "side by side" in (refusal(DOT_DGRAD, wide, Pass.INPUT_GRAD, H200) or "")
+
+
+def test_tiles_narrower_than_a_step_read_no_further_channel() -> None:
+    """Threads whose rows lie beyond the tile's columns: the emulator refuses reads behind the tensor."""
+    problem = make((1, 64, 8, 64), 1, 2, 2, dtype="float64")
+    narrow = [
+        offer
+        for offer in offers(DirectWgradGemm(), problem, Pass.WEIGHT_GRAD)
+        if offer[0].config.columns * offer[0].config.depth < 256
+    ]
+    assert narrow
+    candidate, program = narrow[0]
+    assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(1))

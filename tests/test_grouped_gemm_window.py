@@ -219,6 +219,14 @@ def test_where_it_refuses() -> None:
     assert "lacks" in (refusal(WINDOW, layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) or "")
 
 
+@emulated
+def test_deep_volumes() -> None:
+    """More slabs than the mark of a missing cell stands for."""
+    problem = make((1, 6, 16700, 3, 3), 6, (1, 3, 3), 1, (0, 1, 1), groups=2, dtype="float16")
+    candidate, program = offers(WINDOW, problem, Pass.FORWARD)[0]
+    assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(1))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_layers_on_a_gpu(problem: ConvTransposeProblem, pass_: Pass) -> None:

@@ -196,7 +196,8 @@ __device__ __forceinline__ void find_columns(const Tensor5& tensor, int first_co
     offset[i] = ALONG_CHANNELS ? column
                                : c.channel * tensor.stride[1] + c.d * tensor.stride[2] + c.h * tensor.stride[3] +
                                      c.w * tensor.stride[4];
-    if (COLUMNS_TOTAL % COLUMNS != 0 && column >= COLUMNS_TOTAL) offset[i] = 0;
+    constexpr bool ALL_EXIST = COLUMNS_TOTAL % COLUMNS == 0 && G_ITEMS * ROW_STEP <= COLUMNS;
+    if (!ALL_EXIST && column >= COLUMNS_TOTAL) offset[i] = 0;
   }
 }
 

@@ -9,15 +9,15 @@
 // pixels that a cell reads, 16 bytes of channels at a time: pieces. Where output and pixel have no tap the weight is
 // zero. Folding fills the columns where channels are few, and a pixel's operand then serves several outputs.
 //
-// A set of outputs is multiplied by itself: all that a cell has (MERGED), or those of one phase. A set's columns are
+// Each set of outputs is a product of its own: all that a cell has (MERGED), or those of one phase. A set's columns are
 // COLUMN_TILES tiles of 8, block after block.
 //
 // Index mapping. A block owns a group and takes every n-th tile. Its weights are put in the order of fragments once. A
-// warp owns ROW_TILES tiles of 16 cells; ldmatrix takes a piece of 16 cells and one of the next piece, wherever these
-// lie in the window, by a table of offsets.
+// warp owns ROW_TILES tiles of 16 cells; ldmatrix reads one piece of each of 16 cells and the next piece of the same
+// cells, wherever they lie in the window, by a table of offsets.
 //
-// float32 is rounded to TF32. A sum may be wrong: a piece that no tap of an output reads meets a zero, which is NaN
-// where the pixel is not finite. Sums that are NaN are made again without tensor cores.
+// float32 is rounded to TF32. A sum may be wrong: a piece that no tap of an output reads is multiplied by zero, and
+// Inf or NaN times zero is NaN. Sums that are NaN are made again without tensor cores.
 //
 // Shared memory: weights [step][column block][column tile][lane], offsets of pieces, places of cells and
 // columns, window [16 bytes of channels][n][d][h][w].
@@ -385,8 +385,9 @@ struct Outputs {
   template <bool WHOLE>
   __device__ __forceinline__ bool exists(const Place& cell, const Place& place) const {
     if (WHOLE) return (cell.d != NOWHERE) & (place.d != NOWHERE);
-    return cell.d + place.d < params.dst.size[0] - at[1] && cell.h + place.h < params.dst.size[1] - at[2] &&
-           cell.w + place.w < params.dst.size[2] - at[3] && cell.number < params.batch - at[0];
+    return cell.d != NOWHERE && place.d != NOWHERE && cell.d + place.d < params.dst.size[0] - at[1] &&
+           cell.h + place.h < params.dst.size[1] - at[2] && cell.w + place.w < params.dst.size[2] - at[3] &&
+           cell.number < params.batch - at[0];
   }
   __device__ __forceinline__ scalar_t* of(const Place& cell, const Place& place) const {
     return (scalar_t*)((char*)dst + cell.bytes + place.bytes);

@@ -141,7 +141,9 @@ struct RowTile {
       if (first_row + row < 0) continue;
       const bool exists = first_row + row < params.group;
       if (!exists || (element >= 0 && element + VECTOR <= params.plane)) {
-        cp_async<16>(shared_address(to), exists ? src + element : src, exists);
+        // An address that is not read must be aligned, too.
+        const scalar_t* const aligned = (const scalar_t*)((unsigned long long)src & ~(sizeof(Piece) - 1));
+        cp_async<16>(shared_address(to), exists ? src + element : aligned, exists);
       } else {  // only in part the tensor's
 #pragma unroll 1
         for (int i = 0; i < VECTOR; ++i)

@@ -99,6 +99,8 @@ def _position_strides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[
     if row is None:
         return None
     image, channel, _, _, position = row
+    if math.prod(problem.input_size) == 1:
+        return image, channel
     if problem.batch > 1 and image != math.prod(problem.input_size) * position:
         return None
     return position, channel
