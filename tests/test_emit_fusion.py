@@ -303,7 +303,6 @@ def test_kernels_with_epilogues_compile_together(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", sorted(path.stem for path in LEVEL2.glob("*.py")))
 def test_emitted_models_on_the_gpu(name: str, tmp_path: Path) -> None:
     """Built by nvcc: KernelBench's trials, gradients and evaluation mode against float64."""

@@ -33,12 +33,12 @@ def with_epilogue(
     last = any(buffer.name == _LAST for buffer in program.buffers)
     steps, main_index, buffers = list(program.steps), program.main_index, list(program.buffers)
     of_kernel = _of_kernel(problem, computed)
+    reduced = replace(of_kernel, channel_parts=1)  # by a reduction, whose channels are the layer's
     if program.splits > 1:
         behind = next(i for i in range(main_index + 1, len(steps)) if steps[i].source.kernel == "reduce_splits")
         strides = dense_strides(problem.output_shape, True) if last else layouts.output
-        whole = replace(of_kernel, channel_parts=1)
         elements = problem.elements[2]
-        reduction = finish_splits(problem.dtype, elements, program.splits, whole, problem.out_channels, strides)
+        reduction = finish_splits(problem.dtype, elements, program.splits, reduced, problem.out_channels, strides)
         steps[behind] = replace(reduction, operands=steps[behind].operands)
     else:
         behind = max(i for i, step in enumerate(steps) if BIAS in step.operands)
@@ -51,17 +51,18 @@ def with_epilogue(
             before.append(replace(step, operands=(name, names[name])))
             buffers.append(Buffer(names[name], problem.dtype, math.prod(problem.output_shape)))
     steps[behind] = _reading(steps[behind], tuple(names.values()))
-    alone = tuple(spare for spare in program.spares if spare.kernel != "transpose")
-    spares = tuple(replace(spare, epilogue=replace(of_kernel, channel_parts=1)) for spare in alone)
+    spares = (  # the sums of another size may be split: their reduction computes it then
+        replace(spare, epilogue=reduced, constants=(*spare.constants, ("HAS_BIAS", False)))
+        if spare.kernel == "reduce_splits"
+        else spare
+        for spare in program.spares
+    )
     return replace(
         program,
         steps=(*before, *steps),
         main_index=len(before) + main_index,
         buffers=tuple(buffers),
-        spares=(
-            *(replace(spare, constants=(*spare.constants, ("HAS_BIAS", False))) for spare in spares),
-            *(spare for spare in program.spares if spare.kernel == "transpose"),
-        ),
+        spares=tuple(spares),
     )
 
 

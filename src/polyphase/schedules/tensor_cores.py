@@ -21,7 +21,7 @@ def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None
     return None
 
 
-def parts_of(problem: ConvTransposeProblem, pass_: Pass = Pass.FORWARD) -> int:
+def parts_of(problem: ConvTransposeProblem, pass_: Pass) -> int:
     """Parts in which the tensor cores are given an element: two keep the accuracy of float32."""
     return 2 if problem.dtype == "float32" and not problem.uses_tf32(pass_) else 1
 

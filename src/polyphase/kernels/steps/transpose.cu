@@ -117,10 +117,10 @@ __device__ __forceinline__ void store_word(scalar_t* to, scalar_t first, scalar_
 // Where a tile of rows lies in the source and in shared memory.
 struct RowTile {
   const Params& params;
-  int first_pixel, pixels, first_row;  // of an image; those that exist; the channel that the tile's first row is
-  long long start;                     // element of the source: the first pixel of row zero
-  unsigned address;                    // of that, in elements: it matters where in a piece it lies
-  unsigned pitch;                      // bytes from a row to the next in shared memory
+  int pixels, first_row;  // those that exist; the channel that the tile's first row is
+  long long start;        // element of the source: the first pixel of row zero
+  unsigned address;       // of that, in elements: it matters where in a piece it lies
+  unsigned pitch;         // bytes from a row to the next in shared memory
 
   // Elements of a row's first piece in front of its first element: the same for every eighth row.
   __device__ __forceinline__ int shift(int row) const {
@@ -209,7 +209,6 @@ __device__ __forceinline__ void transpose_rows(const scalar_t* __restrict__ src,
   const int first_channel = ((int)blockIdx.x - block * across) * params.row.value;
   const long long start = image * params.stride[0] + first_pixel;
   const RowTile rows{params,
-                     first_pixel,
                      min(tile_pixels, all_pixels - first_pixel),
                      first_channel - params.halo,
                      start,
