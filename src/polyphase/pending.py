@@ -381,10 +381,12 @@ def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()
     for step in steps:
         if step is not None and step.tensors:
             tensors += [each for _, each in step.tensors]
-    try:
-        return [each._version for each in tensors]
-    except RuntimeError:
-        return [0 if each.is_inference() else each._version for each in tensors]
+    if not torch.is_inference_mode_enabled():
+        try:
+            return [each._version for each in tensors]
+        except RuntimeError:  # of a tensor from inference mode: it takes 20 µs, where that is on always
+            pass
+    return [0 if each.is_inference() else each._version for each in tensors]
 
 
 def _is_wider(kind: str) -> bool:
