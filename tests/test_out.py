@@ -14,12 +14,11 @@ from torch import Tensor
 import polyphase
 from emulator import available
 from kernel_harness import H200, assert_exact
-from polyphase import fused
+from polyphase import functional, fused
 from polyphase.plan.planner import programs
 from polyphase.problem import Pass
 from polyphase.problem.layouts import Layouts
-from polyphase.torch_op import into
-from polyphase.torch_op.into import image_stride
+from polyphase.torch_op.into import image_stride, is_free
 from test_epilogue import LAYERS
 
 
@@ -94,7 +93,10 @@ def test_what_kernels_write_to() -> None:
     assert image_stride(larger[:, 4:8], x, w) == 16 * 64
     assert image_stride(larger[:1, 4:8], x, w) == 4 * 64
     assert image_stride(larger[:, :, :, :7], x, w) is None
-    assert image_stride(torch.zeros(2, 16, 7, 7)[:, 1:5], x, w) is None  # 196 bytes behind what is aligned
+    odd = torch.zeros(2, 16, 7, 7)
+    assert not is_free(odd[:, 1:5], (x, w))  # 196 bytes behind what is aligned
+    assert is_free(odd[:, 8:12], (x, w, None))
+    assert not is_free(odd[:, 8:12], (x, odd[0]))
     assert image_stride(larger.to(memory_format=torch.channels_last), x, w) is None
     assert image_stride(larger, x.to(memory_format=torch.channels_last), w) is None
 
@@ -118,7 +120,7 @@ def test_a_schedule_leaves_what_lies_between_images(name: str, dtype: str) -> No
 
 
 def test_what_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the prepared call: it is made for the gaps of ``out`` and given it; else its result is copied."""
+    """A stand-in for the prepared call: made for the gaps of ``out``, and given it; else a new output is copied."""
     from polyphase import runtime
 
     made: list[Any] = []
@@ -132,27 +134,35 @@ def test_what_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
             made.append((image_stride, out is not None, given[0][3], constants))
             stride, padding, output_padding, dilation, groups = constants
             result = polyphase.conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation)
-            return result if out is None else out.copy_(result)
+            return result if out is None else out.data.copy_(result)  # kernels change no version
 
         return compute
 
-    monkeypatch.setattr(into, "_by_kernels", lambda tensors: True)
+    monkeypatch.setattr(fused, "_by_kernels", lambda input: True)
     monkeypatch.setattr(runtime, "epilogue_call", call)
     x, w, b = torch.randn(2, 6, 4, 4), torch.randn(6, 4, 2, 2), torch.randn(4)
     expected = polyphase.conv_transpose2d(x, w, b, 2)
     larger, read = torch.zeros(2, 16, 8, 8), torch.zeros(6, 4, 8, 8)
     read[:, :, :2, :2] = w
-    for out, w_read, of_call in (
-        (larger[:, 4:8], w, (16 * 64, True)),
-        (torch.zeros(2, 4, 8, 8), w, (None, True)),
-        (larger[:1, 4:8], w, (None, True)),
-        (torch.zeros(2, 4, 8, 9)[:, :, :, :8], w, (None, False)),
-        (read[:2], read[:, :, :2, :2], (None, False)),  # it shares memory with what is read
-    ):
-        images = x[: out.shape[0]]
-        assert polyphase.conv_transpose2d(images, w_read, b, 2, out=out) is out
-        assert torch.equal(out, expected[: out.shape[0]])
-        assert made.pop() == (*of_call, "", ((2, 2), (0, 0), (0, 0), (1, 1), 1))
+    odd = torch.zeros(2, 4, 8, 9)[:, :, :, :8]
+    functional.forget_calls()
+    try:
+        for out, w_read, gaps in (
+            (larger[:, 4:8], w, (16 * 64,)),
+            (torch.zeros(2, 4, 8, 8), w, (None,)),
+            (larger[:1, 4:8], w, (None,)),
+            (larger[:, 4:8], w, (16 * 64,)),  # a call that was made before
+            (odd, w, ()),
+            (read[:2], read[:, :, :2, :2], ()),  # it shares memory with what is read
+        ):
+            images, versions = x[: out.shape[0]], out._version
+            assert polyphase.conv_transpose2d(images, w_read, b, 2, out=out) is out
+            assert out._version == versions + 1
+            assert torch.equal(out, expected[: out.shape[0]])
+            assert made == [(each, True, "", ((2, 2), (0, 0), (0, 0), (1, 1), 1)) for each in gaps]
+            made.clear()
+    finally:
+        functional.forget_calls()  # what was prepared with the stand-in
 
 
 @pytest.mark.parametrize("function", [polyphase.conv_transpose2d, fused.conv_transpose2d])

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from polyphase.export import run_traced
 from polyphase.torch_op import operators
 from polyphase.torch_op.call_cache import CallCache
 from polyphase.torch_op.derivatives import run as run_differentiable
 from polyphase.torch_op.derivatives import run_operator
-from polyphase.torch_op.into import write
 from polyphase.torch_op.sharding import know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import Layer, check
@@ -72,8 +71,7 @@ def conv_transpose1d(
         UnsupportedError: the dtype, the device or the GPU cannot be served.
     """
     if out is not None:
-        constants = (stride, padding, output_padding, groups, dilation)
-        return _into(out, conv_transpose1d, 1, input, weight, bias, constants)
+        return _into(conv_transpose1d, 1, input, weight, bias, (stride, padding, output_padding, groups, dilation), out)
     return _conv_transpose(conv_transpose1d, 1, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -95,8 +93,7 @@ def conv_transpose2d(
     Constants are one integer or one per dimension; see `conv_transpose1d` for their meaning, and for what is raised.
     """
     if out is not None:
-        constants = (stride, padding, output_padding, groups, dilation)
-        return _into(out, conv_transpose2d, 2, input, weight, bias, constants)
+        return _into(conv_transpose2d, 2, input, weight, bias, (stride, padding, output_padding, groups, dilation), out)
     return _conv_transpose(conv_transpose2d, 2, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -119,8 +116,7 @@ def conv_transpose3d(
     their meaning, and for what is raised.
     """
     if out is not None:
-        constants = (stride, padding, output_padding, groups, dilation)
-        return _into(out, conv_transpose3d, 3, input, weight, bias, constants)
+        return _into(conv_transpose3d, 3, input, weight, bias, (stride, padding, output_padding, groups, dilation), out)
     return _conv_transpose(conv_transpose3d, 3, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -166,29 +162,18 @@ def _conv_transpose(
 
 
 def _into(
-    out: Tensor,
     function: Callable[..., Tensor],
     dims: int,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     constants: tuple[Any, ...],
+    out: Tensor,
 ) -> Tensor:
-    """The same, written to ``out``."""
-    tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
-    if not tracing and has_torch_function((input, weight, bias, out)):
-        tensors = (input, weight, bias)
-        overridden: Tensor = handle_torch_function(function, (*tensors, out), *tensors, *constants, out=out)
-        return overridden
-    if torch._C._is_any_autocast_enabled():
-        input, weight, bias = autocast(input), autocast(weight), None if bias is None else autocast(bias)
-    layer = while_traced(check, function.__name__, dims, input, weight, bias, *constants)
-    batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    """The same, written to ``out``: a fused call without operations."""
+    from polyphase import fused
 
-    def anew() -> Tensor:
-        return function(input, weight, bias, *constants)
-
-    return write(function.__name__, out, (batch, weight, bias), (), "", layer, anew, batch is input)
+    return fused.run(function, dims, input, weight, bias, constants, (), out)
 
 
 def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[Layer, Callable[..., Tensor] | None]:
@@ -233,10 +218,14 @@ def _wants_derivatives(input: Tensor, weight: Tensor, bias: Tensor | None) -> bo
 
 def are_integers(constants: tuple[Any, ...]) -> bool:
     """Whether these can be part of a key: a tensor stands for an integer, too, and may change."""
-    return all(
-        type(constant) is int or (type(constant) is tuple and all(type(value) is int for value in constant))
-        for constant in constants
-    )
+    for constant in constants:  # loops: every line is host time of calls
+        if type(constant) is tuple:
+            for value in constant:
+                if type(value) is not int:
+                    return False
+        elif type(constant) is not int:
+            return False
+    return True
 
 
 def while_traced(checks: Callable[..., T], *arguments: Any) -> T:

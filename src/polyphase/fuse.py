@@ -69,34 +69,39 @@ class Chain:
         self.layer = layer
         self.modules = modules
         self.then = then
+        #: Its modules in order, without the layer.
+        self.all_modules = (*modules, *(each for each in then if isinstance(each, Module)))
         self._places = places
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_places": ()}
 
-    @property
-    def all_modules(self) -> tuple[Module, ...]:
-        """Its modules in order, without the layer."""
-        return (*self.modules, *(each for each in self.then if isinstance(each, Module)))
-
     def is_active(self) -> bool:
-        """Whether the layer computes all of it now."""
-        return self._is_whole() and not self.layer.training and not any(each.training for each in self.all_modules)
+        """Whether the layer computes all of it now. Every line is host time of every call, as in `_is_whole`."""
+        if self.layer.training:
+            return False
+        for module in self.all_modules:
+            if module.training:
+                return False
+        return self._is_whole()
 
     def _is_whole(self) -> bool:
         """Whether none of it was restored or replaced, and no hook would see what is not computed."""
-        if any(_is_gone(*place) for place in self._places):
-            return False
-        if any(vars(each).get("_chain") is not self for each in (self.layer, *self.all_modules)):
-            return False
+        for holder, name, module in self._places:
+            if (found := holder()) is not None and found._modules.get(name) is not module:
+                return False
         hooks: Any = torch.nn.modules.module  # of all modules
         if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
             return False
         if hooks._global_backward_hooks or hooks._global_backward_pre_hooks:
             return False
-        if self.layer._forward_hooks or self.layer._backward_hooks or self.layer._backward_pre_hooks:
+        for module in self.all_modules:
+            if module.__dict__.get("_chain") is not self or has_hooks(module):
+                return False
+        layer = self.layer
+        if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
             return False
-        return not any(has_hooks(module) for module in self.all_modules)
+        return layer.__dict__.get("_chain") is self
 
     # To Dynamo a constant, as `torch.compiler.assume_constant_result` marks it (which would import Dynamo): its guards
     # took longer than all others of a model, and `restore` changes classes, which are guarded in any case.
@@ -160,12 +165,6 @@ class Chain:
 
         reads = tensors if tensors[2] is not None else tensors[:2]
         return Waiting(compute, reads, expected, size, dtype, input.device)
-
-
-def _is_gone(holder: weakref.ref[Module], name: str, module: Module) -> bool:
-    """Whether a module that is still there holds another one, or none, in the place of ``module``."""
-    found = holder()
-    return found is not None and found._modules.get(name) is not module
 
 
 def _forward(module: Any, input: Any) -> Any:

@@ -10,6 +10,7 @@ as an activation. On a GPU they are computed in the layer's own kernel, on value
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from polyphase.problem.epilogue import (
     ACTIVATIONS,
     CHANNEL,
     ELEMENT,
+    NONE,
     ONE,
     SAMPLE,
     Epilogue,
@@ -31,9 +33,8 @@ from polyphase.problem.epilogue import (
     encoded,
 )
 from polyphase.torch_op import epilogue as operator
-from polyphase.torch_op import operators
+from polyphase.torch_op import into, operators
 from polyphase.torch_op.call_cache import CallCache
-from polyphase.torch_op.into import write
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING, Layer, check, output_size
 
@@ -142,7 +143,7 @@ def conv_transpose1d(
         UnsupportedError: the dtype, the device or the GPU cannot be served.
     """
     constants = (stride, padding, output_padding, groups, dilation)
-    return _fused(conv_transpose1d, 1, input, weight, bias, constants, epilogue, out)
+    return run(conv_transpose1d, 1, input, weight, bias, constants, epilogue, out)
 
 
 def conv_transpose2d(
@@ -160,7 +161,7 @@ def conv_transpose2d(
 ) -> Tensor:
     """The same for ``(N, C_in, H, W)`` or ``(C_in, H, W)``: see `conv_transpose1d` for what is raised."""
     constants = (stride, padding, output_padding, groups, dilation)
-    return _fused(conv_transpose2d, 2, input, weight, bias, constants, epilogue, out)
+    return run(conv_transpose2d, 2, input, weight, bias, constants, epilogue, out)
 
 
 def conv_transpose3d(
@@ -178,10 +179,10 @@ def conv_transpose3d(
 ) -> Tensor:
     """The same for ``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)``: see `conv_transpose1d` for what is raised."""
     constants = (stride, padding, output_padding, groups, dilation)
-    return _fused(conv_transpose3d, 3, input, weight, bias, constants, epilogue, out)
+    return run(conv_transpose3d, 3, input, weight, bias, constants, epilogue, out)
 
 
-def _fused(
+def run(
     function: Callable[..., Tensor],
     dims: int,
     input: Tensor,
@@ -191,49 +192,65 @@ def _fused(
     given_steps: Sequence[Step | str],
     out: Tensor | None,
 ) -> Tensor:
-    """Cast for autocast, check, and run."""
-    steps = [_made(function.__name__, place, step) for place, step in enumerate(given_steps)]
+    """Cast for autocast, check, and run. Every line here is host time of every call.
+
+    ``function``: the public one that was called, of this module or, where there is an ``out``, of `functional`.
+    """
+    steps = [
+        step if type(step) is Step else _made(function.__name__, place, step) for place, step in enumerate(given_steps)
+    ]
     given = [tensor for step in steps for _, tensor in step.tensors]
-    more = {} if out is None else {"out": out}
+    more: dict[str, Any] = {} if out is None else {"out": out}
+    if steps:
+        more["epilogue"] = tuple(steps)
     tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
     if not tracing and has_torch_function((input, weight, bias, out, *given)):
         relevant = (input, weight, bias, out, *given)
-        overridden: Tensor = handle_torch_function(
-            function, relevant, input, weight, bias, *constants, epilogue=tuple(steps), **more
-        )
+        overridden: Tensor = handle_torch_function(function, relevant, input, weight, bias, *constants, **more)
         return overridden
-    if not steps:
+    if not steps and out is None:
         plain: Callable[..., Tensor] = getattr(functional, function.__name__)
-        return plain(input, weight, bias, *constants, **more)
+        return plain(input, weight, bias, *constants)
     if torch._C._is_any_autocast_enabled():
         input, weight = functional.autocast(input), functional.autocast(weight)
         bias = None if bias is None else functional.autocast(bias)
         steps = [_autocast(step) for step in steps]
+        given = [tensor for step in steps for _, tensor in step.tensors]
     arguments = (function.__name__, dims, input, weight, bias, *constants)
-    known = (
-        functional.while_traced(_known_call, arguments, steps) if tracing else _known_once(arguments, steps, constants)
-    )
-    batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
-    operands = [each for step in steps for each in _batched(step, batch is input)]
-    if out is not None:
-
-        def anew() -> Tensor:
-            return function(input, weight, bias, *constants, epilogue=steps)
-
-        return write(
-            function.__name__, out, (batch, weight, bias), operands, known.text, known.layer, anew, batch is input
-        )
-    output = _run(known, operands, batch, weight, bias, tracing)
-    return output if batch is input else output.squeeze(0)
+    if tracing:
+        known = functional.while_traced(_known_call, arguments, steps)
+    else:
+        known = _known_once(arguments, steps, given, constants, out)
+    batch, operands = input, given
+    if input.dim() != dims + 2:
+        batch = input.unsqueeze(0)
+        operands = [each.unsqueeze(0) if role == "residual" else each for step in steps for role, each in step.tensors]
+    if out is None:
+        output = _run(known, operands, batch, weight, bias, tracing)
+        return output if batch is input else output.squeeze(0)
+    if torch.is_grad_enabled() or tracing:
+        into.check(function.__name__, out, (input, weight, bias, *given), known.layer, batch is input)
+    read = (batch, weight, bias, *operands)
+    if known.call is not None and forward_ad._current_level < 0 and into.is_free(out, read):
+        known.call(batch, weight, bias, operands, out if batch is input else out.unsqueeze(0))
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+        return out
+    with torch.no_grad():
+        return out.copy_(function(input, weight, bias, *constants, **({"epilogue": steps} if steps else {})))
 
 
 class _Known(NamedTuple):
-    """A call that was checked: its layer, its epilogue, also as text, and what computes it past the dispatcher."""
+    """A call that was checked: its layer, its epilogue, also as text, and what computes it past the dispatcher.
+
+    ``constants``: those that it was checked with. Where there is an ``out``, ``call`` writes to it.
+    """
 
     layer: Layer
     epilogue: Epilogue
     text: str
-    call: Callable[..., Tensor] | None
+    constants: tuple[Any, ...] = ()
+    call: Callable[..., Tensor] | None = None
 
 
 # Calls that were made before; a warm call is one look-up here.
@@ -241,32 +258,50 @@ _known: CallCache[_Known] = CallCache()
 operators.FURTHER_CALLS.append(_known)
 
 
-def _known_once(arguments: tuple[Any, ...], steps: Sequence[Step], constants: tuple[Any, ...]) -> _Known:
-    """What is known of a call, from memory where one like it was made before."""
+def _known_once(
+    arguments: tuple[Any, ...],
+    steps: Sequence[Step],
+    given: Sequence[Tensor],
+    constants: tuple[Any, ...],
+    out: Tensor | None,
+) -> _Known:
+    """What is known of a call, from memory where one like it was made before. ``given``: the steps' tensors."""
     _, dims, input, weight, bias, *_ = arguments
-    tensors = [each for each in (input, weight, bias, *(each for step in steps for _, each in step.tensors))
-               if each is not None]  # fmt: skip
+    tensors = [each for each in (input, weight, bias, out, *given) if each is not None]
     heard = operators.is_heard()
-    key: tuple[Any, ...] | None = None
-    if functional.are_integers(constants):
-        signature = tuple((step.kind, step.constants, step.of, *(role for role, _ in step.tensors)) for step in steps)
-        try:
-            key = (dims, input.shape, weight.shape, bias is None, constants, signature, heard, tf32_allowed())
-            known = _known.find(key, *tensors)
-        except (TypeError, AttributeError, RuntimeError):  # symbolic sizes; no tensor; a nested one
-            key, known = None, None
-        if known is not None:
-            return known
+    key: tuple[Any, ...] | None
+    try:
+        signature = tuple([(step.kind, step.constants, step.of, *dict(step.tensors)) for step in steps])
+        key = (dims, input.shape, weight.shape, bias is None, out is None, constants, signature, heard, tf32_allowed())
+        known = _known.find(key, *tensors)
+    except (TypeError, AttributeError, RuntimeError):  # lists, symbolic sizes; no tensor; a nested one
+        key, known = None, None
+    # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
+    if known is not None and (all(map(is_, constants, known.constants)) or functional.are_integers(constants)):
+        return known
     known = _known_call(arguments, steps)
-    past = input.is_cuda and torch.version.cuda is not None and not heard and input.numel() > 0
-    if past and all(map(operators.is_plain, tensors)):
+    batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
+    if out is not None:
+        into.check(arguments[0], out, (input, weight, bias, *given), known.layer, batch is input)
+    if not heard and _by_kernels(input) and all(map(operators.is_plain, tensors)):
         from polyphase import runtime
 
-        batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
-        known = known._replace(call=runtime.epilogue_call(batch, weight, bias, known.text, *known.layer[1:]))
-    if key is not None:
+        call: Callable[..., Tensor] | None
+        if out is None:
+            call = runtime.epilogue_call(batch, weight, bias, known.text, *known.layer[1:])
+        else:
+            target = out if batch is input else out.unsqueeze(0)
+            call = into.call_for(target, (batch, weight, bias), known.text, known.layer)
+        known = known._replace(call=call)
+    if key is not None and functional.are_integers(constants):
+        known = known._replace(constants=constants)
         _known.add(key, known, *tensors, lie_so=known.call is not None)
     return known
+
+
+def _by_kernels(input: Tensor) -> bool:
+    """Whether kernels compute the output of such an input."""
+    return input.is_cuda and torch.version.cuda is not None and input.numel() > 0 and input.dtype in FLOATING
 
 
 def _known_call(arguments: tuple[Any, ...], steps: Sequence[Step]) -> _Known:
@@ -275,13 +310,8 @@ def _known_call(arguments: tuple[Any, ...], steps: Sequence[Step]) -> _Known:
     layer = check(*arguments)
     batched = input.dim() == dims + 2
     shape = (input.shape[0] if batched else 1, weight.shape[1] * layer.groups, *output_size(input.shape[-dims:], layer))
-    epilogue = _checked(name, steps, input, shape, batched)
-    return _Known(layer, epilogue, encoded(epilogue), None)
-
-
-def _batched(step: Step, batched: bool) -> list[Tensor]:
-    """A step's tensors, a residual with a batch."""
-    return [each.unsqueeze(0) if role == "residual" and not batched else each for role, each in step.tensors]
+    epilogue = _checked(name, steps, input, shape, batched) if steps else NONE
+    return _Known(layer, epilogue, encoded(epilogue) if steps else "")
 
 
 def _made(name: str, place: int, step: Any) -> Step:
@@ -297,7 +327,7 @@ def _run(
     known: _Known, operands: list[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, tracing: bool
 ) -> Tensor:
     """By the operator, past the dispatcher where nothing listens to it, or as operations of their own."""
-    layer, epilogue, text, call = known
+    layer, epilogue, text, _, call = known
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     for_onnx = tracing and not torch.compiler.is_dynamo_compiling() and is_for_onnx()  # which has nodes for each
     if for_onnx or (transformed and not tracing):  # their rules are those of the operations

@@ -54,7 +54,6 @@ def step_of_module(module: Any) -> fused.Step | None:
 
 def has_hooks(module: Module) -> bool:
     """Whether something sees what the module is given, gives, or has as gradients."""
-    hooks: Any = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    )  # fmt: skip
-    return any(hooks)
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

@@ -303,7 +303,8 @@ def _channels(part: Any, size: tuple[int, ...], waiting: Waiting) -> Any:
     """The channels of what is otherwise as a layer's output is, a tensor or to be joined itself; None elsewhere."""
     kind: Any
     if type(part) is Pending:
-        kind, found = part._waiting, part._waiting.size()
+        kind = part._waiting
+        found = size if kind is waiting else kind.size()
     elif type(part) is Tensor and not (part.requires_grad and torch.is_grad_enabled()):
         kind, found = part, tuple(part.shape)
     else:
