@@ -106,11 +106,12 @@ class LayerNorm2d(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.eps = 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W), normalized over C."""
         mean = x.mean(1, keepdim=True)
-        x = (x - mean) / torch.sqrt((x - mean).pow(2).mean(1, keepdim=True) + 1e-6)
+        x = (x - mean) / torch.sqrt((x - mean).pow(2).mean(1, keepdim=True) + self.eps)
         return self.weight[:, None, None] * x + self.bias[:, None, None]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import polyphase
 from helpers import tf32
-from kernel_harness import Gpu
+from kernel_harness import Gpu, formats
 from polyphase import fused
 from polyphase.jit.ahead import compile_ahead
 from polyphase.plan.planner import programs
@@ -22,6 +22,8 @@ from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Epilogue
 from test_epilogue import ALONE, Case, cases, check, make
+from test_layer_norm import EPILOGUES as NORMALIZING
+from test_layer_norm import LAYERS as NORMALIZED
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
@@ -59,6 +61,21 @@ def test_every_operation_alone(dtype: str) -> None:
         )
         for problem in problems
     ]
+    compile_ahead((source for _, _, program in found for source in program.sources), device.arch)
+    for problem, candidate, program in found:
+        check(problem, candidate, program, Gpu(0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layer_norms(dtype: str) -> None:
+    device = DeviceInfo.of(DEVICE)
+    found = []
+    for number, (layer, bare) in enumerate(NORMALIZED.items()):
+        epilogue = list(NORMALIZING.values())[number % len(NORMALIZING)]
+        for problem in formats(replace(bare, dtype=dtype, tf32=True, epilogue=epilogue)):
+            offers = programs(problem, Pass.FORWARD, device)
+            assert offers or layer == "many channels"
+            found += [(problem, *offer) for offer in offers[:: max(1, len(offers) - 1)]]
     compile_ahead((source for _, _, program in found for source in program.sources), device.arch)
     for problem, candidate, program in found:
         check(problem, candidate, program, Gpu(0))

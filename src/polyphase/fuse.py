@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from polyphase import functional, fused
 from polyphase.fuse_trace import LAYERS, Trace, call_name, graphs, shared_modules
-from polyphase.module_steps import STEPS, has_hooks, step_of_module
+from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, step_of_module
 from polyphase.modules import APART_FOR, StandIn
 from polyphase.pending import Between, Marked, Pending, Waiting, computed, versions_of
 from polyphase.torch_op.validate import Layer, output_size
@@ -57,6 +57,7 @@ class Chain:
     ``modules``: those right behind the layer. ``then``: the kinds of the calls that follow
     (`polyphase.elementwise.name_of`), and modules behind them, which only a layer that waits computes.
     ``places``: where the model had each, the module that holds it and its name there; copies of a chain have none.
+    ``widens``: one of ``modules`` gives float32 under autocast, and is then computed by itself, as all are.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Chain:
         modules: tuple[Module, ...],
         then: tuple[Module | str, ...] = (),
         places: tuple[tuple[weakref.ref[Module], str, Module], ...] = (),
+        widens: bool = False,
     ) -> None:
         self.layer = layer
         self.modules = modules
         self.then = then
         #: Its modules in order, without the layer.
         self.all_modules = (*modules, *(each for each in then if isinstance(each, Module)))
+        self._widens = widens
         self._places = places
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,7 +115,8 @@ class Chain:
         layer: Any = self.layer
         input = computed(input)
         tensors = (input, layer.weight, layer.bias)
-        if not input.is_floating_point():  # no epilogue takes complex numbers
+        widens = self._widens and torch._C._is_any_autocast_enabled()
+        if widens or not input.is_floating_point():  # no epilogue takes complex numbers
             return self._run(tensors, output_padding, ())
         tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
         if tracing and self.modules:
@@ -188,13 +192,14 @@ def _extra_repr(module: Any) -> str:
     return f"{own}, {told}" if own else told
 
 
-def _taken(cls: type[Module]) -> Any:
+def _taken(cls: type[Module], reader: Any) -> Any:
     """The class of modules that a layer computes: equal to ``cls`` for who asks for exact types."""
     namespace = {
         "__module__": __name__,
         "__qualname__": f"Taken{cls.__name__}",
-        "__doc__": f"A `torch.nn.{cls.__name__}` that returns its input, of which the layer before has computed it.",
+        "__doc__": f"A `{cls.__name__}` that returns its input, of which the layer before has computed it.",
         "_stands_for": cls,
+        "_reader": staticmethod(reader),
         # Who merges modules by their types would merge a norm that the layer computes already.
         "_apart_for": (*APART_FOR, "torch.ao.", "torch.fx."),
         "_chain": None,
@@ -205,8 +210,27 @@ def _taken(cls: type[Module]) -> Any:
     return StandIn(f"Taken{cls.__name__}", (cls,), namespace)
 
 
+def _taken_norm(cls: type[Module]) -> Any:
+    """That of a class of layer norms, which PyTorch does not have."""
+    found = next((taken for other, taken in _TAKEN.items() if other is cls), None)
+    if found is None:
+        found = _TAKEN[cls] = _taken(cls, layer_norm)
+        found.__reduce_ex__ = _reduced_norm
+    return found
+
+
+def _new_norm(cls: type[Module]) -> Any:
+    taken = _taken_norm(cls)
+    return taken.__new__(taken)
+
+
+def _reduced_norm(module: Any, protocol: Any) -> tuple[Any, ...]:
+    """What is pickled: no module has its class under a name."""
+    return (_new_norm, (type(module)._stands_for,), *object.__reduce_ex__(module, max(2, protocol))[2:])
+
+
 # Under names of this module, so that modules can be pickled.
-_TAKEN: dict[type[Module], Any] = {cls: _taken(cls) for cls in STEPS}
+_TAKEN: dict[type[Module], Any] = {cls: _taken(cls, reader) for cls, reader in STEPS.items()}
 globals().update({taken.__name__: taken for taken in _TAKEN.values()})
 
 
@@ -270,8 +294,12 @@ def _join(
     # A Softplus waits as calls do: under autocast it may have to compute for itself.
     calls = [place for place, part in enumerate(parts) if isinstance(part, (str, torch.nn.Softplus))]
     first = calls[0] if calls else len(parts)
-    chain = Chain(layer, tuple(parts[:first]), tuple(parts[first:]), tuple(places))  # type: ignore[arg-type]
+    modules: Any = tuple(parts[:first])
+    dims = len(layer.stride) + 2  # type: ignore[arg-type]
+    widens = any(reader_of(each, dims) is layer_norm for each in modules)
+    chain = Chain(layer, modules, tuple(parts[first:]), tuple(places), widens)
     vars(layer)["_chain"] = chain
     for module in chain.all_modules:
-        module.__class__ = next(taken for cls, taken in _TAKEN.items() if cls is type(module))
+        found = next((taken for cls, taken in _TAKEN.items() if cls is type(module)), None)
+        module.__class__ = _taken_norm(type(module)) if found is None else found
         vars(module)["_chain"] = chain

@@ -9,18 +9,22 @@ import torch
 from torch.nn import Module
 
 from polyphase.elementwise import CONCATENATIONS, change_between, changes_other, concatenated, name_of, read
-from polyphase.module_steps import STEPS, has_hooks, norm
+from polyphase.module_steps import has_hooks, norm, normalized_dims, reader_of
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 
 LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
 class _Tracer(torch.fx.Tracer):
-    """Modules of a chain are nodes, also polyphase's."""
+    """Modules of a chain are nodes, also polyphase's, and layer norms over channels, which PyTorch does not have."""
+
+    def __init__(self, model: Module) -> None:
+        super().__init__()
+        self._norms = {id(module) for module in model.modules() if normalized_dims(module)}
 
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
         """Whether a module is a node of the graph."""
-        return isinstance(m, LAYERS) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, LAYERS) or id(m) in self._norms or super().is_leaf_module(m, module_qualified_name)
 
 
 def graphs(model: Module, prefix: str = "") -> Iterator[tuple[str, torch.fx.Graph, Module]]:
@@ -31,7 +35,7 @@ def graphs(model: Module, prefix: str = "") -> Iterator[tuple[str, torch.fx.Grap
     try:
         for module, _ in modes:
             module.training = False
-        graph = _Tracer().trace(model)
+        graph = _Tracer(model).trace(model)
     except Exception:  # whatever a model does with a proxy
         for name, child in model.named_children():
             yield from graphs(child, f"{prefix}{name}.")
@@ -90,7 +94,8 @@ class Trace:
             if reader.op == "output":
                 return found, "it is the result of what was traced"
             if reader.op == "call_module":
-                reason = _why_not(self._module(reader), reader, self._calls, self._shared)
+                dims = _dims(self._module(layer))
+                reason = _why_not(self._module(reader), dims, reader, self._calls, self._shared)
                 reason = reason and f"{reader.target} {reason}"
             else:
                 reason = self._why_no_call(layer, node, reader)
@@ -137,9 +142,10 @@ def _dims(layer: Any) -> int:
     return len(layer.stride) + 2
 
 
-def _why_not(module: Any, node: torch.fx.Node, calls: list[Any], shared: set[int]) -> str:
-    """Why a module cannot be computed by the layer before it, or ""."""
-    if not any(type(module) is cls for cls in STEPS):
+def _why_not(module: Any, dims: int, node: torch.fx.Node, calls: list[Any], shared: set[int]) -> str:
+    """Why a module cannot be computed by the layer before it, whose output has so many dimensions, or ""."""
+    reader = reader_of(module, dims)
+    if reader is None:
         return f"is a {type(module).__name__}, which no epilogue computes"
     if calls.count(node.target) > 1 or id(module) in shared:
         return "is called more than once"
@@ -149,6 +155,6 @@ def _why_not(module: Any, node: torch.fx.Node, calls: list[Any], shared: set[int
         return "has a forward of its own on the instance"
     if has_hooks(module):
         return "has hooks"
-    if STEPS[type(module)] is norm and module.running_mean is None:
+    if reader is norm and module.running_mean is None:
         return "has no running statistics"
     return ""

@@ -94,6 +94,17 @@ def batch_norm(
     return Step("normalize", (float(eps),), tuple((role, each) for role, each in given if each is not None))
 
 
+def layer_norm(weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Step:
+    """A layer norm over the channels of each pixel, as SAM's and ConvNeXt's; once in an epilogue.
+
+    ``(v - mean) / sqrt(variance + eps)·weight + bias``, of the mean and the variance of the pixel's channels; both
+    ``(C,)``. One kernel computes it of up to 256 channels of one group, where tensor cores compute the layer. Elsewhere
+    PyTorch's functions compute the epilogue.
+    """
+    given = (("weight", weight), ("offset", bias))
+    return Step("layer_norm", (float(eps),), tuple((role, each) for role, each in given if each is not None))
+
+
 def prelu(weight: Tensor) -> Step:
     """`torch.nn.functional.prelu`: ``weight`` has one element, or one for each channel."""
     return Step("prelu", (), (("slope", weight),))

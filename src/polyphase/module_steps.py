@@ -1,8 +1,9 @@
-"""PyTorch's modules, read as operations of an epilogue: what a batch norm or an activation does to every element."""
+"""Modules read as operations of an epilogue: what a norm or an activation does to every element."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +17,16 @@ def norm(module: Any) -> fused.Step:
     return fused.batch_norm(module.running_mean, module.running_var, module.weight, module.bias, module.eps)
 
 
+def layer_norm(module: Any) -> fused.Step:
+    """A layer norm over channels, as `normalized_dims` finds it."""
+    return fused.layer_norm(module.weight, module.bias, module.eps)
+
+
 def _gelu(module: Any) -> fused.Step:
     return fused.Step("gelu_tanh" if module.approximate == "tanh" else "gelu")
 
 
-#: What a module in evaluation mode does to every element, as a step; None for nothing.
+#: What a module of PyTorch's in evaluation mode does to every element, as a step; None for nothing.
 STEPS: dict[Any, Callable[[Any], fused.Step | None]] = {
     torch.nn.BatchNorm1d: norm,
     torch.nn.BatchNorm2d: norm,
@@ -47,9 +53,69 @@ STEPS: dict[Any, Callable[[Any], fused.Step | None]] = {
 }
 
 
+def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | None:
+    """What reads a module as a step, of tensors of so many dimensions; None if no epilogue computes it."""
+    for cls, reader in STEPS.items():
+        if type(module) is cls:
+            return reader
+    return layer_norm if dims in normalized_dims(module) else None
+
+
 def step_of_module(module: Any) -> fused.Step | None:
     """What a module of a chain computes, of its parameters as they are now."""
-    return STEPS[type(module)._stands_for](module)
+    step: fused.Step | None = type(module)._reader(module)
+    return step
+
+
+def normalized_dims(module: Any) -> tuple[int, ...]:
+    """The dimensions of the tensors ``(N, C, *spatial)`` that a module normalises over the channels of each pixel.
+
+    PyTorch has no such module. SAM's, ConvNeXt's, torchvision's and timm's ``LayerNorm2d`` are known by what they have
+    and compute, not by their names: a weight, a bias and an ``eps``, and code without branches on tensors, which gives
+    the norm of random numbers.
+    """
+    vectors = [each for each in module._parameters.values() if each is not None]
+    has_more = module._modules or module._buffers or set(module._parameters) != {"weight", "bias"}
+    if has_more or type(getattr(module, "eps", None)) is not float or "forward" in vars(module):
+        return ()
+    if type(module).__module__.startswith("torch."):
+        return ()
+    if not vectors or any(each.dim() != 1 or each.shape != vectors[0].shape for each in vectors):
+        return ()
+    return tuple(dims for dims in (3, 4, 5) if _normalizes(module, vectors[0].numel(), dims))
+
+
+def _normalizes(module: Any, channels: int, dims: int) -> bool:
+    probe = copy.copy(module)
+    generator = torch.Generator().manual_seed(dims)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    parameters = {
+        name: None if each is None else torch.nn.Parameter(random(channels))
+        for name, each in module._parameters.items()
+    }
+    vars(probe).update(_parameters=parameters, training=False)
+
+    def cases() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        sizes = (5, 3, 2) if channels not in (5, 3, 2) else (4, 6, 7)
+        for factor, added in ((1.0, 0.0), (module.eps**0.5, 0.0), (2.0, 3.0)):
+            x = random(2, channels, *sizes[: dims - 2]) * factor + added
+            last = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + module.eps).sqrt()
+            last = last.movedim(1, -1)
+            last = last if parameters["weight"] is None else last * parameters["weight"]
+            yield x, (last if parameters["bias"] is None else last + parameters["bias"]).movedim(-1, 1)
+
+    try:
+        with torch.no_grad():
+            found = ((type(module).forward(probe, x), expected) for x, expected in cases())
+            if not all(each.shape == y.shape and torch.allclose(each.to(y), y, 1e-4, 1e-4) for each, y in found):
+                return False
+        torch.fx.Tracer().trace(probe)
+        return True
+    except Exception:  # whatever a module does with what it does not expect
+        return False
 
 
 def has_hooks(module: Module) -> bool:

@@ -392,7 +392,7 @@ def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()
 
 def _is_wider(kind: str) -> bool:
     """Whether the result would have another dtype: autocast makes this one float32 on a GPU."""
-    return kind == "softplus" and torch._C._is_any_autocast_enabled()
+    return kind in ("softplus", "layer_norm") and torch._C._is_any_autocast_enabled()
 
 
 def _is_recorded(step: fused.Step) -> bool:

@@ -7,13 +7,15 @@ PyTorch would give.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from polyphase.errors import UnsupportedError
 from polyphase.jit.launcher import Executable, compile_meanwhile, is_loaded, soonest
 from polyphase.kept import KEPT, Kept, Packed, kept_of, state_of
 from polyphase.plan.planner import Plan, plan
@@ -25,6 +27,7 @@ from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides
 from polyphase.program.kept import KeptProgram, kept_program
 from polyphase.program.program import Program
 from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, WORKSPACE, X
+from polyphase.torch_op.epilogue import Apart
 from polyphase.torch_op.memory_format import output_channels_last
 from polyphase.torch_op.operators import input_grad_shape
 from polyphase.torch_op.tf32 import tf32_allowed
@@ -239,7 +242,14 @@ def epilogue_call(
         problem = _problem(tuple(input.shape), weight, input, constants, bias is not None, tf32)
         problem = _with_format(problem, output_channels_last(input, weight))
         problem = replace(problem, epilogue=decoded(epilogue)) if epilogue else problem
-        call = _prepare(Pass.FORWARD, problem, input, None, weight, image_stride)
+        try:
+            call = _prepare(Pass.FORWARD, problem, input, None, weight, image_stride)
+        except UnsupportedError as error:
+            if not problem.epilogue.normalizes:
+                raise
+            warnings.warn(f"PyTorch's functions compute the epilogue: {error}", stacklevel=2)
+            layer = epilogue_call(input, weight, bias, "", *constants)
+            call = cast(Call, Apart(layer, problem.epilogue))
         _remember(_forward_calls, key, call)
     return call
 

@@ -8,6 +8,7 @@ from polyphase.problem.epilogue import ACTIVATIONS, CHANNEL, ELEMENT, ONE, SAMPL
 
 _NONE = """\
 #define EPILOGUE 0
+#define EPILOGUE_NORMALIZES 0                                                // over the channels of a pixel
 #define EPILOGUE_PARAMETERS                                                  // of a kernel, behind its bias
 #define EPILOGUE_OPERANDS(bias, dst, sample_stride) ((const scalar_t*)bias)  // what `channel_terms` takes
 #define EPILOGUE_READS_PLACES 0  // whether operations ask where an output lies
@@ -22,8 +23,8 @@ def operations_text(epilogue: Epilogue) -> str:
     pointers = {name: f"const {_type(operand)}*" for name, operand in operands.items()}
     given = ", ".join(operands)
     kept = [name for name, operand in operands.items() if operand.per in (ONE, CHANNEL)]
-    kept = [name for name in kept if not name.startswith(("mean_", "variance_", "weight_", "offset_"))]
     normalized = [i for i, operation in enumerate(epilogue.operations) if operation.kind == "normalize"]
+    kept = [name for name in kept if int(name.rpartition("_")[2]) not in normalized]
     later = [name for name, operand in operands.items() if operand.per in (SAMPLE, ELEMENT)]
     lines = [
         f"// The epilogue: {epilogue}",
@@ -35,6 +36,7 @@ def operations_text(epilogue: Epilogue) -> str:
         f"#define EPILOGUE_CHANNEL(of_kernel) {_channel(epilogue)}",
         f"#define EPILOGUE_READS_PLACES {bool(later):d}",
         f"#define EPILOGUE_PER_SAMPLE {epilogue.per_sample:d}",
+        f"#define EPILOGUE_NORMALIZES {epilogue.normalizes:d}",
         "struct OperationOperands {",
         *(f"  {kind} {name};" for name, kind in pointers.items()),
         "};",
@@ -44,7 +46,8 @@ def operations_text(epilogue: Epilogue) -> str:
         *(f"  {pointers[name]} {name};" for name in later),
         "};",
     ]
-    return "\n".join([*lines, *_terms(epilogue, kept, later), *_prefetch(epilogue), *_operations(epilogue)]) + "\n"
+    lines += [*_terms(epilogue, kept, later), *_prefetch(epilogue), *_normalized_value(epilogue)]
+    return "\n".join([*lines, *_operations(epilogue)]) + "\n"
 
 
 def _channel(epilogue: Epilogue) -> str:
@@ -102,18 +105,37 @@ def _prefetch(epilogue: Epilogue) -> list[str]:
     ]
 
 
+def _normalized_value(epilogue: Epilogue) -> list[str]:
+    """Where an operation normalises over channels: the value that it does so to, and its constant."""
+    for i, operation in enumerate(epilogue.operations):
+        if operation.kind == "layer_norm":
+            return [
+                f"#define EPILOGUE_EPSILON {_number(operation.constants[0])}",
+                "__device__ __forceinline__ accum_t normalized_value(accum_t v0, const OperationTerms& of,",
+                "                                                    int channel, long long sample, long long place,",
+                "                                                    bool exists) {",
+                *_values(epilogue, i),
+            ]
+    return []
+
+
 def _operations(epilogue: Epilogue) -> list[str]:
     """What is done to every value."""
-    lines = [
+    return [
         "__device__ __forceinline__ accum_t operations(accum_t v0, const OperationTerms& of, int channel,",
-        "                                              long long sample, long long place, bool exists) {",
+        "                                              long long sample, long long place, bool exists,",
+        "                                              accum_t mean, accum_t factor) {",
+        *_values(epilogue, len(epilogue.operations)),
     ]
-    for i, operation in enumerate(epilogue.operations):
-        lines.append(f"  const accum_t v{i + 1} = {_next(i, operation, epilogue)};")
-    return [*lines, f"  return v{len(epilogue.operations)};", "}"]
 
 
-def _next(i: int, operation: Operation, epilogue: Epilogue) -> str:
+def _values(epilogue: Epilogue, last: int) -> list[str]:
+    """The values up to the one before operation ``last``, which is returned."""
+    steps = list(enumerate(epilogue.operations))[:last]
+    return [*(f"  const accum_t v{i + 1} = {_next(i, each)};" for i, each in steps), f"  return v{last};", "}"]
+
+
+def _next(i: int, operation: Operation) -> str:
     """The value behind an operation, of the one before it."""
     value, kind = f"v{i}", operation.kind
     read = {operand.role: _read(i, operand) for operand in operation.operands}
@@ -133,6 +155,9 @@ def _next(i: int, operation: Operation, epilogue: Epilogue) -> str:
         return f"{scaled} + {read['shift']}" if "shift" in read else scaled
     if kind == "normalize":
         return f"{value} * of.factor_{i} + of.added_{i}"
+    if kind == "layer_norm":
+        scaled = f"({value} - mean) * factor" + (f" * {read['weight']}" if "weight" in read else "")
+        return f"{scaled} + {read['offset']}" if "offset" in read else scaled
     if kind == "prelu":
         return f"leaky_relu({value}, {read['slope']})"
     if kind == "add":

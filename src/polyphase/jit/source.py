@@ -150,7 +150,7 @@ class KernelSource:
     def _resolved(self, replaced: Mapping[str, str]) -> list[tuple[str, str]]:
         """Paths and texts, those of the examples in place of generated ones."""
         known = {name: int(value) for name, value in self.constants if name in MACROS and isinstance(value, int)}
-        known["EPILOGUE"] = bool(self.epilogue)
+        known["EPILOGUE"], known["EPILOGUE_NORMALIZES"] = bool(self.epilogue), self.epilogue.normalizes
         root = "/".join(filter(None, (self.folder, f"{self.kernel}.cu")))
         return resolve(root, lambda path: replaced[path] if path in replaced else read(path), known)
 

@@ -182,7 +182,7 @@ def _with_epilogue(
 ) -> tuple[Candidate, Program]:
     """A config of the layer as it is ``computed``, and its program, with the epilogue of the ``given`` one.
 
-    An epilogue has no say in what is chosen: all schedules read the same for it.
+    An epilogue has no say in what is chosen, but for `Epilogue.planned`: all schedules read the same for it.
     """
     program = schedule.program(computed, pass_, device, layouts, candidate.config)
     if pass_ is not Pass.FORWARD or not given.epilogue:
@@ -201,7 +201,8 @@ def as_computed(
     given, problem = problem, problem.of_pass(pass_).without_idle_constants()
     # Single pixels have every memory format at once; of a weight's gradient nothing else says which.
     as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
-    simpler = None if given.epilogue and given.epilogue.per_sample else as_read.of_lone_pixels(pass_)
+    as_it_is = given.epilogue.per_sample or problem.epilogue.normalizes
+    simpler = None if as_it_is else as_read.of_lone_pixels(pass_)
     # As an input gradient it would be one long sum for few outputs, which no schedule shares out among blocks.
     if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(as_read):
         return problem, layouts

@@ -34,6 +34,7 @@ ONE, CHANNEL, SAMPLE, ELEMENT = "one", "channel", "sample", "element"
 _OPERANDS = {
     "scale_shift": ("[scale]", "[shift]"),
     "normalize": ("mean", "variance", "[weight]", "[offset]"),
+    "layer_norm": ("[weight]", "[offset]"),
     "prelu": ("slope",),
     "add": ("residual",),
 }
@@ -60,6 +61,7 @@ class Operation:
     ``"affine"``                              ``v·constants[0] + constants[1]``
     ``"scale_shift"``                         ``v·scale + shift``, of operands; one of them may be missing
     ``"normalize"``                           ``(v - mean) / sqrt(variance + constants[0]) · weight + offset``
+    ``"layer_norm"``                          the same, of the mean and variance of the channels of each pixel
     ``"prelu"``                               ``v`` where it is positive, else ``v·slope``
     ``"add"``                                 ``v + residual``
     ``"add_value"``, ``"multiply_value"``     ``v + u`` and ``v·u``; ``u`` is the value that operation ``of`` reads
@@ -72,7 +74,7 @@ class Operation:
     of: int = 0
 
     def __post_init__(self) -> None:
-        wanted = {"affine": 2, "normalize": 1}.get(self.kind, len(ACTIVATIONS.get(self.kind, ())))
+        wanted = {"affine": 2, "normalize": 1, "layer_norm": 1}.get(self.kind, len(ACTIVATIONS.get(self.kind, ())))
         known = self.kind in ACTIVATIONS or self.kind in _OPERANDS or self.kind in ("affine", *_OF_VALUES)
         if not known:
             raise ValueError(f"an epilogue has no operation {self.kind!r}; it has {', '.join(_kinds())}")
@@ -87,7 +89,8 @@ class Operation:
         named = _OPERANDS.get(self.kind, ())
         roles = [operand.role for operand in self.operands]
         in_order = [role for role in (each.strip("[]") for each in named) if role in roles] == roles
-        if not in_order or not {role for role in named if "[" not in role} <= set(roles) or bool(roles) != bool(named):
+        lacks = bool(roles) != bool(named) and self.kind != "layer_norm"
+        if not in_order or not {role for role in named if "[" not in role} <= set(roles) or lacks:
             raise ValueError(f"{self.kind} takes the operands {', '.join(named)}, given {roles}")
         if any(operand.per == ELEMENT for operand in self.operands) != (self.kind == "add"):
             raise ValueError(f"{self.kind} cannot have operands {self.operands}")
@@ -117,6 +120,8 @@ class Epilogue:
         for place, operation in enumerate(self.operations):
             if operation.kind in _OF_VALUES and not 0 <= operation.of <= place:
                 raise ValueError(f"operation {place} cannot read value {operation.of}: there are {place + 1}")
+        if len([None for operation in self.operations if operation.kind == "layer_norm"]) > 1:
+            raise ValueError("an epilogue has one layer_norm at most")
 
     def __bool__(self) -> bool:
         return bool(self.operations)
@@ -136,6 +141,16 @@ class Epilogue:
         return any(operand.per == SAMPLE for operand in self.named_operands.values())
 
     @property
+    def normalizes(self) -> bool:
+        """Whether an operation reads all channels of a pixel."""
+        return any(operation.kind == "layer_norm" for operation in self.operations)
+
+    @property
+    def planned(self) -> Epilogue:
+        """What plans know of it: whether it `normalizes`."""
+        return NORMALIZING if self.normalizes else NONE
+
+    @property
     def residuals(self) -> tuple[str, ...]:
         """The names of the operands that have an element for each output."""
         return tuple(name for name, operand in self.named_operands.items() if operand.per == ELEMENT)
@@ -146,6 +161,8 @@ class Epilogue:
 
 #: No operation: an output is its sum and its bias.
 NONE = Epilogue()
+#: All epilogues that `Epilogue.normalizes`, to plans.
+NORMALIZING = Epilogue((Operation("layer_norm", (0.0,)),))
 
 
 def encoded(epilogue: Epilogue) -> str:

@@ -232,14 +232,17 @@ class ConvTransposeProblem:
     def of_pass(self, pass_: Pass) -> ConvTransposeProblem:
         """What the planner is asked about: gradients know no bias, and double precision no memory format.
 
-        Nor do plans know an epilogue: it is put into what they choose (`polyphase.program.epilogue`).
+        Of an epilogue plans know whether it reads all channels of a pixel at once. It is put into what they choose
+        (`polyphase.program.epilogue`).
 
         (PyTorch's results in double precision are contiguous on a GPU, whatever the operands are.)
         """
-        bias, last = self.bias and pass_ is Pass.FORWARD, self.channels_last and self.dtype != "float64"
-        if (bias, last) == (self.bias, self.channels_last) and not self.epilogue:
+        forward = pass_ is Pass.FORWARD
+        bias, last = self.bias and forward, self.channels_last and self.dtype != "float64"
+        epilogue = self.epilogue.planned if forward else NONE
+        if (bias, last, epilogue) == (self.bias, self.channels_last, self.epilogue):
             return self
-        return replace(self, bias=bias, channels_last=last, epilogue=NONE)
+        return replace(self, bias=bias, channels_last=last, epilogue=epilogue)
 
     @property
     def largest_constant(self) -> int:

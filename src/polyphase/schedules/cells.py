@@ -104,6 +104,7 @@ class Gather:
     aligned: bool
     rounded: bool = False  # to TF32, by kernels that could do without
     in_sums: bool = False  # the destination is of the accumulator's type
+    normalized: bool = False  # over the channels of each output pixel
     mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
 
     def __hash__(self) -> int:
@@ -134,6 +135,7 @@ class Gather:
             aligned=layouts.aligned,
             rounded=forward and problem.tf32_as_pytorch and problem.uses_tf32(pass_),
             in_sums=layouts.in_sums,
+            normalized=forward and problem.epilogue.normalizes,
             mirrored=mirrored,
         )
 

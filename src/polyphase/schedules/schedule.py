@@ -70,6 +70,8 @@ class Schedule:
         """
         if pass_ not in self.passes:
             return f"computes the {' and the '.join(_TITLES[each] for each in self.passes)} only"
+        if problem.epilogue and (reason := self.epilogue_limits(problem)) is not None:
+            return reason
         if problem.largest_constant > LARGE and not self.any_constants:
             return f"strides, dilations and paddings above {LARGE}"
         if self.on_tensor_cores and (reason := lacks_cores(problem, device)) is not None:
@@ -82,7 +84,7 @@ class Schedule:
 
     def epilogue_limits(self, problem: ConvTransposeProblem) -> str | None:
         """Why the kernel cannot have the epilogue of ``problem``, or None where it can; it has an operation."""
-        return None
+        return "its blocks do not have all channels of a pixel" if problem.epilogue.normalizes else None
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
         """Whether a layer that has a config has one at every size, output padding included."""

@@ -71,6 +71,11 @@ def apply(operation: Operation, place: int, values: Callable[[int], Tensor], of:
         v = (v - read["mean"]) * (read["variance"] + constants[0]).rsqrt()
         v = v * read["weight"] if "weight" in read else v
         return v + read["offset"] if "offset" in read else v
+    if kind == "layer_norm":
+        weight, offset = (of.get(f"{role}_{place}") for role in ("weight", "offset"))
+        last = v.movedim(1, -1)
+        weight, offset = (None if each is None else each.reshape(-1).to(v.dtype) for each in (weight, offset))
+        return torch.nn.functional.layer_norm(last, last.shape[-1:], weight, offset, constants[0]).movedim(-1, 1)
     if kind == "prelu":
         return torch.where(v > 0, v, v * read["slope"])
     other = read["residual"] if kind == "add" else values(operation.of)
@@ -107,6 +112,27 @@ class Values:
 def by_tensor_operations(epilogue: Epilogue, operands: Sequence[Tensor], sums: Tensor) -> Tensor:
     """The epilogue on sums that have their bias."""
     return Values(epilogue, operands, lambda: sums)(len(epilogue.operations))
+
+
+class Apart:
+    """A layer whose epilogue no kernel has: these functions compute it behind the layer's call."""
+
+    def __init__(self, layer: Callable[..., Tensor], epilogue: Epilogue) -> None:
+        self._layer, self._epilogue = layer, epilogue
+
+    def __call__(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        operands: Sequence[Tensor] = (),
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The output, as `polyphase.runtime.Call` gives it."""
+        sums = self._layer(input, weight, bias)
+        with torch.autocast(input.device.type, enabled=False):
+            result = by_tensor_operations(self._epilogue, operands, sums)
+        return (torch.empty_like(sums) if out is None else out).copy_(result)
 
 
 def _activated(operation: Operation, place: int, values: Values, g: Tensor) -> Tensor:
@@ -153,6 +179,13 @@ def _mish_backward(g: Tensor, v: Tensor) -> Tensor:
     return g * (tanh + v * v.sigmoid() * (1 - tanh * tanh))
 
 
+def _normal(operation: Operation, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What a layer norm makes of ``v`` before its weight, and one over the standard deviation of each pixel."""
+    variance, mean = torch.var_mean(v, 1, correction=0, keepdim=True)
+    factor = (variance + operation.constants[0]).rsqrt()
+    return (v - mean) * factor, factor
+
+
 def _of_shape(gradient: Tensor, operand: Operand, tensor: Tensor) -> Tensor:
     """A gradient of the output's shape summed up for an operand, in its shape and dtype."""
     if operand.per != ELEMENT:
@@ -178,6 +211,8 @@ def _of_operands(
         found["mean"] = -scaled * factor
         found["variance"] = scaled * (v - read["mean"]) * -0.5 * factor**3
         found["weight"], found["offset"] = g * (v - read["mean"]) * factor, g
+    elif kind == "layer_norm":
+        found["weight"], found["offset"] = g * _normal(operation, values(place))[0], g
     elif kind == "prelu":
         v = values(place)
         found["slope"] = torch.where(v > 0, torch.zeros_like(v), v) * g
@@ -201,6 +236,10 @@ def _before(operation: Operation, place: int, values: Values, g: Tensor, of: dic
     if kind == "normalize":
         factor = (read["variance"] + operation.constants[0]).rsqrt()
         return g * (factor * read["weight"] if "weight" in read else factor)
+    if kind == "layer_norm":
+        normal, factor = _normal(operation, values(place))
+        g = g * read["weight"] if "weight" in read else g
+        return factor * (g - g.mean(1, keepdim=True) - normal * (g * normal).mean(1, keepdim=True))
     if kind == "prelu":
         return torch.where(values(place) > 0, g, g * read["slope"])
     return g * values(operation.of) if kind == "multiply_value" else g

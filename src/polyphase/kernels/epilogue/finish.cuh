@@ -6,6 +6,9 @@
 // epilogue/operations.cuh is made for each kernel; without any a sum gets its bias alone. What they need of an output
 // channel is in `ChannelTerms`; what they need of an output itself (a residual, what differs between samples) they read
 // at `to`, its place in the destination, or nothing where that is null: an output that is not stored.
+//
+// With EPILOGUE_NORMALIZES an operation normalises over the channels of a pixel. A kernel that can have all of these
+// has `normalized_value` of each sum first, makes `Normal` of them (epilogue/normal.cuh), and gives that to `finish`.
 
 #pragma once
 
@@ -18,6 +21,11 @@
 #endif
 
 #include "epilogue/operations.cuh"
+
+// What the outputs of a pixel are normalised by: their mean, and one over their standard deviation.
+struct Normal {
+  accum_t mean, factor;
+};
 
 #if EPILOGUE
 
@@ -60,15 +68,26 @@ __device__ __forceinline__ accum_t add_bias(accum_t sum, float scale, const Chan
 }
 
 // The operations alone, of a sum with its bias.
-__device__ __forceinline__ accum_t operate(accum_t value, const ChannelTerms& terms, const scalar_t* to) {
+__device__ __forceinline__ accum_t operate(accum_t value, const ChannelTerms& terms, const scalar_t* to,
+                                           const Normal& normal = {}) {
   const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
   const long long sample = EPILOGUE_PER_SAMPLE && to ? place / terms.sample_stride : 0;
-  return operations(value, terms.operations, terms.channel, sample, place, to != nullptr);
+  return operations(value, terms.operations, terms.channel, sample, place, to != nullptr, normal.mean, normal.factor);
 }
 
-__device__ __forceinline__ accum_t finish(accum_t sum, const ChannelTerms& terms, const scalar_t* to) {
-  return operate(add_bias(sum, terms), terms, to);
+__device__ __forceinline__ accum_t finish(accum_t sum, const ChannelTerms& terms, const scalar_t* to,
+                                          const Normal& normal = {}) {
+  return operate(add_bias(sum, terms), terms, to, normal);
 }
+
+#if EPILOGUE_NORMALIZES
+// What is normalised over channels.
+__device__ __forceinline__ accum_t normalized_value(accum_t sum, const ChannelTerms& terms, const scalar_t* to) {
+  const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
+  const long long sample = EPILOGUE_PER_SAMPLE && to ? place / terms.sample_stride : 0;
+  return normalized_value(add_bias(sum, terms), terms.operations, terms.channel, sample, place, to != nullptr);
+}
+#endif
 
 // Has what is read for the output at `to` come to L2, if there is one.
 __device__ __forceinline__ void prefetch(const ChannelTerms& terms, const scalar_t* to) {
@@ -97,7 +116,7 @@ __device__ __forceinline__ accum_t add_bias(accum_t sum, ChannelTerms terms) {
   return HAS_BIAS ? sum + terms.bias : sum;
 }
 __device__ __forceinline__ accum_t operate(accum_t value, ChannelTerms, const scalar_t*) { return value; }
-__device__ __forceinline__ accum_t finish(accum_t sum, ChannelTerms terms, const scalar_t*) {
+__device__ __forceinline__ accum_t finish(accum_t sum, ChannelTerms terms, const scalar_t*, Normal = {}) {
   return add_bias(sum, terms);
 }
 __device__ __forceinline__ void prefetch(ChannelTerms, const scalar_t*) {}

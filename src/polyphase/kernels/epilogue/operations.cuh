@@ -7,6 +7,7 @@
 #include "core/types.cuh"
 
 #define EPILOGUE 0
+#define EPILOGUE_NORMALIZES 0                                                // over the channels of a pixel
 #define EPILOGUE_PARAMETERS                                                  // of a kernel, behind its bias
 #define EPILOGUE_OPERANDS(bias, dst, sample_stride) ((const scalar_t*)bias)  // what `channel_terms` takes
 #define EPILOGUE_READS_PLACES 0  // whether operations ask where an output lies

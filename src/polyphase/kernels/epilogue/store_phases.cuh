@@ -1,5 +1,6 @@
 // Epilogue where a row block is channels of one phase: adds the bias, narrows, transposes in shared memory and stores
-// whole lines of the destination. Each consumer warpgroup does so for its own accumulators.
+// whole lines of the destination. Each consumer warpgroup does so for its own accumulators. Where an operation
+// normalises over channels, it first finds what each pixel of a piece is normalised by (epilogue/normal.cuh).
 
 #pragma once
 
@@ -11,6 +12,9 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/registers.cuh"
 #include "mainloop/gemm_tile.cuh"
+#if EPILOGUE_NORMALIZES
+#include "epilogue/normal.cuh"
+#endif
 
 // The destination's type: the tensors', or that of sums, for a step that reads them.
 template <bool>
@@ -56,7 +60,11 @@ struct Target {
   }
 };
 static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
-constexpr int STORE_BYTES = STAGING_BYTES + CONSUMERS * GROUP_CELLS * (int)sizeof(Target);
+constexpr int TARGET_BYTES = CONSUMERS * GROUP_CELLS * (int)sizeof(Target);
+// Pixels of a piece that are normalised over their channels: the moments that four warps have of each, and its
+// `Normal`.
+constexpr int NORMALS = EPILOGUE_NORMALIZES ? PIECE * COLUMNS : 0;
+constexpr int STORE_BYTES = STAGING_BYTES + TARGET_BYTES + CONSUMERS * 5 * NORMALS * (int)sizeof(Normal);
 
 // The bits of COUNT elements, as words.
 template <int BYTES>
@@ -79,6 +87,7 @@ struct Epilogue {
   result_t* dst;                          // the work tile's first channel, the tile's first batch entry
   result_t* staging;                      // of the warp, or the warpgroup
   Target* targets;                        // of the warpgroup's cells
+  Normal* normals;                        // of the pixels of a piece, behind the moments of each warp
   ChannelTerms terms[CHANNEL_BLOCKS][2];  // of the thread's rows
 
   __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
@@ -89,7 +98,8 @@ struct Epilogue {
         first_cell(first_cell),
         dst(dst),
         staging((result_t*)memory + (JOINT ? warp() : threadIdx.x / STAGERS) * STAGING),
-        targets((Target*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS) {
+        targets((Target*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS),
+        normals((Normal*)(memory + STAGING_BYTES + TARGET_BYTES) + (threadIdx.x / 128 * 5 + 4) * NORMALS) {
     find_places();
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block)
@@ -173,22 +183,77 @@ struct Epilogue {
     return found;
   }
 
-  // The 2 · COLUMNS elements of an output row that a thread's pair of cells gives. A line below zero owns no taps and
-  // is bias alone. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
-  template <int LINE, int I = 0>
-  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half, ChannelTerms terms,
-                                      const Places& to) const {
+  // What `finish` makes of the sums of 2 · COLUMNS elements of an output row, those of a thread's pair of cells. A line
+  // below zero owns no taps. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
+  template <int LINE, int I = 0, class Finish>
+  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half,
+                                      const Finish& finish) const {
     constexpr bool owned = LINE >= 0 && (WIDTH_PARTS > 1 || has_taps(AXIS_W, I % COLUMNS));
     constexpr int index = owned_before(AXIS_W, I % COLUMNS);
-    const scalar_t* const place = to.of(I / COLUMNS, I % COLUMNS);
-    if constexpr (owned) {
-      const float (&sum)[SUMS] = sums[(block * LINES + LINE) * LINE_PHASES + index][j / (PIXELS / 8)];
-      value[I] = finish(sum[j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS], terms, place);
-    } else {
-      value[I] = finish_empty(terms, place);
-    }
-    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, terms, to);
+    float sum = 0;
+    if constexpr (owned)
+      sum = sums[(block * LINES + LINE) * LINE_PHASES + index][j / (PIXELS / 8)]
+                [j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS];
+    value[I] = finish(sum, I);
+    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, finish);
   }
+  // The elements of cell pair `j` of a piece, the line's from `first` on, in a thread's row of a row block.
+  template <int LINE>
+  __device__ __forceinline__ void finish_run(float (&value)[2 * COLUMNS], int piece, int j, int block, int half,
+                                             int depth, int height, int first) const {
+    const Places to = places(piece, j, block, half, depth, height, first);
+    const Normal* const of_run = normals + first_pixel(j);
+    run<LINE>(value, block, piece * (PIECE / 8) + j, half, [&](float sum, int i) {
+      return finish(sum, terms[block][half], to.of(i / COLUMNS, i % COLUMNS),
+                    EPILOGUE_NORMALIZES ? of_run[i] : Normal{});
+    });
+  }
+
+  // Where the elements of a thread's pair of cells lie among the pixels of a piece.
+  static __device__ __forceinline__ int first_pixel(int j) { return (8 * j + lane() % 4 * 2) * COLUMNS; }
+
+#if EPILOGUE_NORMALIZES
+  // Finds what a line of a piece is normalised by, of as many pairs of cells at a time as make eight pixels or more.
+  template <int LINE>
+  __device__ __forceinline__ void find_normals(int piece, int depth, int height, int first) const {
+    constexpr int PAIRS = ceil_div(4, COLUMNS), VALUES = round_up(2 * COLUMNS * PAIRS, 8);
+    Moments* const moments = (Moments*)(normals - (4 - warp()) * NORMALS);
+#pragma unroll
+    for (int from = 0; from < PIECE / 8; from += PAIRS) {
+      Moments of[VALUES] = {};
+      int count = 0;
+#pragma unroll
+      for (int row = 0; row < 2 * CHANNEL_BLOCKS; ++row) {
+        const int block = row / 2, half = row % 2;
+        if (!ALL_ROWS_EXIST && channel(block, lane() / 4 + 8 * half) >= DST_CHANNELS) continue;
+#pragma unroll
+        for (int i = 0; i < 2 * COLUMNS * PAIRS; i += 2 * COLUMNS) {
+          const int j = from + i / (2 * COLUMNS);
+          if (j >= PIECE / 8 || piece * PIECE + 8 * j >= GROUP_CELLS) break;
+          const Places to = places(piece, j, block, half, depth, height, first);
+          float value[2 * COLUMNS];
+          run<LINE>(value, block, piece * (PIECE / 8) + j, half, [&](float sum, int i) {
+            return normalized_value(sum, terms[block][half], to.of(i / COLUMNS, i % COLUMNS));
+          });
+#pragma unroll
+          for (int k = 0; k < 2 * COLUMNS; ++k) of[i + k].add(value[k], count);
+        }
+        ++count;
+      }
+      add_up_rows(of, count);
+#pragma unroll
+      for (int k = 0; k < VALUES / 8; ++k) {
+        const int i = first_column<VALUES>() + k, j = from + i / (2 * COLUMNS);
+        if (i < 2 * COLUMNS * PAIRS && j < PIECE / 8) moments[first_pixel(j) + i % (2 * COLUMNS)] = of[k];
+      }
+    }
+    group_sync();
+    for (int i = threadIdx.x % 128; i < NORMALS; i += 128)
+      normals[i] = normal_of((const Moments*)normals - 4 * NORMALS + i, NORMALS);
+    group_sync();
+  }
+#endif
+
   static constexpr int FIRST_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
   // How the lanes of a warp share what is stored of a piece, COUNT elements at a time: each row of a channel, or two;
@@ -287,8 +352,7 @@ struct Epilogue {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
           float value[2 * COLUMNS];
           alignas(16) result_t narrowed[2 * COLUMNS];
-          run<LINE>(value, block, piece * (PIECE / 8) + j, half, terms[block][half],
-                    places(piece, j, block, half, depth, height, first));
+          finish_run<LINE>(value, piece, j, block, half, depth, height, first);
 #pragma unroll
           for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
 #pragma unroll
@@ -346,9 +410,7 @@ struct Epilogue {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
           float value[2][2 * DST_W];
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
-            run<LINE>(value[half], block, piece * (PIECE / 8) + j, half, terms[block][half],
-                      places(piece, j, block, half, depth, height, 0));
+          for (int half = 0; half < 2; ++half) finish_run<LINE>(value[half], piece, j, block, half, depth, height, 0);
 #pragma unroll
           for (int cell = 0; cell < 2; ++cell) {
             Vector<result_t, 2> pair;
@@ -407,6 +469,9 @@ struct Epilogue {
 
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_line(int piece, int depth, int height, int first) const {
+#if EPILOGUE_NORMALIZES
+    find_normals<LINE>(piece, depth, height, first);
+#endif
     if constexpr (DST_CHANNELS_LAST)
       store_pixels<COUNT, LINE>(piece, depth, height);
     else

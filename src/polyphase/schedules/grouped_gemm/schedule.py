@@ -85,6 +85,8 @@ class GroupedGemm(Schedule):
         return None
 
     def epilogue_limits(self, problem: ConvTransposeProblem) -> str | None:
+        if (reason := super().epilogue_limits(problem)) is not None:
+            return reason
         if all(len(axis.taps_by_phase) == axis.stride for axis in problem.axes3[:2]):
             return None
         return "rows without taps are copies of one, and an epilogue may make them differ"

@@ -24,6 +24,7 @@ _MAX_LONG_PIECE_STRIDE = 5  # output columns of a cell beside which registers ar
 _BIAS_REGISTERS = 12  # beside those, as stores of long pieces were seen to spill
 _STORING_REGISTERS = 160  # for sums, and what a thread holds of a piece: results, and where to store them
 SUMS_AT_ONCE = 16  # outputs of a cell's row that a thread adds up, from taps in rows, and then stores
+_MOST_NORMALS = 64  # outputs of a channel in a piece, where a thread holds what normalises each
 _PART_PHASES = 4  # at most, of the phases along the width, where these are in parts
 
 
@@ -114,7 +115,11 @@ class GemmConfig(NamedTuple):
         if gather.dst.channels_last:
             return 32
         cell_bytes, cells = self.row_columns(gather) * gather.dst_bytes, 128
-        while cells > 8 and (cells * cell_bytes > self.piece_bytes or cells >= 2 * self.group_cells):
+        while cells > 8 and (
+            cells * cell_bytes > self.piece_bytes
+            or cells >= 2 * self.group_cells
+            or (gather.normalized and cells * gather.axes[2].stride > _MOST_NORMALS)
+        ):
             cells //= 2
         return cells
 

@@ -32,6 +32,7 @@ from polyphase.schedules.tensor_cores import parts_of
 # Pixels of an instruction, by producer groups: its accumulators must fit the registers that a thread has at launch.
 _WIDEST = {1: 256, 2: 192, 4: 192}
 _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
+_HELD_BY_NORMALS = 16  # registers, where outputs are normalised over their channels
 _HELD_BY_CHANNELS = 16  # registers, where a thread adds up several channels' partial products at a time
 _SCALED_CHANNELS = 32  # of a group, from which on float32 may be multiplied as float16: sums of fewer take little time
 _MOST_SCALED_ROWS = 512  # taps of a set, each with 16 channels in float32, that a block packs
@@ -116,6 +117,9 @@ class _Families:
         blocks, lines_of_layer = math.ceil(channels / ROWS), len(taps.lines)
         some_lines = [lines for lines in range(1, lines_of_layer + 1) if lines_of_layer % lines == 0]
         counts = {1, 2, 4} if blocks > 2 else {1, blocks}
+        if problem.epilogue.normalizes:  # warp groups have all channels of a pixel
+            counts = {2 ** math.ceil(math.log2(blocks))}
+            return [self._shape(count, lines) for count in counts for lines in some_lines]
         shapes = [self._shape(count, lines) for count in counts for lines in some_lines]
         if not problem.channels_last and (width_parts := Taps.width_parts(problem.axes3)) > 1:
             shapes.append(self._shape(1, 1, width_parts=width_parts))
@@ -185,6 +189,7 @@ class _Families:
         several = config.channel_blocks > 1 or (config.lines > 1 and self._problem.dtype != "float32")
         if self._channels % ROWS and several:
             held = max(held, 32)  # stores ask whether a channel exists
+        held += _HELD_BY_NORMALS * self._problem.epilogue.normalizes
         return held + self._held_by_bias_and_zeros
 
     @cached_property

@@ -21,6 +21,7 @@ from polyphase.schedules.cost import Sharing
 from polyphase.schedules.implicit_gemm.config import (
     CHUNK_BYTES,
     CONSUMERS,
+    ROWS,
     STAGES,
     GemmConfig,
     Product,
@@ -43,6 +44,7 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import constants_of
 
 _MAX_TAPS = 4096
+_MOST_NORMALIZED = 4 * ROWS  # channels, of as many row blocks as a warp group may have of one phase
 _CACHED = 32 << 20  # bytes of weights, read and packed, that stay in the L2 cache
 # Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
 # best is offered, too. There are few images and many, small and large ones.
@@ -88,6 +90,15 @@ class ImplicitGemm(Schedule):
             return f"{problem.taps} taps are too many to list (at most {_MAX_TAPS})"
         if (phases := math.prod(problem.stride)) > MAX_PHASES:
             return f"{phases} elements of a cell are too many for straight-line code (at most {MAX_PHASES})"
+        return None
+
+    def epilogue_limits(self, problem: ConvTransposeProblem) -> str | None:
+        if not problem.epilogue.normalizes:
+            return None
+        if problem.groups > 1:
+            return "a block has the channels of one group, and those of a pixel are of several"
+        if problem.out_channels > _MOST_NORMALIZED:
+            return f"a block does not have all {problem.out_channels} channels of a pixel (at most {_MOST_NORMALIZED})"
         return None
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer:

@@ -107,11 +107,13 @@ def _store_bytes(gather: Gather, config: GemmConfig) -> int:
         return (1 if config.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * config.cells
     places = CONSUMERS * config.group_cells * (16 if needs_wide_offsets(gather) else 8)
     cells, columns = config.piece(gather), config.row_columns(gather)
+    own = gather.axes[2].stride // config.width_parts  # a thread's of a cell
+    if gather.normalized:  # the moments that each of four warps has of a pixel, and those of them all
+        places += CONSUMERS * (4 + 1) * 8 * cells * own
     if gather.dst.channels_last:
         return places + CONSUMERS * cells * (ROWS * size + CHUNK_BYTES)
     vector = CHUNK_BYTES // size
     lanes = 32 if cells * columns > 16 * vector else 16
-    own = gather.axes[2].stride // config.width_parts  # a thread's of a cell
     staged = math.gcd(own if columns > own else 2 * own, vector)
     pitch = math.ceil(cells * columns / (lanes * vector)) * lanes * vector + 4 * staged
     return places + CONSUMERS * 4 * 8 * pitch * size

@@ -1,0 +1,88 @@
+"""Epilogues that normalise over the channels of each pixel: in every kind of config that can, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from emulator import available
+from kernel_harness import H200, Emulator, formats
+from polyphase.plan.planner import programs
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import CHANNEL, SAMPLE, Epilogue, Operand, Operation
+from polyphase.program.program import Program
+from polyphase.schedules.schedule import Candidate
+from test_epilogue import RESIDUAL, both, check
+
+make = ConvTransposeProblem.make
+emulated = pytest.mark.skipif(not available(), reason="needs Linux and g++")
+A100 = DeviceInfo.for_arch("sm_80")
+
+TWO = Operand("weight", CHANNEL), Operand("offset", CHANNEL)
+WIDE = Operand("weight", CHANNEL, True), Operand("offset", CHANNEL, True)
+
+EPILOGUES = {
+    "alone": Epilogue((Operation("layer_norm", (0.5,), TWO),)),
+    "gelu": Epilogue((Operation("layer_norm", (1e-6,), WIDE), Operation("gelu"))),
+    "plain, residual": Epilogue((Operation("layer_norm", (0.125,)), RESIDUAL, Operation("relu"))),
+    "behind others": Epilogue(
+        (RESIDUAL, Operation("leaky_relu", (0.5,)), Operation("layer_norm", (0.5,), TWO), Operation("add_value", of=1))
+    ),
+    "per sample": Epilogue(
+        (Operation("layer_norm", (0.5,), TWO[1:]), Operation("scale_shift", (), both(SAMPLE)), Operation("sigmoid"))
+    ),
+}
+
+#: Layers of one row block and of several, with rows that are no channels, odd sizes and phases without taps.
+LAYERS = {
+    "kernel = stride": make((2, 40, 5, 9), 64, 2, 2, bias=True),
+    "stride 2": make((2, 24, 5, 7), 33, 4, 2, 1, bias=True),
+    "stride 1": make((1, 20, 9, 11), 70, 3, 1, 1),
+    "few channels": make((2, 33, 4, 6), 9, 3, 2, 1, 1, bias=True),
+    "many channels": make((1, 16, 3, 5), 200, 2, 2, bias=True),
+    "phases without taps": make((2, 16, 4, 5), 12, 2, (3, 4), 0, 1, bias=True),
+    "one pixel": make((3, 20, 1, 1), 24, 4, bias=True),
+    "wide cells": make((2, 24, 13), 16, 8, 8, bias=True),
+    "volume": make((1, 16, 2, 3, 4), 32, 2, 2, bias=True),
+}
+
+
+def kind(candidate: Candidate) -> tuple[object, ...]:
+    """What decides how a config stores."""
+    of = candidate.config
+    return of.split, of.parts, of.scaled, of.tma_operands, of.wgmma, of.channel_blocks, of.lines
+
+
+def cases() -> Iterator[ParameterSet]:
+    number = 0
+    for layer, bare in LAYERS.items():
+        for formatted in formats(bare):
+            for dtype, tf32 in (("bfloat16", False), ("float32", True), ("float32", False)):
+                number += 1
+                device = A100 if number % 5 == 0 else H200
+                epilogue = list(EPILOGUES)[number % len(EPILOGUES)]
+                problem = replace(formatted, dtype=dtype, tf32=tf32, epilogue=EPILOGUES[epilogue])
+                order = "last" if formatted.channels_last else "first"
+                name = f"{layer}-{order}-{dtype}{'-tf32' * tf32}-{epilogue}-{device.arch}"
+                yield pytest.param(problem, device, number, id=name)
+
+
+@emulated
+@pytest.mark.sampled(7)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("problem", "device", "number"), list(cases()))
+def test_every_kind_of_config(problem: ConvTransposeProblem, device: DeviceInfo, number: int) -> None:
+    kinds: dict[tuple[object, ...], tuple[Candidate, Program]] = {}
+    for candidate, program in programs(problem, Pass.FORWARD, device):
+        assert candidate.schedule == "implicit_gemm"
+        kinds.setdefault(kind(candidate), (candidate, program))
+    if not kinds:  # sums of two parts, and those of mma.sync, take registers of several row blocks
+        assert problem.out_channels > 64 or problem.stride[-1] > 3
+        assert device is A100 or not problem.tf32
+        pytest.skip("registers do not have all channels of a pixel")
+    for candidate, program in list(kinds.values())[:3]:
+        check(problem, candidate, program, Emulator(number * 31 % 100))
