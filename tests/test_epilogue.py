@@ -204,6 +204,16 @@ def test_every_operation_alone(name: str, dtype: str) -> None:
     check(problem, *found[0])
 
 
+@emulated
+def test_gelu_of_fractions() -> None:
+    """All of its curve: a polynomial and a power take the error function's place (kernels/epilogue/activations.cuh)."""
+    for factor in (2.0**-2, 2.0**-5, 2.0**-9):
+        operations = (Operation("affine", (factor, 0.0)), Operation("gelu"))
+        problem = replace(make((1, 3, 9, 9), 4, 3, 1, 1, dtype="float32"), epilogue=Epilogue(operations))
+        found = [each for each in programs(problem, Pass.FORWARD, H200) if each[0].schedule == "direct_general"]
+        check(problem, *found[0])
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer in a memory format, planned for a device: every schedule with an epilogue, by turns."""

@@ -43,7 +43,7 @@ LAYERS = {
     "stride 2": make((2, 24, 5, 7), 33, 4, 2, 1, bias=True),
     "stride 1": make((1, 20, 9, 11), 70, 3, 1, 1),
     "few channels": make((2, 33, 4, 6), 9, 3, 2, 1, 1, bias=True),
-    "many channels": make((1, 16, 3, 5), 200, 2, 2, bias=True),
+    "many channels": make((1, 16, 3, 5), 120, 2, 2, bias=True),
     "phases without taps": make((2, 16, 4, 5), 12, 2, (3, 4), 0, 1, bias=True),
     "one pixel": make((3, 20, 1, 1), 24, 4, bias=True),
     "wide cells": make((2, 24, 13), 16, 8, 8, bias=True),

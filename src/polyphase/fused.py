@@ -98,7 +98,7 @@ def layer_norm(weight: Tensor | None = None, bias: Tensor | None = None, eps: fl
     """A layer norm over the channels of each pixel, as SAM's and ConvNeXt's; once in an epilogue.
 
     ``(v - mean) / sqrt(variance + eps)·weight + bias``, of the mean and the variance of the pixel's channels; both
-    ``(C,)``. One kernel computes it of up to 256 channels of one group, where tensor cores compute the layer. Elsewhere
+    ``(C,)``. One kernel computes it of up to 128 channels of one group, where tensor cores compute the layer. Elsewhere
     PyTorch's functions compute the epilogue.
     """
     given = (("weight", weight), ("offset", bias))

@@ -4,6 +4,7 @@
 
 #include "specialisation.cuh"
 #include "core/types.cuh"
+#include "ptx/exponential.cuh"
 
 __device__ __forceinline__ float exponential(float v) { return expf(v); }
 __device__ __forceinline__ double exponential(double v) { return exp(v); }
@@ -13,8 +14,6 @@ __device__ __forceinline__ float log_of_one_plus(float v) { return log1pf(v); }
 __device__ __forceinline__ double log_of_one_plus(double v) { return log1p(v); }
 __device__ __forceinline__ float hyperbolic_tangent(float v) { return tanhf(v); }
 __device__ __forceinline__ double hyperbolic_tangent(double v) { return tanh(v); }
-__device__ __forceinline__ float error_function(float v) { return erff(v); }
-__device__ __forceinline__ double error_function(double v) { return erf(v); }
 __device__ __forceinline__ float square_root(float v) { return sqrtf(v); }
 // Two units in the last place off, a few instructions instead of dozens.
 __device__ __forceinline__ float quotient(float dividend, float divisor) { return __fdividef(dividend, divisor); }
@@ -26,9 +25,24 @@ __device__ __forceinline__ accum_t leaky_relu(accum_t v, accum_t slope) { return
 __device__ __forceinline__ accum_t elu(accum_t v, accum_t alpha) {
   return v > 0 ? v : alpha * exponential_minus_one(v);
 }
-__device__ __forceinline__ accum_t gelu(accum_t v) {
-  return v * (accum_t)0.5 * (1 + error_function(v * (accum_t)0.70710678118654752440));
+// v times the share of the normal distribution below it. What lies beyond |v| is two to the power of minus a polynomial
+// of |v| (least squares with weights, so that errors of the product are even; beyond 6 nothing is left). That takes
+// half the instructions of erff, and no sum with one cancels where v is negative: errors are below 3e-7, of
+// erff 1.2e-6.
+__device__ __forceinline__ float gelu(float v) {
+  const float magnitude = fminf(fabsf(v), 6.f);
+  float power = 1.6243137e-06f;
+  power = power * magnitude - 2.5464067e-05f;
+  power = power * magnitude + 0.00012327744f;
+  power = power * magnitude + 0.00027974907f;
+  power = power * magnitude - 0.00723552f;
+  power = power * magnitude + 0.05260275f;
+  power = power * magnitude + 0.4591784f;
+  power = power * magnitude + 1.1511079f;
+  power = power * magnitude + 1.f;
+  return (v < 0 ? 0.f : v) - magnitude * exp2_approximate(-power);
 }
+__device__ __forceinline__ double gelu(double v) { return v * 0.5 * (1 + erf(v * 0.70710678118654752440)); }
 __device__ __forceinline__ accum_t gelu_tanh(accum_t v) {
   return v * (accum_t)0.5 *
          (1 + hyperbolic_tangent((accum_t)0.79788456080286535588 * (v + (accum_t)0.044715 * v * v * v)));

@@ -44,7 +44,7 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import constants_of
 
 _MAX_TAPS = 4096
-_MOST_NORMALIZED = 4 * ROWS  # channels, of as many row blocks as a warp group may have of one phase
+_MOST_NORMALIZED = 2 * ROWS  # channels: of four row blocks what a thread reads of its rows takes too many registers
 _CACHED = 32 << 20  # bytes of weights, read and packed, that stay in the L2 cache
 # Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
 # best is offered, too. There are few images and many, small and large ones.
