@@ -41,9 +41,8 @@ LAYERS = """
 16x256x64x64 -> 64, k=2, s=2, bias          | float32 bfloat16 | every
 16x64x128x128 -> 32, k=2, s=2, bias         | float32 bfloat16 |
 16x256x64x64 -> 64, k=2, s=2, bias          | float32,last bfloat16,last |
-16x128x64x64 -> 64, k=4, s=2, p=1, bias     | float32 bfloat16 |
 16x256x32x32 -> 128, k=2, s=2, bias         | float32 bfloat16 |
-16x96x65x67 -> 48, k=3, s=2, p=1, op=1      | float32 bfloat16 |
+16x96x65x67 -> 48, k=3, s=2, p=1, op=1      | bfloat16 |
 """
 NORM = Operation("layer_norm", (1e-6,), (Operand("weight", CHANNEL), Operand("offset", CHANNEL)))
 EPILOGUES = {
