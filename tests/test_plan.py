@@ -192,11 +192,10 @@ def test_gradients_of_weights_know_no_bias() -> None:
 
 def test_single_pixels_round_where_the_layer_does() -> None:
     """PyTorch computes few channels in full float32; as a product of matrices they are many."""
-    few, many = (make((64, 100, 1, 1), channels, 4, tf32=True).of_lone_pixels(Pass.FORWARD) for channels in (8, 16))
-    assert few is not None
-    assert many is not None
-    assert (few.out_channels, few.uses_tf32(Pass.FORWARD)) == (128, False)
-    assert (many.out_channels, many.uses_tf32(Pass.FORWARD)) == (256, True)
+    layers = [make((256, 512, 1, 1), channels, 4, tf32=True) for channels in (8, 128)]
+    few, many = (plan.as_computed(layer, Pass.FORWARD, None)[0] for layer in layers)
+    assert (few.out_channels, few.tf32) == (128, False)
+    assert (many.out_channels, many.tf32) == (2048, True)
 
 
 def test_small_sizes_have_a_kernel_of_their_own() -> None:

@@ -155,7 +155,8 @@ def test_tf32_is_float32_s_alone() -> None:
 
 def test_rounding_as_pytorch_does_takes_tf32() -> None:
     layer = replace(make((8, 64, 32, 32), 64, 3, tf32=True), tf32_as_pytorch=True)
-    assert layer.uses_tf32(Pass.FORWARD)
+    assert layer.of_pass(Pass.FORWARD) == layer
+    assert layer.of_pass(Pass.FORWARD).of_pass(Pass.FORWARD) == layer
     assert replace(layer, tf32=False) == make((8, 64, 32, 32), 64, 3)
     assert replace(layer, dtype="float16") == make((8, 64, 32, 32), 64, 3, dtype="float16")
 
@@ -168,7 +169,8 @@ def test_pytorch_computes_grouped_and_narrow_layers_in_float32() -> None:
         assert not any(replace(layer, tf32=False).uses_tf32(pass_) for pass_ in Pass)
         return tuple(layer.uses_tf32(pass_) for pass_ in Pass)
 
-    assert rounds((8, 16, 9), 16, 3) == (True, True, True)
+    assert rounds((8, 17, 99999), 17, 3) == (True, True, True)
+    assert rounds((8, 16, 99999), 16, 3) == (False, True, True)
     assert rounds((8, 16, 9), 12, 3) == (False, True, True)
     assert rounds((8, 16, 9), 11, 3) == (False, False, False)
     assert rounds((8, 3, 9, 9), 192, 3) == (False, True, True)
@@ -182,3 +184,10 @@ def test_pytorch_computes_grouped_and_narrow_layers_in_float32() -> None:
     assert rounds((8, 64, 9, 9, 9), 12, 3, groups=4) == (False, False, True)
     assert rounds((8, 32, 9, 9, 9), 32, (1, 2, 2), groups=4) == (False, True, True)
     assert rounds((8, 64, 9, 9, 9), 64, 3, groups=64) == (False, False, False)
+    assert rounds((128, 1024, 1, 1), 1024, 2) == (True, True, True)
+    assert rounds((127, 1024, 1, 1), 1024, 2) == (False, True, True)  # 127 positions
+    assert rounds((8, 64, 16, 16), 64, 4) == (False, True, True)  # 0.27 GFLOP
+    assert rounds((8, 64, 9, 9, 9), 64, 5) == (True, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 4, 2) == (True, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 5, 2) == (False, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 3, 3) == (False, True, True)

@@ -31,7 +31,7 @@ def problem_of(row: dict[str, str]) -> ConvTransposeProblem:
 def rows() -> Iterator[tuple[str, str, str, ConvTransposeProblem, Pass, float]]:
     """GPU, layer, layout, problem, pass and PyTorch's error of every float32 pass in the records, each once."""
     seen: set[tuple[str, ...]] = set()
-    for path in [*sorted(RECORDS.glob("*.csv")), HERE / "h200-random.csv"]:
+    for path in [*sorted(RECORDS.glob("*.csv")), HERE / "h200-random.csv", HERE / "probe.csv"]:
         with path.open(encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 if row.get("dtype") != "float32" or not row.get("torch_error") or row.get("strict_fp32") == "True":

@@ -202,7 +202,7 @@ def as_computed(
     # Single pixels have every memory format at once; of a weight's gradient nothing else says which.
     as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
     as_it_is = given.epilogue.per_sample or problem.epilogue.normalizes
-    simpler = None if as_it_is else as_read.of_lone_pixels(pass_)
+    simpler = None if as_it_is else as_read.of_lone_pixels()
     # As an input gradient it would be one long sum for few outputs, which no schedule shares out among blocks.
     if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(as_read):
         return problem, layouts

@@ -96,10 +96,11 @@ class ConvTransposeProblem:
 
     Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
     output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
-    that float32 operands may be rounded to TF32, and is False in any other dtype; ``tf32_as_pytorch`` that the forward
-    pass rounds them wherever PyTorch does, also where exact kernels are as fast. ``channels_last`` is the memory format
-    of the tensors that a call reads. ``epilogue``: what the forward pass does to every output behind its bias. The
-    values are taken to be valid: `polyphase.torch_op.validate` raises the errors.
+    that float32 operands may be rounded to TF32, and of a problem `of_pass` that they are; it is False in any other
+    dtype. ``tf32_as_pytorch``: the forward pass rounds them wherever PyTorch does, also where exact kernels are as
+    fast. ``channels_last`` is the memory format of the tensors that a call reads. ``epilogue``: what the forward pass
+    does to every output behind its bias. The values are taken to be valid: `polyphase.torch_op.validate` raises the
+    errors.
     """
 
     batch: int
@@ -167,19 +168,33 @@ class ConvTransposeProblem:
     def uses_tf32(self, pass_: Pass) -> bool:
         """Whether rounding to TF32 is allowed, and PyTorch does it in this pass of such layers.
 
-        cuDNN's algorithms differ by pass. It computes forward passes of few channels and of narrow groups in full
-        float32, fewer input gradients, and still fewer weight gradients. What was measured, and where these rules err:
+        cuDNN's algorithms differ by pass and by size. It computes forward passes of few channels, of narrow groups, of
+        little work and of volumes with large strides or many taps in full float32; fewer input gradients, and still
+        fewer weight gradients. What was measured, and where these rules err:
         benchmarks/experiments/011-where-pytorch-rounds.
         """
+        if not self.tf32:
+            return False
         few = min(self.in_channels_per_group, self.out_channels_per_group)
+        if pass_ is Pass.FORWARD:
+            if self.groups > 1:
+                return few >= 64
+            return few > 16 and (self._rounds_in_3d() if self.dims == 3 else self._rounds_by_size())
         volume = self.dims == 3 and self.taps > (8 if pass_ is Pass.INPUT_GRAD else 1)
-        if not self.tf32 or pass_ is Pass.FORWARD:
-            return self.tf32 and few >= (16 if self.groups == 1 else 64)
         if self.groups == 1:
             return volume or self.out_channels >= 12
         if volume:
             return few >= (64 if pass_ is Pass.INPUT_GRAD else 2)
         return few >= 8
+
+    def _rounds_in_3d(self) -> bool:
+        """`uses_tf32` of a forward pass of volumes and many channels."""
+        phases = math.prod(self.stride)
+        return phases == 1 or (phases <= 12 and self.taps <= 64)
+
+    def _rounds_by_size(self) -> bool:
+        """`uses_tf32` of a forward pass of images, or signals, and many channels."""
+        return self.batch * math.prod(self.input_size) >= 128 and self.flops > 3e8
 
     @property
     def dims(self) -> int:
@@ -230,7 +245,9 @@ class ConvTransposeProblem:
         return (self.batch, self.out_channels, *self.output_size)
 
     def of_pass(self, pass_: Pass) -> ConvTransposeProblem:
-        """What the planner is asked about: gradients know no bias, and double precision no memory format.
+        """What schedules are asked about: gradients know no bias, and double precision no memory format.
+
+        Whether the pass rounds to TF32 is decided here, by this problem's size; schedules go by ``tf32`` alone.
 
         Of an epilogue plans know whether it reads all channels of a pixel at once. It is put into what they choose
         (`polyphase.program.epilogue`).
@@ -240,9 +257,10 @@ class ConvTransposeProblem:
         forward = pass_ is Pass.FORWARD
         bias, last = self.bias and forward, self.channels_last and self.dtype != "float64"
         epilogue = self.epilogue.planned if forward else NONE
-        if (bias, last, epilogue) == (self.bias, self.channels_last, self.epilogue):
+        tf32 = self.uses_tf32(pass_)
+        if (bias, last, tf32, epilogue) == (self.bias, self.channels_last, self.tf32, self.epilogue):
             return self
-        return replace(self, bias=bias, channels_last=last, epilogue=epilogue)
+        return replace(self, bias=bias, channels_last=last, tf32=tf32, epilogue=epilogue)
 
     @property
     def largest_constant(self) -> int:
@@ -276,8 +294,8 @@ class ConvTransposeProblem:
             bias=False,
         )
 
-    def of_lone_pixels(self, pass_: Pass) -> ConvTransposeProblem | None:
-        """The layer of one tap that a pass of this one is where images are single pixels, as a generator's first are.
+    def of_lone_pixels(self) -> ConvTransposeProblem | None:
+        """The layer of one tap that this one is where images are single pixels, as a generator's first are.
 
         Taps do not meet then: the batch is a row of pixels, and every output of an image a channel of its pixel. Dense
         tensors lie the same for both in either format, with the channels last for the one returned. None where images
@@ -299,7 +317,6 @@ class ConvTransposeProblem:
             output_padding=(0, 0),
             dilation=(1, 1),
             channels_last=True,
-            tf32=self.uses_tf32(pass_),
         )
 
     @cached_property

@@ -133,7 +133,7 @@ class Gather:
             dst=output_side if forward else input_side,
             weight_channels_last=layouts.weight_channels_last,
             aligned=layouts.aligned,
-            rounded=forward and problem.tf32_as_pytorch and problem.uses_tf32(pass_),
+            rounded=forward and problem.tf32_as_pytorch,
             in_sums=layouts.in_sums,
             normalized=forward and problem.epilogue.normalizes,
             mirrored=mirrored,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 
@@ -21,9 +21,9 @@ def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None
     return None
 
 
-def parts_of(problem: ConvTransposeProblem, pass_: Pass) -> int:
+def parts_of(problem: ConvTransposeProblem) -> int:
     """Parts in which the tensor cores are given an element: two keep the accuracy of float32."""
-    return 2 if problem.dtype == "float32" and not problem.uses_tf32(pass_) else 1
+    return 2 if problem.dtype == "float32" and not problem.tf32 else 1
 
 
 def counter_bytes(count: int) -> int:

@@ -34,7 +34,7 @@ class Col2imDirect(Schedule):
             return "one tap leaves nothing to add up"
         if problem.groups > 1:
             return f"{problem.groups} groups (here one)"
-        if problem.tf32_as_pytorch and problem.uses_tf32(pass_):
+        if problem.tf32_as_pytorch:
             return "does not round to TF32"
         return None
 

@@ -140,7 +140,6 @@ class _Col2im(Schedule):
             output_padding=(0, 0),
             dilation=(1, 1),
             bias=False,
-            tf32=problem.uses_tf32(Pass.FORWARD),
             channels_last=problem.channels_last or self._last,
         )
 

@@ -132,7 +132,7 @@ class DirectWgradWindows(Schedule):
             return "copies float32 asynchronously, from compute capability 8.0 on"
         if problem.groups > 1:
             return "reads the channels of one group side by side"
-        if problem.uses_tf32(pass_) and problem.out_channels >= 16 and not problem.channels_last:
+        if problem.tf32 and problem.out_channels >= 16 and not problem.channels_last:
             return "stays exact where TF32 is allowed, and tensor cores read rows of pixels as they lie"
         if (columns := problem.out_channels * problem.taps) > _MOST_COLUMNS:
             return f"{columns} pairs of an output channel and a tap are too many (at most {_MOST_COLUMNS})"

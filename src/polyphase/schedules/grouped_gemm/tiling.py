@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import SECTOR_BYTES, Layouts
 from polyphase.schedules.cells import forward_gather
@@ -80,7 +80,7 @@ def product_of(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
         first, last = 16 * block // out_chunk, (16 * block + 15) // out_chunk
         entries += len(set().union(*reads[first : last + 1]))
     pixels = math.prod(len(set().union(*phases)) for phases in taps)
-    parts, steps = parts_of(problem, Pass.FORWARD), steps_of(problem)
+    parts, steps = parts_of(problem), steps_of(problem)
     weight_bytes = 512 * steps * entries * (2 if parts > 1 else 1)
     if parts > 1:
         parts = 3 if weight_bytes <= _MAX_THREE_PARTS else 2

@@ -188,7 +188,7 @@ class GroupedGemmWindow(Schedule):
                 many = "few" if channels < _CHANNELS.start else "many"
                 allowed = f"{_CHANNELS.start} to {_CHANNELS.stop - 1}"
                 return f"{channels} channels in a group are {many} (here {allowed})"
-        if parts_of(problem, pass_) > 1:
+        if parts_of(problem) > 1:
             return "float32 is not split in parts here: direct_tiled is as fast"
         terms = max(problem.in_channels_per_group, problem.out_channels_per_group) * problem.taps
         if terms > _MAX_TERMS:

@@ -95,7 +95,7 @@ class _Families:
 
     def __init__(self, layer: Layer, device: DeviceInfo) -> None:
         self._layer, self._problem, self._device = layer, layer.problem, device
-        self._taps, self._parts = Taps.of(layer.problem.axes3), parts_of(layer.problem, Pass.FORWARD)
+        self._taps, self._parts = Taps.of(layer.problem.axes3), parts_of(layer.problem)
         self._channels = layer.problem.out_channels_per_group
 
     def instructions(self) -> list[tuple[bool, bool]]:

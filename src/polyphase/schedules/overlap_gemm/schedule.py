@@ -136,7 +136,7 @@ class OverlapGemm(Schedule):
             ("ALONG_CHANNELS", _along_channels(problem, config.out_chunk)),
             ("COLUMN_TILES", _column_tiles(problem, config.out_chunk)),
             ("PREFETCH", config.ahead),
-            ("PARTS", parts_of(problem, Pass.FORWARD)),
+            ("PARTS", parts_of(problem)),
         )
         columns = 8 * _column_tiles(problem, config.out_chunk)
         forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if config.wgmma else ()
@@ -176,7 +176,7 @@ def _column_tiles(problem: ConvTransposeProblem, out_chunk: int) -> int:
 
 def _step_bytes(problem: ConvTransposeProblem, out_chunk: int) -> int:
     """Of the weights of one operation."""
-    return 256 * parts_of(problem, Pass.FORWARD) * _column_tiles(problem, out_chunk)
+    return 256 * parts_of(problem) * _column_tiles(problem, out_chunk)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, config: OverlapConfig) -> int:
@@ -278,7 +278,7 @@ class _Work:
 
     def __init__(self, problem: ConvTransposeProblem, config: OverlapConfig, device: DeviceInfo) -> None:
         self._terms = terms = costs("overlap_gemm", device)
-        parts, rows = parts_of(problem, Pass.FORWARD), config.row_tiles
+        parts, rows = parts_of(problem), config.row_tiles
         columns = _column_tiles(problem, config.out_chunk)
         self._problem, self._config, self._device = problem, config, device
         self._steps, self._columns = steps_of(problem), columns
@@ -330,7 +330,7 @@ class _Work:
 def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[OverlapConfig]:
     """Configs worth a thought: those whose registers and shared memory do for so many blocks, and for any image."""
     out, taps = problem.out_channels_per_group, problem.taps
-    steps, parts = steps_of(problem), parts_of(problem, Pass.FORWARD)
+    steps, parts = steps_of(problem), parts_of(problem)
     gather = forward_gather(problem, Layouts.dense(problem))
     chunks = {math.ceil(out / parts) for parts in range(1, out + 1) if math.ceil(out / parts) * taps <= _MAX_COLUMNS}
     instructions = (True, False) if device.has_wgmma else (False,)
@@ -358,7 +358,7 @@ def _registers(problem: ConvTransposeProblem, config: OverlapConfig) -> int:
     The rest is larger where weights are loaded in several parts, threads run along channels, or the last operations are
     fewer than are prefetched.
     """
-    steps, parts, tiles, ahead = steps_of(problem), parts_of(problem, Pass.FORWARD), config.row_tiles, config.ahead
+    steps, parts, tiles, ahead = steps_of(problem), parts_of(problem), config.row_tiles, config.ahead
     sums = tiles * _column_tiles(problem, config.out_chunk) * (8 if parts == 2 else 5)
     words = 4 * tiles * ((1 if config.wgmma or parts == 1 else 2) * ahead + 2)
     places = (tiles - 1) * (20 if problem.channels_last else 8) + (4 * tiles if steps % ahead else 0)

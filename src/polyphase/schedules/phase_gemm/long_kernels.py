@@ -100,7 +100,7 @@ class PhaseGemm(Schedule):
             *layer_constants(problem, pass_, layouts.weight_channels_last),
             ("HAS_BIAS", problem.bias),
             *constants_of(config, "warp_rows warp_columns row_tiles stage_steps min_blocks"),
-            ("PARTS", parts_of(problem, Pass.FORWARD)),
+            ("PARTS", parts_of(problem)),
             ("CHANNELS_INNERMOST", gather.dst.channels_last),
         )
         source = KernelSource(self.name, problem.dtype, True, constants)
@@ -150,13 +150,13 @@ def _column_tiles(problem: ConvTransposeProblem, config: PhaseConfig) -> int:
 
 def _shared_bytes(problem: ConvTransposeProblem, config: PhaseConfig) -> int:
     words = 8 * config.stage_steps * (config.rows + 8 + config.columns + 2)
-    return 2 * parts_of(problem, Pass.FORWARD) * 4 * words
+    return 2 * parts_of(problem) * 4 * words
 
 
 def _estimate(problem: ConvTransposeProblem, config: PhaseConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("phase_gemm", device)
-    size, parts, channels = DTYPE_BYTES[problem.dtype], parts_of(problem, Pass.FORWARD), problem.in_channels_per_group
+    size, parts, channels = DTYPE_BYTES[problem.dtype], parts_of(problem), problem.in_channels_per_group
     cells = math.prod(len(_cells(axis, size)) for axis, size in zip(problem.axes, problem.output_size))
     column_tiles, phases = _column_tiles(problem, config), math.prod(problem.stride)
     tiles = math.ceil(problem.batch * cells / config.rows) * column_tiles * problem.groups
@@ -182,7 +182,7 @@ def _estimate(problem: ConvTransposeProblem, config: PhaseConfig, device: Device
 
 def _resident(problem: ConvTransposeProblem, config: PhaseConfig, device: DeviceInfo) -> int:
     """Blocks that fit a multiprocessor, which may be more than are asked for."""
-    parts = parts_of(problem, Pass.FORWARD)
+    parts = parts_of(problem)
     elements = 8 * config.stage_steps * (config.rows + config.columns) // (32 * config.warps)
     elements *= 1 if DTYPE_BYTES[problem.dtype] == 4 else 2
     # Sums, and those of an operation in flight; operands; elements of the next stage; and addresses.

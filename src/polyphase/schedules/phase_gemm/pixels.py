@@ -63,7 +63,7 @@ class PhaseGemmPixels(Schedule):
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not device.has_wgmma:
             return f"{device.arch} has no wgmma"
-        if parts_of(problem, Pass.FORWARD) > 1:
+        if parts_of(problem) > 1:
             return "float32 is not split in two here"
         if any((a.kernel, a.padding, a.dilation) != (a.stride, 0, 1) for a in problem.axes):
             return "the kernel is not the stride, without padding and dilation"

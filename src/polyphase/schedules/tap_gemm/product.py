@@ -134,7 +134,7 @@ def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mir
 
     A weight gradient has the source and destination of the input gradient, or ``mirrored`` those of the forward pass.
     """
-    parts = parts_of(problem, pass_)
+    parts = parts_of(problem)
     if pass_ is Pass.WEIGHT_GRAD:
         pass_ = Pass.FORWARD if mirrored else Pass.INPUT_GRAD
         layouts = replace(layouts, weight_channels_last=False)  # the result is contiguous

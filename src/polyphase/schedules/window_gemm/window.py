@@ -32,7 +32,7 @@ class Gradient(Schedule):
         return self.passes[0]
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if problem.dtype == "float32" and not problem.uses_tf32(pass_):
+        if problem.dtype == "float32" and not problem.tf32:
             return "float32 stays exact where TF32 is not allowed, or channels are few"
         return self._limits(problem, device)
 

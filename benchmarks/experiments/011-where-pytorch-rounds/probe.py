@@ -1,0 +1,82 @@
+"""PyTorch's error against float64, where TF32 is allowed: the layers of all suites at several batches, and random ones.
+
+python benchmarks/experiments/011-where-pytorch-rounds/probe.py --csv probe.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from polyphase.bench.environment import facts
+from polyphase.bench.layers import every_layer
+from polyphase.bench.random_layers import notation, random_layers
+from polyphase.problem import ConvTransposeProblem, Pass
+
+#: Larger layers take too long in float64.
+MOST_GFLOP = 60.0
+
+
+def layers(seed: int) -> list[ConvTransposeProblem]:
+    """Contiguous float32 layers, each once, in random order."""
+    found = [named.problem for named in every_layer()]
+    found += [replace(problem, batch=batch) for problem in found for batch in (1, 2, 4)]
+    for dims, count in ((1, 60), (2, 120), (3, 160)):
+        found += [named.problem for named in random_layers(count, seed, dims, least_seconds=2e-6)]
+    unique = {notation(each): each for each in found}
+    few = [each for each in unique.values() if each.flops < 1e9 * MOST_GFLOP and each.bytes < 4e9]
+    random.Random(seed).shuffle(few)
+    return [replace(each, tf32=True) for each in few]
+
+
+def errors(problem: ConvTransposeProblem) -> Iterator[tuple[Pass, float]]:
+    """PyTorch's relative error in the first image, of the forward pass and the input gradient."""
+    call = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}[problem.dims]
+    x = torch.randn(problem.input_shape, device="cuda", requires_grad=True)
+    weight = torch.randn(problem.weight_shape, device="cuda")
+    grad = torch.randn(problem.output_shape, device="cuda")
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return call(
+            x, weight, None, problem.stride, problem.padding, problem.output_padding, problem.groups, problem.dilation
+        )
+
+    def error(found: Tensor, wanted: Tensor) -> float:
+        return float((found[0].double() - wanted[0]).norm() / wanted.norm())
+
+    first = x.detach()[:1].double().requires_grad_()
+    wanted, found = run(first, weight.double()), run(x, weight)
+    yield Pass.FORWARD, error(found, wanted)
+    gradient: Callable[..., tuple[Tensor, ...]] = torch.autograd.grad
+    yield Pass.INPUT_GRAD, error(gradient(found, x, grad)[0], gradient(wanted, first, grad[:1].double())[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60)
+    options = parser.parse_args()
+    torch.backends.cudnn.allow_tf32 = True
+    gpu, start = facts("cuda")["gpu"], time.monotonic()
+    with options.csv.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["gpu", "problem", "layout", "pass", "dtype", "torch_error"])
+        for problem in layers(options.seed):
+            if time.monotonic() - start > options.seconds:
+                break
+            for pass_, error in errors(problem):
+                layer = notation(replace(problem, tf32=False))
+                writer.writerow([gpu, layer, "nchw", pass_.value, "float32", f"{error:.3g}"])
+
+
+if __name__ == "__main__":
+    main()
