@@ -321,9 +321,9 @@ __device__ __forceinline__ void list_operations(const Params& params, Shared& sh
     Operation o;
     int pixels = 0;
     if (!TAPS_IN_ROWS && find_operation(i % OPERATIONS, i / OPERATIONS * LINES, o))
-      pixels = (src_offset(AXIS_D, o.depth_tap) - first_offset(AXIS_D)) * params.pitch[1] +
-               (src_offset(AXIS_H, o.height_tap) - first_offset(AXIS_H)) * params.pitch[2] +
-               src_offset(AXIS_W, o.width_tap) - first_offset(AXIS_W) + params.skew;
+      pixels = (o.depth_offset() - first_offset(AXIS_D)) * params.pitch[1] +
+               (o.height_offset() - first_offset(AXIS_H)) * params.pitch[2] + src_offset(AXIS_W, o.width_tap) -
+               first_offset(AXIS_W) + params.skew;
     shared.operations[i] = pixels * PIXEL_PITCH;
   }
   for (int i = thread; i < ROW_BLOCKS * LINE_GROUPS; i += THREADS)

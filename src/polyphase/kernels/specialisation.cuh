@@ -36,7 +36,8 @@ constexpr int MIN_BLOCKS = 1;  // resident on a multiprocessor, for which the co
 #define TAPS_IN_ROWS 0  // rows of the product are taps (col2im follows), not channels of one phase
 
 // implicit_gemm: the tile, the warps, the pipeline.
-constexpr int CHANNEL_BLOCKS = 1, LINES = 1, WIDTH_PARTS = 1, K_STEPS = 2, PARTS = 1, ROW_CHANNELS = 64;
+constexpr int CHANNEL_BLOCKS = 1, LINES = 1, STACKED = 1, WIDTH_PARTS = 1, K_STEPS = 2, PARTS = 1;
+constexpr int ROW_CHANNELS = 64;
 constexpr int OPERATIONS = 8, COUNTER_BYTES = 128;
 constexpr bool SRC_CHANNELS_LAST = false, WHOLE_IMAGES = false, TMA_OPERANDS = false;
 constexpr int PIXELS = 64, PIXEL_BLOCKS = 1, CONSUMERS = 2;

@@ -7,11 +7,16 @@
 //
 // An operation is one tap of one row block. `find_operation` numbers those of a thread block.
 //
-// Where output channels are few most of such a block would be empty, and where images are tiny most of the cells are
-// halo. With TAPS_IN_ROWS a row is one tap of one channel instead, for all taps of LINES of those phases: row blocks
-// are one operation each, and what a pixel adds to the outputs that it reaches is added up afterwards
-// (epilogue/store_overlap.cuh). As few row blocks as hold the taps of ROW_CHANNELS are a set, and a thread block
-// computes CHANNEL_BLOCKS sets. The rows of a set are ordered by line, channel, tap along depth, height and width.
+// Where output channels are few most of such a block would be empty. So STACKED neighbouring lines may share a row
+// block, LINE_ROWS rows each: an operation is then a pixel that any of them reads along depth and height, and the rows
+// of a line that does not read it are zero. The lines of a block are neighbours along the height, or whole rows of
+// them.
+//
+// Where channels are fewer still, or images are so tiny that most of the cells are halo, with TAPS_IN_ROWS a row is one
+// tap of one channel instead, for all taps of LINES of those phases: row blocks are one operation each, and what a
+// pixel adds to the outputs that it reaches is added up afterwards (epilogue/store_overlap.cuh). As few row blocks as
+// hold the taps of ROW_CHANNELS are a set, and a thread block computes CHANNEL_BLOCKS sets. The rows of a set are
+// ordered by line, channel, tap along depth, height and width.
 
 #pragma once
 
@@ -21,6 +26,7 @@
 #include "operand/scaled_half.cuh"
 
 constexpr int ROWS = 64;
+constexpr int LINE_ROWS = ROWS / 4 * (4 / STACKED);  // of a line in a row block: those of whole warps
 
 // The taps of a phase are `first_tap`, first + `tap_step`, first + 2·step ...
 __host__ __device__ constexpr int first_tap(Axis axis, int phase) {
@@ -75,6 +81,44 @@ __host__ __device__ constexpr int taps_of_line(int line) {
   return tap_count(AXIS_D, depth_of_line(line)) * tap_count(AXIS_H, height_of_line(line));
 }
 
+// What the phases of an axis read, `together` neighbours at a time: each source offset once.
+template <int KERNEL, int STRIDE>
+struct Reads {
+  int count[STRIDE] = {};           // of neighbours
+  int offset[STRIDE][KERNEL] = {};  // those
+  int tap[STRIDE][KERNEL] = {};     // of a phase, by the offsets of its neighbours; -1 where it does not read there
+
+  __host__ __device__ constexpr Reads(Axis axis, int together) {
+    int number[STRIDE] = {}, owned = 0;  // of a phase, among those that own taps
+    for (int i = 0; i < KERNEL; ++i) number[phase_of(axis, i)] = 1;
+    for (int i = 0; i < STRIDE; ++i) owned += number[i], number[i] = owned - 1;
+    for (int i = 0; i < STRIDE * KERNEL; ++i) tap[i / KERNEL][i % KERNEL] = -1;
+    for (int i = 0; i < KERNEL; ++i) {
+      const int phase = number[phase_of(axis, i)], at = phase / together;
+      int found = 0;
+      while (found < count[at] && offset[at][found] != src_offset(axis, i)) ++found;
+      if (found == count[at]) offset[at][count[at]++] = src_offset(axis, i);
+      tap[phase][found] = i;
+    }
+  }
+};
+constexpr Axis STACKED_AXIS_D = STACKED > 1 ? AXIS_D : Axis{1, 1, 0, 1};
+constexpr Axis STACKED_AXIS_H = STACKED > 1 ? AXIS_H : Axis{1, 1, 0, 1};
+constexpr int STACKED_H = STACKED < OWNED_H ? STACKED : OWNED_H, STACKED_D = ceil_div(STACKED, OWNED_H);
+__device__ constexpr Reads<STACKED_AXIS_D.kernel, STACKED_AXIS_D.stride> READS_D(STACKED_AXIS_D, STACKED_D);
+__device__ constexpr Reads<STACKED_AXIS_H.kernel, STACKED_AXIS_H.stride> READS_H(STACKED_AXIS_H, STACKED_H);
+static_assert(STACKED == 1 || (WIDTH_PARTS == 1 && CHANNEL_BLOCKS == 1 && !TAPS_IN_ROWS), "lines of few channels");
+static_assert(STACKED == 1 || DST_CHANNELS <= LINE_ROWS, "a line's channels are in one row block");
+static_assert(STACKED == 1 || (LINES % STACKED == 0 && STACKED == STACKED_D * STACKED_H && OWNED_H % STACKED_H == 0 &&
+                               owned_phases(AXIS_D) % STACKED_D == 0),
+              "row blocks are whole");
+
+// Pixels along depth and height that the lines of a row block read, from its first line on.
+__host__ __device__ constexpr int pixels_of_lines(int line) {
+  if (STACKED == 1) return taps_of_line(line);
+  return READS_D.count[line / OWNED_H / STACKED_D] * READS_H.count[line % OWNED_H / STACKED_H];
+}
+
 // With TAPS_IN_ROWS, rows of the lines from `first` to before `last`, and of the group of lines that has most.
 __host__ __device__ constexpr int rows_of_lines(int first, int last) {
   int rows = 0;
@@ -90,28 +134,47 @@ __host__ __device__ constexpr int most_rows() {
   return most;
 }
 
-constexpr int SET_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : LINES * LINE_PHASES;
+constexpr int LINE_BLOCKS = LINES / STACKED;  // row blocks of a group of lines, of one phase along the width
+constexpr int SET_BLOCKS = TAPS_IN_ROWS ? ceil_div(most_rows(), ROWS) : LINE_BLOCKS * LINE_PHASES;
 constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * SET_BLOCKS;
-constexpr int GROUP_CHANNELS = CHANNEL_BLOCKS * (TAPS_IN_ROWS ? ROW_CHANNELS : ROWS);
+constexpr int GROUP_CHANNELS = CHANNEL_BLOCKS * (TAPS_IN_ROWS ? ROW_CHANNELS : LINE_ROWS);
 constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, GROUP_CHANNELS);
 
+// One pixel of those that the lines of a row block, from `line` on, read along depth and height, and a tap along the
+// width.
 struct Operation {
-  int channel_block, depth_tap, height_tap, width_tap;
+  int line, depth, height, width_tap;
+
+  __device__ __forceinline__ int depth_offset() const {
+    if (STACKED > 1) return READS_D.offset[line / OWNED_H / STACKED_D][depth];
+    return src_offset(AXIS_D, first_tap(AXIS_D, depth_of_line(line)) + depth * tap_step(AXIS_D));
+  }
+  __device__ __forceinline__ int height_offset() const {
+    if (STACKED > 1) return READS_H.offset[line % OWNED_H / STACKED_H][height];
+    return src_offset(AXIS_H, first_tap(AXIS_H, height_of_line(line)) + height * tap_step(AXIS_H));
+  }
 };
 
-// Taps of row block `block` of a thread block whose first line is `first_line`.
-__host__ __device__ constexpr int operations_of(int block, int first_line) {
-  if (TAPS_IN_ROWS) return 1;
-  const int line = first_line + block / LINE_PHASES % LINES;
-  return taps_of_line(line) * tap_count(AXIS_W, width_of_block(line, block));
+// The first of the lines of row block `block` of a thread block whose first line is `first_line`.
+__host__ __device__ constexpr int line_of_block(int block, int first_line) {
+  return first_line + block / LINE_PHASES % LINE_BLOCKS * STACKED;
 }
 
-// `taps_of_line` of all lines at once: compilers evaluate only so much.
+// Operations of row block `block` of a thread block whose first line is `first_line`.
+__host__ __device__ constexpr int operations_of(int block, int first_line) {
+  if (TAPS_IN_ROWS) return 1;
+  const int line = line_of_block(block, first_line);
+  return pixels_of_lines(line) * tap_count(AXIS_W, width_of_block(line, block));
+}
+
+// `pixels_of_lines` of all lines at once: compilers evaluate only so much.
 struct LineTaps {
   int of[OWNED_LINES];
 };
 __host__ __device__ constexpr LineTaps taps_of_lines() {
   LineTaps taps{};
+  for (int line = 0; STACKED > 1 && line < OWNED_LINES; ++line) taps.of[line] = pixels_of_lines(line);
+  if (STACKED > 1) return taps;
   int depth[AXIS_D.stride]{}, height[AXIS_H.stride]{}, line = 0;
   for (int tap = 0; tap < AXIS_D.kernel; ++tap) ++depth[phase_of(AXIS_D, tap)];
   for (int tap = 0; tap < AXIS_H.kernel; ++tap) ++height[phase_of(AXIS_H, tap)];
@@ -129,7 +192,7 @@ __host__ __device__ constexpr Counts counts_of(int group) {
   const LineTaps taps = taps_of_lines();
   Counts counts{};
   for (int block = 0; block < ROW_BLOCKS; ++block) {
-    const int line = group * LINES + block / LINE_PHASES % LINES, width = width_of_block(line, block);
+    const int line = line_of_block(block, group * LINES), width = width_of_block(line, block);
     counts.of[block] = TAPS_IN_ROWS ? 1 : line < OWNED_LINES ? taps.of[line] * tap_count(AXIS_W, width) : 0;
   }
   return counts;
@@ -170,13 +233,14 @@ __device__ __forceinline__ bool find_operation(int index, int first_line, Operat
       index -= count;
       continue;
     }
-    const int line = first_line + block / LINE_PHASES % LINES;
-    const int depth = depth_of_line(line), height = height_of_line(line), width = width_of_block(line, block);
-    const int along_w = tap_count(AXIS_W, width), along_h = tap_count(AXIS_H, height);
-    operation.channel_block = block / (LINE_PHASES * LINES);
+    const int line = line_of_block(block, first_line), width = width_of_block(line, block);
+    const int along_w = tap_count(AXIS_W, width);
+    const int along_h =
+        STACKED > 1 ? READS_H.count[line % OWNED_H / STACKED_H] : tap_count(AXIS_H, height_of_line(line));
+    operation.line = line;
     operation.width_tap = first_tap(AXIS_W, width) + index % along_w * tap_step(AXIS_W);
-    operation.height_tap = first_tap(AXIS_H, height) + index / along_w % along_h * tap_step(AXIS_H);
-    operation.depth_tap = first_tap(AXIS_D, depth) + index / (along_w * along_h) * tap_step(AXIS_D);
+    operation.height = index / along_w % along_h;
+    operation.depth = index / (along_w * along_h);
     return true;
   }
   return false;
@@ -188,6 +252,9 @@ constexpr int CHUNK = 16 / (int)sizeof(operand_t);
 constexpr int STEP_CHANNELS = 2 * CHUNK;
 constexpr int STEPS = round_up(ceil_div(SRC_CHANNELS, STEP_CHANNELS), K_STEPS);
 constexpr int OPERATION_BYTES = PARTS * 2 * ROWS * 16;  // the weights of one operation and step
+
+// Of the lines of a row block, the one that a row is of; STACKED for a row of none.
+__host__ __device__ constexpr int line_of_row(int row) { return STACKED > 1 ? row / LINE_ROWS : 0; }
 
 // The channel, of a block of 64, that a row of the matrix holds. A thread's accumulators are rows r and r + 8: where
 // channels come last in the destination those are made neighbours.

@@ -33,7 +33,7 @@ __device__ __forceinline__ Moments both(const Moments& one, const Moments& other
 }
 
 constexpr bool ALL_ROWS_EXIST = DST_CHANNELS % ROWS == 0;
-static_assert(CHANNEL_GROUPS == 1, "a warpgroup has all channels of a pixel");
+static_assert(CHANNEL_GROUPS == 1 && STACKED == 1, "a warpgroup has all channels of a pixel, and nothing else");
 
 // Of the 16 rows that a warp has of each row block, those that are channels.
 __device__ __forceinline__ int rows_of_warp(int warp) {

@@ -116,7 +116,7 @@ struct Epilogue {
   // have neighbours of a row, which one of them asks for.
   template <int LINE = 0>
   __device__ __forceinline__ void prefetch_lines() const {
-    const int owned = work.line_group * LINES + LINE;
+    const int owned = owned_line(LINE, 16 * warp());
     if (owned < OWNED_LINES && lane() % 4 == 0) {
 #pragma unroll
       for (int block = 0; block < CHANNEL_BLOCKS; ++block)
@@ -128,7 +128,7 @@ struct Epilogue {
                                                 owned % WIDTH_PARTS * COLUMNS)
                                              .of(0, 0));
     }
-    if constexpr (LINE + 1 < LINES) prefetch_lines<LINE + 1>();
+    if constexpr (LINE + 1 < LINE_BLOCKS) prefetch_lines<LINE + 1>();
   }
 
   // The compiler leaves the load where it stands, long before its result is used.
@@ -150,8 +150,15 @@ struct Epilogue {
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
 
+  // The channel of a row of the warp's; one that does not exist for a row of no line.
   __device__ __forceinline__ int channel(int block, int row) const {
+    if (STACKED > 1)
+      return channel_of_row(16 * warp() % LINE_ROWS + row) + (line_of_row(16 * warp()) < STACKED ? 0 : ROWS);
     return (work.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
+  }
+  // The line, of those that own taps, that a row of row block `line` of a phase along the width is of.
+  __device__ __forceinline__ int owned_line(int line, int row) const {
+    return work.line_group * LINES + line * STACKED + line_of_row(row);
   }
   // Where a line of a thread's pair of cells lies, and how many of each cell's elements exist, for operations that ask.
   struct Places {
@@ -192,7 +199,7 @@ struct Epilogue {
     constexpr int index = owned_before(AXIS_W, I % COLUMNS);
     float sum = 0;
     if constexpr (owned)
-      sum = sums[(block * LINES + LINE) * LINE_PHASES + index][j / (PIXELS / 8)]
+      sum = sums[(block * LINE_BLOCKS + LINE) * LINE_PHASES + index][j / (PIXELS / 8)]
                 [j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS];
     value[I] = finish(sum, I);
     if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, finish);
@@ -345,7 +352,7 @@ struct Epilogue {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int first_channel = channel(block, 8 * half);
-        if (DST_CHANNELS % GROUP_CHANNELS && first_channel >= DST_CHANNELS) continue;
+        if ((DST_CHANNELS % GROUP_CHANNELS || STACKED == 3) && first_channel >= DST_CHANNELS) continue;
         Bits<STAGED> values[PIECE / 8][2 * COLUMNS / STAGED];
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
@@ -399,7 +406,6 @@ struct Epilogue {
   __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
     Share<WIDE> share;
     if constexpr (COUNT == WIDE) describe(piece, 0, share);
-    result_t* const line = dst + depth * params.dst.stride[2] + height * params.dst.stride[3];
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
       const int first_channel = (work.channel_group * CHANNEL_BLOCKS + block) * ROWS;
@@ -421,27 +427,43 @@ struct Epilogue {
           }
         }
         group_sync();
-        result_t* const to = line + phase * params.dst.stride[4] + first_channel;
+        result_t* const to = dst + phase * params.dst.stride[4] + first_channel;
         if constexpr (COUNT == WIDE)
-          store_wide(share, to, DST_CHANNELS - first_channel, phase, depth, height);
+          store_wide<LINE>(share, to, DST_CHANNELS - first_channel, phase, depth, height);
         else
-          store_narrow<COUNT>(piece, to, DST_CHANNELS - first_channel, phase, depth, height);
+          store_narrow<COUNT, LINE>(piece, to, DST_CHANNELS - first_channel, phase, depth, height);
         group_sync();
       }
     }
   }
 
+  // Channels last: where what a thread stores of a row block lies. The line of its row, where lines are STACKED; else
+  // that of all rows.
+  struct StoredLine {
+    int depth, height, channel;  // a channel that does not exist for a row of no line
+  };
+  template <int LINE>
+  __device__ __forceinline__ StoredLine stored_line(int row, int depth, int height) const {
+    if (STACKED == 1) return {depth, height, row};
+    const int owned = owned_line(LINE, row), lines = LINE < 0 ? 1 : STACKED;
+    if (LINE >= 0) depth = depth_of_line(owned), height = height_of_line(owned);
+    return {depth, height, row % LINE_ROWS + (line_of_row(row) < lines ? 0 : ROWS)};
+  }
+
   // Stores a phase that a warpgroup has left in shared memory, 16 bytes at a time.
+  template <int LINE>
   __device__ __forceinline__ void store_wide(const Share<WIDE>& share, result_t* to, int channels, int phase, int depth,
                                              int height) const {
     constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
-    const int of_channel = lane() % LANES * WIDE;
-    const result_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + of_channel;
-    to += of_channel;
+    const int row = lane() % LANES * WIDE;
+    const result_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + row;
+    const StoredLine line = stored_line<LINE>(row, depth, height);
+    to += line.depth * params.dst.stride[2] + line.height * params.dst.stride[3] + line.channel;
     bool exists[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
-      exists[i] = phase < Target::columns(share.reach[i]) && of_channel < channels && share.has_line(i, depth, height);
+      exists[i] = phase < Target::columns(share.reach[i]) && line.channel < channels &&
+                  share.has_line(i, line.depth, line.height);
 #pragma unroll
     for (int i = 0; i < VECTORS; i += 2) {  // two vectors in flight together
       const Bits<WIDE> first = *(const Bits<WIDE>*)(from + i * AT_ONCE * STAGING_PITCH);
@@ -452,18 +474,21 @@ struct Epilogue {
   }
 
   // The same, COUNT elements at a time: lanes run along the channels that there are, and on to the next cell.
-  template <int COUNT>
+  template <int COUNT, int LINE>
   __device__ __forceinline__ void store_narrow(int piece, result_t* to, int channels, int phase, int depth,
                                                int height) const {
-    constexpr int OF_CELL = ceil_div(DST_CHANNELS < ROWS ? DST_CHANNELS : ROWS, COUNT);
+    constexpr int OF_LINE = ceil_div(DST_CHANNELS < ROWS ? DST_CHANNELS : ROWS, COUNT), OF_CELL = STACKED * OF_LINE;
 #pragma unroll 4
     for (int i = threadIdx.x % 128; i < PIECE * OF_CELL; i += 128) {
-      const int cell = i / OF_CELL, of_channel = i % OF_CELL * COUNT;
+      const int cell = i / OF_CELL, row = i % OF_CELL / OF_LINE * LINE_ROWS + i % OF_LINE * COUNT;
       if (piece * PIECE + cell >= GROUP_CELLS) break;
       const Target target = targets[piece * PIECE + cell];
-      const bool exists = phase < Target::columns(target.reach) && Target::has_line(target.reach, depth, height);
-      store_global_if(exists && of_channel < channels, to + target.offset + of_channel,
-                      *(const Bits<COUNT>*)(staging + cell * STAGING_PITCH + of_channel));
+      const StoredLine line = stored_line<LINE>(row, depth, height);
+      const bool exists =
+          phase < Target::columns(target.reach) && Target::has_line(target.reach, line.depth, line.height);
+      result_t* const at = to + line.depth * params.dst.stride[2] + line.height * params.dst.stride[3] + line.channel;
+      store_global_if(exists && line.channel < channels, at + target.offset,
+                      *(const Bits<COUNT>*)(staging + cell * STAGING_PITCH + row));
     }
   }
 
@@ -480,10 +505,10 @@ struct Epilogue {
 
   template <int COUNT, int LINE = 0>
   __device__ __forceinline__ void store_lines(int piece) const {
-    const int owned = work.line_group * LINES + LINE;
-    if (owned < OWNED_LINES)
+    const int owned = owned_line(LINE, 16 * warp());
+    if (STACKED > 1 || owned < OWNED_LINES)
       store_line<COUNT, LINE>(piece, depth_of_line(owned), height_of_line(owned), owned % WIDTH_PARTS * COLUMNS);
-    if constexpr (LINE + 1 < LINES) store_lines<COUNT, LINE + 1>(piece);
+    if constexpr (LINE + 1 < LINE_BLOCKS) store_lines<COUNT, LINE + 1>(piece);
   }
 
   // The work tile's lines; and one work tile stores those that own no taps.
@@ -492,7 +517,8 @@ struct Epilogue {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
       store_lines<COUNT>(piece);
-      if (OWNED_LINES < DST_D * DST_H * WIDTH_PARTS && work.line_group == 0) {
+      if (OWNED_LINES < DST_D * DST_H * WIDTH_PARTS && work.line_group == 0 &&
+          (DST_CHANNELS_LAST || line_of_row(16 * warp()) == 0)) {
 #pragma unroll 1
         for (int phase = 0; phase < DST_D * DST_H; ++phase)
           if (!has_taps(AXIS_D, phase / DST_H) || !has_taps(AXIS_H, phase % DST_H))

@@ -3,7 +3,8 @@
 //
 //     [step][operation][part][chunk of two][row of 64][16 bytes]
 //
-// Rows, channels and operations that do not exist are zero.
+// With STACKED lines in a row block rows are [line][channel]. Rows, channels, operations, and pixels that a line does
+// not read are zero.
 //
 // A thread block takes a slab through shared memory: CHUNK input channels, SLAB_CHANNELS output channels, SLAB_TAPS
 // taps. It reads the slab in the order in which weights lie in memory, so that each is read once, and writes a run of
@@ -24,11 +25,12 @@
 #endif
 
 constexpr int THREADS = SLAB_THREADS;
-constexpr int ROW_SLABS = CHANNEL_GROUPS * CHANNEL_BLOCKS * (ROWS / SLAB_CHANNELS);
+constexpr int ROW_SLABS = CHANNEL_GROUPS * CHANNEL_BLOCKS * (LINE_ROWS / SLAB_CHANNELS);
 constexpr int CHANNEL_OPERATIONS = OPERATIONS / CHANNEL_BLOCKS;  // of a block of channels and a group of lines
-constexpr int PLACES = LINE_GROUPS * CHANNEL_OPERATIONS;         // the taps, and operations that do not exist
+constexpr int BLOCK_LINES = ROWS / LINE_ROWS;                    // of a row block; of three there is room for another
+constexpr int PLACES = LINE_GROUPS * CHANNEL_OPERATIONS * BLOCK_LINES;  // the taps, and those that do not exist
 constexpr int TAP_SLABS = ceil_div(PLACES, SLAB_TAPS);
-constexpr int STAGED = SLAB_TAPS < TAPS ? SLAB_TAPS : TAPS;
+constexpr int STAGED = STACKED > 1 || SLAB_TAPS < TAPS ? SLAB_TAPS : TAPS;
 constexpr int PAIRS = SLAB_CHANNELS * STAGED;
 constexpr int BATCH = PAIRS > 3 * THREADS ? 4 : ceil_div(PAIRS, THREADS);  // pairs that a thread reads at once
 constexpr bool TAPS_INNERMOST = WEIGHT_STRIDE_TAP <= WEIGHT_STRIDE_OUT;
@@ -69,9 +71,11 @@ __device__ __forceinline__ int existing_operations(int line_group) {
 }
 
 // The inverse of `find_operation`: the operation of a tap, counted from the first of the first group of lines as the
-// packed weights of one step are. Behind the last tap follow the operations that do not exist.
+// packed weights of one step are. Behind the last tap follow the operations that do not exist. With STACKED lines it is
+// no tap but a place, numbered as they lie, and which tap is there is found (`tap_of_place`).
 __device__ __forceinline__ int place_of(int tap, int channel_block) {
   constexpr int LINE_GROUP = STEPS * OPERATIONS;
+  if (STACKED > 1) return tap / BLOCK_LINES / OPERATIONS * LINE_GROUP + tap / BLOCK_LINES % OPERATIONS;
   if (tap >= TAPS) {
     int index = tap - TAPS;
     for (int line_group = 0;; ++line_group) {
@@ -92,10 +96,39 @@ __device__ __forceinline__ int place_of(int tap, int channel_block) {
          d.count * h.count * (w.before - part * LINE_TAPS) + index;
 }
 
+// With STACKED lines: the tap at a place, which are numbered by operation, then line; -1 for none.
+__device__ __forceinline__ int tap_of_place(int place) {
+  const int operation = place / BLOCK_LINES, of_block = place % BLOCK_LINES;
+  Operation found;
+  if (of_block >= STACKED || !find_operation(operation % OPERATIONS, operation / OPERATIONS * LINES, found)) return -1;
+  const int line = found.line + of_block;
+  const int d = READS_D.tap[line / OWNED_H][found.depth], h = READS_H.tap[line % OWNED_H][found.height];
+  return d < 0 || h < 0 ? -1 : (d * AXIS_H.kernel + h) * AXIS_W.kernel + found.width_tap;
+}
+
+// The taps of a slab: neighbours in memory from the first place on, or with STACKED lines those at its places.
+struct SlabTaps {
+  int first_place;
+  int* listed;
+
+  __device__ __forceinline__ void list() const {
+    if (STACKED == 1) return;
+    for (int i = threadIdx.x; i < SLAB_TAPS; i += THREADS)
+      listed[i] = first_place + i < PLACES ? tap_of_place(first_place + i) : -1;
+    __syncthreads();
+  }
+  __device__ __forceinline__ int first() const { return STACKED > 1 ? 0 : first_place; }
+  __device__ __forceinline__ bool has(int index) const {
+    return STACKED > 1 ? listed[index] >= 0 : first_place + index < TAPS;
+  }
+  // Counted from the first.
+  __device__ __forceinline__ int of(int index) const { return STACKED > 1 ? listed[index] : index; }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     pack_weights(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
   __shared__ scalar_t slab[CHUNK][SLAB_CHANNELS * PITCH];
-  __shared__ int places[SLAB_TAPS];
+  __shared__ int places[SLAB_TAPS], taps[SLAB_TAPS];
   griddepcontrol_launch_dependents();
   packed = clear_counters(packed);
 #if SCALED
@@ -118,15 +151,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
 #endif
 
-  const scalar_t* const origin =
-      weight + group_offset(group) + (long long)first_in * WEIGHT_STRIDE_IN + weight_offset(0, first_out, first_place);
+  const SlabTaps slab_taps{first_place, taps};
+  slab_taps.list();
+  const scalar_t* const origin = weight + group_offset(group) + (long long)first_in * WEIGHT_STRIDE_IN +
+                                 weight_offset(0, first_out, slab_taps.first());
   for (int first = threadIdx.x; first < PAIRS; first += BATCH * THREADS) {
     scalar_t values[BATCH][CHUNK];  // in flight together
 #pragma unroll
     for (int k = 0; k < BATCH; ++k) {
       const int pair = first + k * THREADS, out = out_of(pair), tap = tap_of(pair);
-      const bool inside = pair < PAIRS && first_out + out < DST_CHANNELS && first_place + tap < TAPS;
-      const scalar_t* const from = origin + weight_offset(0, out, tap);
+      const bool inside = pair < PAIRS && first_out + out < DST_CHANNELS && slab_taps.has(tap);
+      const scalar_t* const from = origin + weight_offset(0, out, inside ? slab_taps.of(tap) : tap);
 #pragma unroll
       for (int in = 0; in < CHUNK; ++in) {
         const bool exists = inside && first_in + in < SRC_CHANNELS;
@@ -153,11 +188,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const int outer = group * CHANNEL_GROUPS + first_out / (CHANNEL_BLOCKS * ROWS);
 #if SCALED
-  for (int i = threadIdx.x; chunk == 0 && tap_slab == 0 && i < SLAB_CHANNELS * LINE_GROUPS * SET_BLOCKS; i += THREADS) {
-    const int row = i % SLAB_CHANNELS, out = first_out + channel_of_row(row), block = i / SLAB_CHANNELS;
+  constexpr int SUMS = SLAB_CHANNELS * LINE_GROUPS * SET_BLOCKS * BLOCK_LINES;  // of the slab's channels
+  for (int i = threadIdx.x; chunk == 0 && tap_slab == 0 && i < SUMS; i += THREADS) {
+    const int row = i % SLAB_CHANNELS, out = first_out + channel_of_row(row), block = i / SLAB_CHANNELS / BLOCK_LINES;
     const int row_block = (outer * LINE_GROUPS + block / SET_BLOCKS) * ROW_BLOCKS + channel_block * SET_BLOCKS;
     const float largest = out < DST_CHANNELS ? scales.largest_weight(group * DST_CHANNELS + out) : 0;
-    scales.rows()[(row_block + block % SET_BLOCKS) * ROWS + first_out % ROWS + row] = unscale_column(largest);
+    scales.rows()[(row_block + block % SET_BLOCKS) * ROWS + i / SLAB_CHANNELS % BLOCK_LINES * LINE_ROWS +
+                  first_out % ROWS + row] = unscale_column(largest);
   }
 #endif
   unsigned char* const target = packed +
@@ -167,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   for (int i = threadIdx.x; i < SLAB_CHANNELS * SLAB_TAPS; i += THREADS) {
     const int row = i % SLAB_CHANNELS, tap = i / SLAB_CHANNELS;
     if (first_place + tap >= PLACES) break;
-    const bool exists = first_place + tap < TAPS;
+    const bool exists = slab_taps.has(tap);
     scalar_t values[CHUNK];
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in)
@@ -175,7 +212,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     alignas(16) operand_t parts[PARTS][CHUNK];
 #pragma unroll
     for (int in = 0; in < CHUNK; ++in) prepare(values[in], parts, in);
-    unsigned char* const to = target + (long long)places[tap] * OPERATION_BYTES + row * 16;
+    unsigned char* const to =
+        target + (long long)places[tap] * OPERATION_BYTES + ((first_place + tap) % BLOCK_LINES * LINE_ROWS + row) * 16;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
       *(Vector<operand_t, CHUNK>*)(to + part * (2 * ROWS * 16)) = *(const Vector<operand_t, CHUNK>*)parts[part];

@@ -38,7 +38,8 @@ class GemmConfig(NamedTuple):
     ``wgmma`` whether wgmma is used, or ``mma.sync``. ``tma_operands``: TMA brings pixels as the
     tensor cores read them, where channels come last; or in half precision, where no tap reads beside its pixel. With
     ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of
-    these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo.
+    these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo. With
+    ``stacked`` lines in a row block each has 64 / ``stacked`` of its rows, in whole warps.
     ``raw_slots`` are for copied stages that are not transposed yet, those of all loading groups. A ``cluster`` of
     thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most. ``scaled``: it
     multiplies float32 as float16 (kernels/operand/scales.cuh).
@@ -63,6 +64,7 @@ class GemmConfig(NamedTuple):
     piece_bytes: int = 256
     width_parts: int = 1
     scaled: bool = False
+    stacked: int = 1
 
     def operand_bytes(self, dtype: str) -> int:
         """Of an element of the product's operands."""
@@ -76,6 +78,11 @@ class GemmConfig(NamedTuple):
     def taps_in_rows(self) -> bool:
         """Whether a row is a tap, not a channel of a phase."""
         return self.row_channels > 0
+
+    @property
+    def line_rows(self) -> int:
+        """Rows of a row block that a line has: those of whole warps."""
+        return ROWS // 4 * (4 // self.stacked)
 
     @property
     def group_cells(self) -> int:
@@ -172,18 +179,38 @@ class Taps:
     owned_w: int
     lines: tuple[int, ...]  # taps of each phase along depth and height that owns any
     along_w: int  # taps of all phases along the width
+    reads: tuple[tuple[frozenset[int], ...], ...]  # what each phase along depth, and along height, reads: shifts
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def of(axes: tuple[Axis, Axis, Axis]) -> Taps:
         """The taps of a layer."""
         depth, height, width = ([len(taps) for taps in axis.taps_by_phase.values()] for axis in axes)
-        return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width))
+        reads = (tuple(frozenset(map(axis.shift, taps)) for taps in axis.taps_by_phase.values()) for axis in axes[:2])
+        return Taps(len(width), tuple(d * h for d in depth for h in height), sum(width), tuple(reads))
 
     @lru_cache(maxsize=4096)  # noqa: B019 (instances are few, and kept by `of`)
-    def groups(self, lines: int) -> tuple[int, ...]:
-        """Taps along depth and height of each group of ``lines`` neighbouring phases."""
-        return tuple(sum(self.lines[i : i + lines]) for i in range(0, len(self.lines), lines))
+    def groups(self, lines: int, stacked: int = 1) -> tuple[int, ...]:
+        """Taps along depth and height of each group of ``lines`` neighbouring phases.
+
+        Where ``stacked`` of these share row blocks, what any of them reads counts once for all.
+        """
+        counts = self.lines
+        if stacked > 1:
+            depth, height = self.reads
+            slabs, rows = math.ceil(stacked / len(height)), min(stacked, len(height))
+            counts = tuple(
+                len(frozenset().union(*depth[d : d + slabs])) * len(frozenset().union(*height[h : h + rows]))
+                for d in range(0, len(depth), slabs)
+                for h in range(0, len(height), rows)
+            )
+        together = lines // stacked
+        return tuple(sum(counts[i : i + together]) for i in range(0, len(counts), together))
+
+    def may_stack(self, count: int) -> bool:
+        """Whether lines come in groups of ``count``: phases along the height, or all of these at several depths."""
+        depth, height = map(len, self.reads)
+        return height % count == 0 or (count % height == 0 and depth % (count // height) == 0)
 
     def rows(self, channels: int, lines: int) -> int:
         """Taps of ``channels``, of the group of ``lines`` that has most."""
@@ -193,11 +220,12 @@ class Taps:
         """Row blocks of a row group."""
         if config.row_channels:
             return config.channel_blocks * math.ceil(self.rows(config.row_channels, config.lines) / ROWS)
-        return config.channel_blocks * config.lines * self.owned_w // config.width_parts
+        return config.channel_blocks * (config.lines // config.stacked) * self.owned_w // config.width_parts
 
-    def are_alike(self, lines: int) -> bool:
+    def are_alike(self, lines: int, stacked: int = 1) -> bool:
         """Whether all groups of ``lines`` neighbouring phases have the same taps."""
-        return len({self.lines[i : i + lines] for i in range(0, len(self.lines), lines)}) == 1
+        counts, together = self.groups(stacked, stacked), lines // stacked
+        return len({counts[i : i + together] for i in range(0, len(counts), together)}) == 1
 
     @staticmethod
     def width_parts(axes: tuple[Axis, Axis, Axis]) -> int:
@@ -227,7 +255,7 @@ class Product:
     def of(cls, gather: Gather, config: GemmConfig) -> Product:
         """The product of a config."""
         taps, parts = Taps.of(gather.axes), config.width_parts
-        groups = taps.groups(config.lines)
+        groups = taps.groups(config.lines, config.stacked)
         row_blocks = taps.row_blocks(config)
         operations = row_blocks
         if not config.row_channels:

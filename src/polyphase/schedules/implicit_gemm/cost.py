@@ -202,7 +202,7 @@ class Work:
                 self._each *= terms.lane_output
                 self._lanes = 128 * config.sharers // config.row_parts
             return
-        owned = product.row_blocks // config.channel_blocks * product.line_groups
+        owned = product.row_blocks // config.channel_blocks * product.line_groups * config.stacked
         self._each = 0.0
         self._fixed = config.group_cells / 2 * product.row_blocks * gather.phases / owned
         if gather.dst.channels_last:

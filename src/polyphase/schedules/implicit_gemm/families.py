@@ -14,6 +14,7 @@ from functools import cached_property
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import TINY, is_tiny, typical
 from polyphase.schedules.cells import Gather
@@ -122,15 +123,23 @@ class _Families:
         shapes = [self._shape(count, lines) for count in counts for lines in some_lines]
         if not problem.channels_last and (width_parts := Taps.width_parts(problem.axes3)) > 1:
             shapes.append(self._shape(1, 1, width_parts=width_parts))
+        most_stacked = ROWS // round_up(channels, ROWS // 4)
+        for stacked in filter(taps.may_stack, range(2, most_stacked + 1)):
+            shapes += [self._shape(1, lines, stacked=stacked) for lines in some_lines if lines % stacked == 0]
+        return shapes + self._shapes_of_taps(some_lines)
+
+    def _shapes_of_taps(self, some_lines: list[int]) -> list[GemmConfig]:
+        """Those whose rows are taps."""
+        problem, taps, channels, shapes = self._problem, self._taps, self._channels, []
         # In two parts, or with many small groups, the direct kernel is faster (docs/notebook.md).
         few = channels <= _FEW_CHANNELS and problem.groups == 1 and self._parts == 1
         if few and problem.axes3[2].stride <= _MAX_CELL_WIDTH:
             shapes += [self._shape(1, lines, row_channels=channels) for lines in some_lines]
-        taps_of_channel = taps.rows(1, lines_of_layer)
+        taps_of_channel = taps.rows(1, len(taps.lines))
         if is_tiny(problem) and taps_of_channel <= ROWS and not Taps.stay_in_cells(problem.axes3):
             row_channels = min(ROWS // taps_of_channel, channels)
             whole = {"row_channels": row_channels, "whole_images": True}
-            shapes += [self._shape(sets, lines_of_layer, **whole) for sets in (1, 2, 4)]
+            shapes += [self._shape(sets, len(taps.lines), **whole) for sets in (1, 2, 4)]
         return shapes
 
     def ways(self, shape: GemmConfig) -> Iterator[GemmConfig]:
@@ -151,13 +160,15 @@ class _Families:
             return True
         if config.split == "rows" and config.channel_blocks > 1 and not in_rows:
             return True  # registers spill
+        if config.stacked > 1 and not config.wgmma and taps.owned_w > 4:
+            return True  # registers spill
         if config.scaled and in_rows and taps.rows(config.row_channels, config.lines) > _MOST_SCALED_ROWS:
             return True  # too many to be staged by a block that packs
         if config.k_steps < 4:
             return False
         # Scaled: hardly ever the fastest, as such a stage is 64 channels. Else it had a fence for each product (C7519),
         # so the model was never fitted to them.
-        return config.scaled or (not in_rows and not taps.are_alike(config.lines))
+        return config.scaled or (not in_rows and not taps.are_alike(config.lines, config.stacked))
 
     def _cluster_is_left_out(self, config: GemmConfig) -> bool:
         if config.split != "turns":

@@ -32,6 +32,7 @@ def packing_constants(gather: Gather, config: GemmConfig, product: Product) -> t
         **(_measured(gather) | {"SUM_ROWS": _sum_rows(product)} if config.scaled else {}),
         CHANNEL_BLOCKS=config.channel_blocks,
         LINES=config.lines,
+        STACKED=config.stacked,
         WIDTH_PARTS=config.width_parts,
         K_STEPS=config.k_steps,
         PARTS=config.parts,
@@ -62,16 +63,17 @@ def _packing_step(gather: Gather, config: GemmConfig, product: Product) -> Step:
         constants += [("SLAB_SETS", together), ("SLAB_THREADS", threads)]
         source = KernelSource("pack_taps", gather.dtype, False, tuple(constants), folder="steps")
         return plain_step(source, blocks, threads)
-    places = product.line_groups * product.operations // config.channel_blocks
+    places = product.line_groups * product.operations // config.channel_blocks * (ROWS // config.line_rows)
     row_blocks = product.row_groups // product.line_groups * config.channel_blocks
     # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
     # memory, channels or taps, stay long. What is multiplied as float16 is staged as float32, twice as large.
     if gather.weight_channels_last:
-        slabs = [(ROWS, taps) for taps in (16, 8, 4, 2, 1)]
+        slabs = [(config.line_rows, taps) for taps in (16, 8, 4, 2, 1)]
     else:
         slabs = [(channels, min(places, 64 if config.scaled else 128)) for channels in (64, 32, 16)]
+        slabs = [slab for slab in slabs if slab[0] <= config.line_rows]
     for channels, taps in slabs:
-        blocks = 2 * product.steps * row_blocks * ROWS // channels * math.ceil(places / taps)
+        blocks = 2 * product.steps * row_blocks * config.line_rows // channels * math.ceil(places / taps)
         if channels * taps <= 1024 and blocks >= 256:
             break
     threads = min(256, max(64, round_up(channels * taps, 32)))
