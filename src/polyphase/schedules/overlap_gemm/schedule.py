@@ -314,11 +314,19 @@ class _Work:
         operation = terms.wgmma if config.wgmma else terms.mma
         return warps * max(self._products * operation, self._slots[tiling.whole] * terms.slot)
 
+    def _step_bytes(self, tiling: _Tiling) -> int:
+        """Of the sectors that hold the pixels of one operation."""
+        if self._problem.channels_last:
+            return 32 * tiling.row * tiling.band
+        images, slabs, _, width = tiling.window
+        return 32 // self._size * images * slabs * tiling.band * round_up(width * self._size, 32)
+
     def _tile_cycles(self, tiling: _Tiling, resident: int) -> float:
         """Predicted cycles for a round of so many resident blocks."""
         config, columns, steps, bands = self._config, self._columns, self._steps, tiling.bands
         terms = self._terms
-        step = max(resident * self._step_cycles(tiling), terms.latency / config.ahead)
+        moved = resident * self._step_bytes(tiling) * terms.moved
+        step = max(resident * self._step_cycles(tiling), moved, terms.latency / config.ahead)
         loads = 1 if config.steps_held >= steps else bands * math.ceil(steps / config.steps_held)
         weights = loads * (terms.load + resident * min(steps, config.steps_held) * columns * terms.weights)
         written = bands * config.rows * 8 * columns / config.unit
