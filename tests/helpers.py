@@ -19,6 +19,7 @@ from torch import Tensor
 
 import polyphase
 from polyphase import ConvTransposeProblem
+from polyphase.problem import problem as problem_module
 
 TORCH: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 OURS: dict[int, Callable[..., Tensor]] = {
@@ -36,6 +37,9 @@ UNIT_ROUNDOFF = {
     torch.float16: 2.0**-11,
     torch.bfloat16: 2.0**-8,
 }
+
+#: Where PyTorch's forward passes stay exact. In tests small layers stand for large ones (conftest sets these to less).
+EXACT_BELOW = {name: getattr(problem_module, name) for name in ("FEW_CHANNELS", "FEW_POSITIONS", "LITTLE_WORK")}
 
 
 def forbid_tf32() -> None:

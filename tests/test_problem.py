@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import TORCH, constants, random_problem
+from helpers import EXACT_BELOW, TORCH, constants, random_problem
 from polyphase.bench.layers import every_layer, parse_layer
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+from polyphase.problem import problem as problem_module
 
 AXES = [
     Axis(kernel, stride, padding, dilation)
@@ -161,8 +162,10 @@ def test_rounding_as_pytorch_does_takes_tf32() -> None:
     assert replace(layer, dtype="float16") == make((8, 64, 32, 32), 64, 3, dtype="float16")
 
 
-def test_pytorch_computes_grouped_and_narrow_layers_in_float32() -> None:
+def test_pytorch_computes_some_layers_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """By passes, as cuDNN was measured: forward, input gradient, weight gradient."""
+    for name, value in EXACT_BELOW.items():
+        monkeypatch.setattr(problem_module, name, value)
 
     def rounds(*arguments: Any, **parameters: Any) -> tuple[bool, ...]:
         layer = make(*arguments, **parameters, tf32=True)

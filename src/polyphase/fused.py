@@ -207,18 +207,11 @@ def run(
 
     ``function``: the public one that was called, of this module or, where there is an ``out``, of `functional`.
     """
-    steps = [
-        step if type(step) is Step else _made(function.__name__, place, step) for place, step in enumerate(given_steps)
-    ]
+    steps = [_made(function.__name__, place, step) for place, step in enumerate(given_steps)]
     given = [tensor for step in steps for _, tensor in step.tensors]
-    more: dict[str, Any] = {} if out is None else {"out": out}
-    if steps:
-        more["epilogue"] = tuple(steps)
     tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
     if not tracing and has_torch_function((input, weight, bias, out, *given)):
-        relevant = (input, weight, bias, out, *given)
-        overridden: Tensor = handle_torch_function(function, relevant, input, weight, bias, *constants, **more)
-        return overridden
+        return _overridden(function, (input, weight, bias), constants, steps, given, out)
     if not steps and out is None:
         plain: Callable[..., Tensor] = getattr(functional, function.__name__)
         return plain(input, weight, bias, *constants)
@@ -227,28 +220,48 @@ def run(
         bias = None if bias is None else functional.autocast(bias)
         steps = [_autocast(step) for step in steps]
         given = [tensor for step in steps for _, tensor in step.tensors]
-    arguments = (function.__name__, dims, input, weight, bias, *constants)
-    if tracing:
-        known = functional.while_traced(_known_call, arguments, steps)
-    else:
-        known = _known_once(arguments, steps, given, constants, out)
-    batch, operands = input, given
-    if input.dim() != dims + 2:
-        batch = input.unsqueeze(0)
-        operands = [each.unsqueeze(0) if role == "residual" else each for step in steps for role, each in step.tensors]
+    known = _known_of((function.__name__, dims, input, weight, bias, *constants), steps, given, out, tracing)
+    batch, operands = (input, given) if input.dim() == dims + 2 else _with_batch(input, steps)
     if out is None:
         output = _run(known, operands, batch, weight, bias, tracing)
         return output if batch is input else output.squeeze(0)
-    if torch.is_grad_enabled() or tracing:
+    if tracing or torch.is_grad_enabled():
         into.check(function.__name__, out, (input, weight, bias, *given), known.layer, batch is input)
-    read = (batch, weight, bias, *operands)
-    if known.call is not None and forward_ad._current_level < 0 and into.is_free(out, read):
-        known.call(batch, weight, bias, operands, out if batch is input else out.unsqueeze(0))
-        if not out.is_inference():
-            torch.autograd.graph.increment_version(out)
-        return out
+    if _may_write(known, out, (input, weight, bias, *given)):
+        return into.written(known.call, out, (batch, weight, bias), operands)
     with torch.no_grad():
-        return out.copy_(function(input, weight, bias, *constants, **({"epilogue": steps} if steps else {})))
+        return out.copy_(function(input, weight, bias, *constants, **_named(steps, None)))
+
+
+def _overridden(
+    function: Callable[..., Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    constants: tuple[Any, ...],
+    steps: list[Step],
+    given: list[Tensor],
+    out: Tensor | None,
+) -> Tensor:
+    """What ``__torch_function__`` of one of the tensors gives for the call."""
+    more = _named(steps, out)
+    result: Tensor = handle_torch_function(function, (*tensors, out, *given), *tensors, *constants, **more)
+    return result
+
+
+def _may_write(known: _Known, out: Tensor, read: tuple[Tensor | None, ...]) -> bool:
+    """Whether kernels write to ``out`` itself."""
+    return known.call is not None and forward_ad._current_level < 0 and into.is_free(out, read)
+
+
+def _named(steps: list[Step], out: Tensor | None) -> dict[str, Any]:
+    """Arguments that are given by name, where they are given: the plain functions have no epilogue."""
+    named: dict[str, Any] = {"epilogue": tuple(steps)} if steps else {}
+    return named if out is None else named | {"out": out}
+
+
+def _with_batch(input: Tensor, steps: list[Step]) -> tuple[Tensor, list[Tensor]]:
+    """An input without a batch, and the operands of its epilogue, with one."""
+    operands = [each.unsqueeze(0) if role == "residual" else each for step in steps for role, each in step.tensors]
+    return input.unsqueeze(0), operands
 
 
 class _Known(NamedTuple):
@@ -269,15 +282,14 @@ _known: CallCache[_Known] = CallCache()
 operators.FURTHER_CALLS.append(_known)
 
 
-def _known_once(
-    arguments: tuple[Any, ...],
-    steps: Sequence[Step],
-    given: Sequence[Tensor],
-    constants: tuple[Any, ...],
-    out: Tensor | None,
+def _known_of(
+    arguments: tuple[Any, ...], steps: Sequence[Step], given: Sequence[Tensor], out: Tensor | None, tracing: bool
 ) -> _Known:
     """What is known of a call, from memory where one like it was made before. ``given``: the steps' tensors."""
-    _, dims, input, weight, bias, *_ = arguments
+    if tracing:
+        return functional.while_traced(_known_call, arguments, steps)
+    _, dims, input, weight, bias, *rest = arguments
+    constants = tuple(rest)
     tensors = [each for each in (input, weight, bias, out, *given) if each is not None]
     heard = operators.is_heard()
     key: tuple[Any, ...] | None
@@ -327,6 +339,8 @@ def _known_call(arguments: tuple[Any, ...], steps: Sequence[Step]) -> _Known:
 
 def _made(name: str, place: int, step: Any) -> Step:
     """A step from what a user gives for one."""
+    if type(step) is Step:
+        return step
     if isinstance(step, str):
         return activation(step)
     if not isinstance(step, Step):

@@ -90,6 +90,13 @@ class Axis:
         return self.shift(0), self.shift(self.kernel - 1)
 
 
+#: Below these PyTorch's forward pass of images or signals stays exact where TF32 is allowed: channels on either side,
+#: positions of the input over the batch, and operations.
+FEW_CHANNELS = 17
+FEW_POSITIONS = 128
+LITTLE_WORK = 3e8
+
+
 @dataclass(frozen=True)
 class ConvTransposeProblem:
     """One call of the layer: its constants, and the sizes it meets.
@@ -179,7 +186,7 @@ class ConvTransposeProblem:
         if pass_ is Pass.FORWARD:
             if self.groups > 1:
                 return few >= 64
-            return few > 16 and (self._rounds_in_3d() if self.dims == 3 else self._rounds_by_size())
+            return few >= FEW_CHANNELS and (self._rounds_in_3d() if self.dims == 3 else self._rounds_by_size())
         volume = self.dims == 3 and self.taps > (8 if pass_ is Pass.INPUT_GRAD else 1)
         if self.groups == 1:
             return volume or self.out_channels >= 12
@@ -194,7 +201,7 @@ class ConvTransposeProblem:
 
     def _rounds_by_size(self) -> bool:
         """`uses_tf32` of a forward pass of images, or signals, and many channels."""
-        return self.batch * math.prod(self.input_size) >= 128 and self.flops > 3e8
+        return self.batch * math.prod(self.input_size) >= FEW_POSITIONS and self.flops >= LITTLE_WORK
 
     @property
     def dims(self) -> int:

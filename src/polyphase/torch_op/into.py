@@ -63,6 +63,20 @@ def is_free(out: Tensor, read: Sequence[Tensor | None]) -> bool:
     return storage not in [each.untyped_storage().data_ptr() for each in read if each is not None]
 
 
+def written(
+    call: Callable[..., Tensor] | None,
+    out: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    operands: Sequence[Tensor],
+) -> Tensor:
+    """``out``, written by a call from `call_for`; ``tensors``: input, with a batch, weight and bias."""
+    assert call is not None
+    call(*tensors, operands, out if out.dim() == tensors[0].dim() else out.unsqueeze(0))
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
 def image_stride(out: Tensor, input: Tensor, weight: Tensor) -> int | None:
     """Elements from one image to the next in ``out``, where kernels can write to it: it lies as a new output would.
 
