@@ -19,11 +19,14 @@ from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
+from polyphase.program.flatten import GRAD_PLANES, X_PLANES
+from polyphase.program.step import GRAD, X
 from polyphase.schedules.schedule import Candidate, Schedule
-from polyphase.schedules.tap_gemm import wgrad_tma
+from polyphase.schedules.tap_gemm import flat, wgrad_tma
 from polyphase.schedules.tap_gemm.mma import _SHAPES, TapGemm, TapGemmWgrad
 from polyphase.schedules.tap_gemm.tma import TapGemmTma
-from polyphase.schedules.tap_gemm.wgrad_tma import TapGemmWgradTma
+from polyphase.schedules.tap_gemm.wgrad_tma import TapGemmWgradTma, _flats
+from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, configs_of
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -269,6 +272,82 @@ def test_images_in_shares(dtype: str, batched: bool, monkeypatch: pytest.MonkeyP
         program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
         assert [step.source.kernel for step in program.steps[:4]] == ["flatten_positions", WGRAD_TMA.name] * 2
         assert max(each.bytes for each in program.buffers) < 60 << 10
+        candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
+        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
+    wgrad_tma._slices.cache_clear()
+
+
+#: Layers whose input lies as planes do, with slabs, rows and taps of all kinds; groups, and partial stages.
+IN_PLACE = (
+    make((3, 20, 3, 4, 10), 24, 1, bias=True, tf32=True),
+    make((2, 24, 5, 8), 20, 1, groups=2, dtype="bfloat16"),
+    make((2, 20, 9, 16), 12, 3, 2, 1, dtype="bfloat16"),
+    make((3, 18, 9, 12), 12, 5, 2, 2, 1, tf32=True),
+    make((2, 40, 104), 24, 4, 2, 1, dtype="float16"),
+    make((2, 12, 6, 7, 8), 24, (4, 3, 3), (2, 1, 2), (1, 0, 1), dtype="bfloat16"),
+    make((1, 12, 6, 7, 12), 10, (3, 4, 2), (1, 2, 2), (1, 0, 0), dilation=(2, 1, 1), tf32=True),
+    make((2, 20, 6, 4, 24), 16, (3, 1, 2), (2, 1, 2), dtype="bfloat16"),
+    make((2, 16, 6, 24), 70, 3, 1, 1, dtype="bfloat16"),
+    make((2, 24, 12, 12), 40, 3, 1, 1, dilation=2, groups=2, tf32=True),
+    make((5, 16, 26, 28), 12, (3, 8), (3, 8), tf32=True),
+)
+
+
+@pytest.fixture
+def small_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Images are read in place however few their positions are."""
+    monkeypatch.setattr(flat, "_IN_PLACE", 9.0)
+    flat.flat_product.cache_clear()
+    yield
+    flat.flat_product.cache_clear()
+
+
+def configs_in_place(problem: ConvTransposeProblem, count: int) -> list[WgradTmaConfig]:
+    """Some of those that read an operand in place."""
+    found = [config for each in _flats(problem) if each.in_place for config in configs_of(each)]
+    assert found
+    return found[zlib.crc32(str(problem).encode()) % 4 % len(found) :: max(1, len(found) // count)]
+
+
+@pytest.mark.usefixtures("small_images")
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("problem", IN_PLACE, ids=str)
+def test_operands_in_place(problem: ConvTransposeProblem) -> None:
+    """The input, or with stride 1 the gradient, is read as it lies; of single taps both are, without a step before."""
+    for config in configs_in_place(problem, 3):
+        program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
+        kernels = [step.source.kernel for step in program.steps]
+        assert ("flatten_positions" in kernels) is (problem.taps > 1)
+        read = {name for step in program.steps if step.source.kernel == WGRAD_TMA.name for name in step.operands}
+        assert {X, GRAD} & read >= {GRAD if config.swapped else X}
+        candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
+        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
+
+
+@pytest.mark.usefixtures("small_images")
+@pytest.mark.parametrize("index", range(5))
+def test_operands_that_lie_otherwise_are_written(index: int) -> None:
+    """Strange tensors of layers whose own would be read in place; all give the same."""
+    for problem in (IN_PLACE[1], IN_PLACE[2]):
+        layouts = list(strange_layouts(problem))[index]
+        config = configs_in_place(problem, 1)[0]
+        program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, H200, layouts, config)
+        written = {X_PLANES, GRAD_PLANES} & set(program.main.operands)
+        assert (len(written) == 2) is (index >= 2)
+        candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
+        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, layouts, Emulator(3))
+
+
+@pytest.mark.usefixtures("small_images")
+@pytest.mark.parametrize("problem", [IN_PLACE[3], IN_PLACE[5]], ids=str)
+def test_images_in_shares_in_place(problem: ConvTransposeProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planes of the gradient of some images at a time, beside the whole input."""
+    problem = replace(problem, batch=5)
+    monkeypatch.setattr(wgrad_tma, "_MOST_BYTES", 60 << 10)
+    wgrad_tma._slices.cache_clear()
+    for config in configs_in_place(problem, 2):
+        program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
+        assert [step.source.kernel for step in program.steps[:4]] == ["flatten_positions", WGRAD_TMA.name] * 2
         candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
     wgrad_tma._slices.cache_clear()

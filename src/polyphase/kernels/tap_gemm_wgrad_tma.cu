@@ -7,7 +7,10 @@
 // so that a shift is a distance in memory, and elements outside an image are multiplied by zero. "base" is the layer's
 // input, and "phased" the gradient of its output, one plane for each residue; with stride 1 they may be SWAPPED, where
 // taps count backwards. TMA begins at multiples of 16 bytes, and so do rows of a padded image: shifts along d and h are
-// where a box begins, those along the width are of copies of the base, COPIES of them, that are shifted beforehand.
+// where a box begins, those along the width are of copies of the base, COPIES of them, that are shifted beforehand. Or
+// taps along the width are SPREAD: each has a plane of the phased operand. A base that is not shifted along the width
+// may be the tensor itself, and the gradient of a single tap, too. Then stages are those of one image, or of a slab of
+// it where the rows of its slabs are padded in the phased operand alone; what lies beyond either is zero, by TMA.
 //
 // Index mapping. An item is CHUNK channels at one tap of its side: j_w of the base, all others of the phased operand;
 // or with WINDOW all j of the base, and all r of the phased operand, so that this one is read less often. A tile has
@@ -36,23 +39,26 @@
 struct Params {
   TensorMap base_box, phased_box;
   int groups, splits, items;
-  int stages, flush;
+  int stages, slab_stages, slabs;  // slabs of an image; one of all images where positions count these
+  int flush;
   int again;              // whether planes have the sums of other images already
   int narrowed;           // whether sums are complete after the first flush, and stored in the tensors' type
-  int column, row, slab;  // positions from a column of a padded image to the next, from a row, from a slab
-  long long plane;        // elements of a plane of partial sums
+  int column, row, slab;  // positions from a column of a padded image to the next, from a row, from a slab if in one
+  int base_image, phased_image;  // the first ones
+  long long plane;               // elements of a plane of partial sums
 };
 
 // One dimension: residues, and taps of the first of these.
 struct Residues {
   int count, taps, shift;
 };
-__host__ __device__ constexpr Residues residues(Axis axis) {
-  const int step = tap_step(axis);
+__host__ __device__ constexpr Residues residues(Axis axis, int step) {
   return {axis.kernel < step ? axis.kernel : step, ceil_div(axis.kernel, step), element_step(axis)};
 }
-constexpr Residues ALONG_D = residues(AXIS_D), ALONG_H = residues(AXIS_H), ALONG_W = residues(AXIS_W);
-constexpr int STEP_D = tap_step(AXIS_D), STEP_H = tap_step(AXIS_H), STEP_W = tap_step(AXIS_W);
+constexpr int STEP_D = tap_step(AXIS_D), STEP_H = tap_step(AXIS_H);
+constexpr int STEP_W = SPREAD ? AXIS_W.kernel : tap_step(AXIS_W);
+constexpr Residues ALONG_D = residues(AXIS_D, STEP_D), ALONG_H = residues(AXIS_H, STEP_H);
+constexpr Residues ALONG_W = residues(AXIS_W, STEP_W);
 constexpr int TAPS = AXIS_D.kernel * AXIS_H.kernel * AXIS_W.kernel;
 // Along d and h, of either side.
 constexpr int BASE_D = WINDOW_D ? ALONG_D.taps : 1, BASE_H = WINDOW_H ? ALONG_H.taps : 1;
@@ -125,9 +131,9 @@ __device__ __forceinline__ int apart(const Params& params, int d, int h) {
   return d * ALONG_D.shift * params.slab + h * ALONG_H.shift * params.row;
 }
 
-// Where a box begins: at a position beside that of its stage, a channel, and a plane.
+// Where a box begins: at a position and a slab beside those of its stage, a channel, and a plane.
 struct Box {
-  int position, channel, plane;
+  int position, channel, plane, slab;
   unsigned offset;  // in a stage
   bool exists, base;
 
@@ -144,16 +150,16 @@ struct Box {
       const BaseItem at(work.base + item);
       position = -(at.w / COPIES * COPIES_SHIFT * params.column) - apart(params, at.d, at.h);
       channel = work.group * BASE_CHANNELS + at.channel;
-      plane = at.w % COPIES * PARTS + part, exists = exists && at.exists();
+      plane = at.w % COPIES * PARTS + part, slab = -at.d * ALONG_D.shift, exists = exists && at.exists();
     } else {
       const PhasedItem at(work.phased + item);
-      position =
-          at.d / tap_step(AXIS_D) * ALONG_D.shift * params.slab + at.h / tap_step(AXIS_H) * ALONG_H.shift * params.row;
+      position = apart(params, at.d / STEP_D, at.h / STEP_H), slab = at.d / STEP_D * ALONG_D.shift;
       channel = work.group * PHASED_CHANNELS + at.channel;
-      const int residue_d = at.d % tap_step(AXIS_D), residue_h = at.h % tap_step(AXIS_H);
+      const int residue_d = at.d % STEP_D, residue_h = at.h % STEP_H;
       plane = ((residue_d * ALONG_H.count + residue_h) * ALONG_W.count + at.w) * PARTS + part;
       exists = exists && at.exists();
     }
+    if (params.slabs == 1) slab = 0;  // it is positions
   }
 };
 constexpr int BOXES_OF_LANE = ceil_div(PARTS * (ROW_ITEMS + COLUMN_ITEMS), 32);
@@ -166,15 +172,18 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
     const WorkTile work(params, index);
-    int places[BOXES_OF_LANE][3];
+    int places[BOXES_OF_LANE][4];
     unsigned offsets[BOXES_OF_LANE];
     bool exist[BOXES_OF_LANE], of_base[BOXES_OF_LANE];
 #pragma unroll
     for (int i = 0; i < BOXES_OF_LANE; ++i) {
       const Box box(params, work, threadIdx.x % 32 + 32 * i);
-      places[i][0] = box.position + work.first * DEPTH, places[i][1] = box.channel, places[i][2] = box.plane;
+      places[i][0] = box.position, places[i][1] = box.channel, places[i][2] = box.plane, places[i][3] = box.slab;
       offsets[i] = box.offset, exist[i] = box.exists, of_base[i] = box.base;
     }
+    const int outer = work.first / params.slab_stages;
+    int image = outer / params.slabs, slab = outer - image * params.slabs;
+    int in_slab = work.first - outer * params.slab_stages;
 #pragma unroll 1
     for (int stage = 0; stage < work.stages; ++stage) {
       const unsigned to = shared_address(buffers + state.index * STAGE_BYTES);
@@ -182,15 +191,19 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
       mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < BOXES_OF_LANE; ++i) {
-        const int from[5] = {places[i][0], places[i][1], places[i][2], 0, 0};
+        const int from[5] = {places[i][0] + in_slab * DEPTH, places[i][1], places[i][2], places[i][3] + slab,
+                             image + (of_base[i] ? params.base_image : params.phased_image)};
         if (exist[i] && of_base[i])
           tma_load_box(to + offsets[i], params.base_box, SWAPPED ? grad : x, from, BASE_CHUNK * PITCH, full);
         if (exist[i] && !of_base[i])
           tma_load_box(to + offsets[i], params.phased_box, SWAPPED ? x : grad, from, PHASED_CHUNK * PITCH, full);
-        places[i][0] += DEPTH;
       }
       mbarrier_arrive(full);
       state.next();
+      if (++in_slab == params.slab_stages) {
+        in_slab = 0;
+        if (++slab == params.slabs) slab = 0, ++image;
+      }
     }
   }
 }

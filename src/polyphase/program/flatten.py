@@ -59,20 +59,24 @@ class Flattened(NamedTuple):
         return math.prod(self.planes) * self.parts * self.shape[1] * self.pitch
 
 
-def flatten_positions(dtype: str, word: int, x: Flattened, grad: Flattened) -> Step:
-    """The launch that writes the planes of both operands; ``word`` are elements of four bytes."""
-    ways = [_way(how, word) for how in (x, grad)]
+def flatten_positions(dtype: str, word: int, x: Flattened | None, grad: Flattened | None) -> Step:
+    """The launch that writes the planes of both operands, or of the one that is not None; there the others are empty.
+
+    ``word`` are elements of four bytes.
+    """
+    sides = [how for how in (x or grad, grad or x) if how is not None]  # of one, its parameters stand for both
+    ways = [_way(how, word) for how in sides]
     constants = (
         ("THREADS", _THREADS),
-        ("PARTS", x.parts),
+        ("PARTS", sides[0].parts),
         ("X_WAY", ways[0]),
         ("GRAD_WAY", ways[1]),
         ("MIN_BLOCKS", 4 if _RESIDUES in ways else 1),
     )
     source = KernelSource("flatten_positions", dtype, False, constants, folder="steps")
-    blocks = [_blocks(how, way, word) for how, way in zip((x, grad), ways)]
-    operands = [_operand(how, along, word) for how, (_, along, _) in zip((x, grad), blocks)]
-    x_blocks, grad_blocks = map(math.prod, blocks)
+    blocks = [_blocks(how, way, word) for how, way in zip(sides, ways)]
+    operands = [_operand(how, along, word) for how, (_, along, _) in zip(sides, blocks)]
+    x_blocks, grad_blocks = (math.prod(each) if how else 0 for how, each in zip((x, grad), blocks))
     params = params_of(source).pack(x=operands[0], grad=operands[1], x_blocks=x_blocks)
     return plain_step(source, x_blocks + grad_blocks, _THREADS, params, (X, GRAD, X_PLANES, GRAD_PLANES))
 

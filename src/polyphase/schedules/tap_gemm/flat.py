@@ -3,7 +3,8 @@
 Along each dimension a tap is ``residue + j * step``: every ``step``-th tap meets elements of the same residue of the
 stride, ``shift`` positions further. One operand, the *base*, is the layer's input; the other one, *phased*, is the
 gradient of its output, with a plane for each residue. With stride 1 they may be swapped, where taps count backwards.
-Rows of images are padded so that a shift is a distance in memory.
+Rows of images are padded so that a shift is a distance in memory. Where taps along the width are *spread*, each has a
+plane of the phased operand, and the base is not shifted along it: it is read in place where its rows lie so already.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from polyphase.schedules.tap_gemm.product import Product, product_of
 PITCH = 128
 
 _PADDED = 1.15  # images, padded to whole pieces, for each that there is, at most
+_IN_PLACE = 1.3  # positions of stages for each that there is, at most, where the base is read in place
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class FlatProduct:
     product: Product
     swapped: bool
     batched: bool  # images are the innermost dimension of positions
+    spread: bool  # taps along the width are planes of the phased operand
+    aligned: bool  # tensors begin where TMA may
 
     def of_images(self, count: int) -> FlatProduct:
         """The product of the first ``count`` images alone."""
@@ -77,7 +81,8 @@ class FlatProduct:
     def along(self) -> tuple[FlatAxis, FlatAxis, FlatAxis]:
         """Depth, height and width."""
         depth, height, width = map(FlatAxis.of, self.axes)
-        return depth, height, width
+        taps = self.axes[2].kernel
+        return depth, height, FlatAxis(taps, 0, taps, 1) if self.spread else width
 
     @property
     def depth(self) -> int:
@@ -87,7 +92,24 @@ class FlatProduct:
     @property
     def stages(self) -> int:
         """Stages that all positions come to."""
-        return -(-self.positions // self.depth)
+        return self.outer[0] * self.outer[1] * self.slab_stages
+
+    @property
+    def slab_stages(self) -> int:
+        """Those of a slab: of what has neighbouring positions without end in both operands."""
+        if not self.in_place:
+            return -(-self.positions // self.depth)
+        return -(-math.prod(self.padded) // self.outer[1] // self.depth)
+
+    @property
+    def outer(self) -> tuple[int, int]:
+        """Images, and slabs of each; one of all where positions count images.
+
+        Slabs of an image are apart where rows of the base are not padded as those of the phased operand are.
+        """
+        if not self.in_place:
+            return 1, 1
+        return self.product.problem.batch, self.padded[0] if self.along[1].reach else 1
 
     @property
     def copies(self) -> int:
@@ -112,7 +134,27 @@ class FlatProduct:
         """A padded image. Rows are whole pieces where a shift along another dimension must be some, or images are."""
         depth, height, width = (size + axis.reach for size, axis in zip(self.sides[0].shape[2:], self.along))
         apart = not self.batched and (self.along[0].taps > 1 or self.along[1].taps > 1)
-        return depth, height, round_up(width, self.product.piece) if apart else width
+        return depth, height, round_up(width, self.product.piece) if apart and not self.in_place else width
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether the base is read as it lies, image by image, in stages that are mostly full."""
+        base, product = self.sides[0], self.product
+        if self.batched or self.copies > 1 or product.parts > 1 or not (self.aligned and _lies(base, product.piece)):
+            return False
+        depth, height, width = base.shape[2:]
+        above = 1 if self.along[1].taps > 1 else height if self.along[0].taps > 1 else height * depth
+        if width * above % product.piece:
+            return False
+        padded = depth + self.along[0].reach, (height + self.along[1].reach) * width
+        slabs, slab = padded if self.along[1].reach else (1, math.prod(padded))
+        return slabs * round_up(slab, self.depth) <= _IN_PLACE * depth * height * width
+
+    @property
+    def written(self) -> tuple[bool, bool]:
+        """Whether planes of the base, and of the phased operand, are written; else the tensor is such a plane."""
+        pixels = all((each.kernel, each.stride, each.padding) == (1, 1, 0) for each in self.axes)
+        return not self.in_place, not (self.in_place and pixels and _lies(self.sides[1], self.product.piece))
 
     @property
     def positions(self) -> int:
@@ -127,19 +169,24 @@ class FlatProduct:
     @cached_property
     def planes(self) -> tuple[Flattened, Flattened]:
         """The base and the phased operand as planes."""
-        pitch = round_up(max(1, self.positions), self.product.piece)
         base, phased = self.sides
         first, second, third = self.axes
+
+        def pitch(padded: Three) -> int:
+            images = self.images or self.product.problem.batch
+            return round_up(max(1, images * math.prod(padded)), self.product.piece)
+
+        around = base.shape[2:] if self.in_place else self.padded
         still = Flattened(
             base.shape,
             base.strides,
-            self.padded,
+            around,
             (1, 1, 1),
             (0, 0, 0),
             (0, 0, -self.along[2].shift),
             (1, 1, self.copies),
             self.product.parts,
-            pitch,
+            pitch(around),
             self.images,
         )
         moved = Flattened(
@@ -151,15 +198,21 @@ class FlatProduct:
             (first.dilation, second.dilation, third.dilation),
             (self.along[0].residues, self.along[1].residues, self.along[2].residues),
             self.product.parts,
-            pitch,
+            pitch(self.padded),
             self.images,
         )
         return still, moved
 
     @property
     def bytes(self) -> int:
-        """Size of all planes."""
+        """Size of both operands as the product reads them."""
         return sum(each.elements for each in self.planes) * self.product.size
+
+    @property
+    def written_bytes(self) -> int:
+        """Size of the planes that are written."""
+        written = (each.elements for each, new in zip(self.planes, self.written) if new)
+        return sum(written) * self.product.size
 
     @cached_property
     def windows(self) -> list[tuple[bool, bool]]:
@@ -181,10 +234,10 @@ class FlatProduct:
 
 @lru_cache(maxsize=1024)
 def flat_product(
-    problem: ConvTransposeProblem, layouts: Layouts, swapped: bool = False, batched: bool = False
+    problem: ConvTransposeProblem, layouts: Layouts, swapped: bool = False, batched: bool = False, spread: bool = False
 ) -> FlatProduct:
     """The product that a weight gradient is."""
-    return FlatProduct(product_of(problem, Pass.WEIGHT_GRAD, layouts), swapped, batched)
+    return FlatProduct(product_of(problem, Pass.WEIGHT_GRAD, layouts), swapped, batched, spread, layouts.aligned)
 
 
 def may_count_images_last(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
@@ -196,6 +249,23 @@ def may_count_images_last(problem: ConvTransposeProblem, layouts: Layouts) -> bo
     return few and taps > 1 and not any(channels_innermost(*side) for side in sides)
 
 
+def may_spread(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
+    """Whether taps along the width shift the base, so that they may be planes of the phased operand instead."""
+    return flat_product(problem, layouts).along[2].taps > 1
+
+
 def may_swap(problem: ConvTransposeProblem) -> bool:
     """Whether the two operands may be exchanged."""
     return all(axis.stride == 1 for axis in problem.axes3)
+
+
+def _lies(side: Side, piece: int) -> bool:
+    """Whether TMA may read a tensor's images as planes: without gaps, and whole pieces of 16 bytes apart."""
+    image, channel, *strides = side.strides
+    run = 1
+    for stride, size in zip(reversed(strides), reversed(side.shape[2:])):
+        if size > 1 and stride != run:
+            return False
+        run *= size
+    apart = ((side.shape[0], image), (side.shape[1], channel))
+    return all(count == 1 or (stride > 0 and stride % piece == 0) for count, stride in apart)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
@@ -28,15 +27,20 @@ from polyphase.program.program import (
     writing_weight_channels_last,
 )
 from polyphase.program.step import GRAD, Step, X
-from polyphase.program.tensor_map import TensorMap
+from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tap_gemm.flat import PITCH, FlatProduct, flat_product, may_count_images_last, may_swap
+from polyphase.schedules.tap_gemm.flat import (
+    PITCH,
+    FlatProduct,
+    flat_product,
+    may_count_images_last,
+    may_spread,
+    may_swap,
+)
 from polyphase.schedules.tap_gemm.k_major import (
-    GROUPS,
     LEAST_BUFFERS,
     LEAST_STAGES,
-    MOST_COLUMNS,
     THREADS,
     best_splits,
     buffers,
@@ -44,63 +48,15 @@ from polyphase.schedules.tap_gemm.k_major import (
     whole_rounds,
 )
 from polyphase.schedules.tap_gemm.product import common_limits
+from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, configs_of
 from polyphase.schedules.tiles import affordable_planes, constants_of
 
-_MOST_SUMS = 128  # of a thread, those that are promoted counted twice
-_LEAST_CHUNK = 32  # channels of an item, where there are so many: small boxes cost as much as large ones
-_MOST_BOX = 256  # channels that a box spans
 _FLUSH = 8192  # positions that tensor cores accumulate before a flush
-_SHAPES = 3  # of columns, offered with each shape of rows
 _MOST_BYTES, _MOST_OF_IMAGE = 1 << 30, 8 << 30  # of the planes; the latter where one image has more than the former
 _MOST_WEIGHTS = 1 << 31  # of a group
 _MOST_POSITIONS = (1 << 30) - 1
 _OVERLAPPED = 128 << 20  # bytes of planes up to which it pays that the product may start before they are complete
 _CACHED = 24 << 20  # bytes of planes that surely stay in the L2 cache
-
-
-class WgradTmaConfig(NamedTuple):
-    """The compile-time shape of ``tap_gemm_wgrad_tma.cu``: items of rows and columns, and channels of each.
-
-    ``mirrored``: rows are of the base. ``swapped``: the base is the gradient of the output. ``window_d``,
-    ``window_h``: the base has taps along depth or height, too, not those along the width alone.
-    ``batched``: images are the innermost dimension of positions.
-    """
-
-    row_tiles: int
-    row_items: int
-    row_chunk: int
-    column_items: int
-    column_chunk: int
-    mirrored: bool = False
-    swapped: bool = False
-    window_d: bool = False
-    window_h: bool = False
-    batched: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Of a block."""
-        return 64 * GROUPS * self.row_tiles
-
-    @property
-    def columns(self) -> int:
-        """Of a block."""
-        return self.column_items * self.column_chunk
-
-    @property
-    def window(self) -> tuple[bool, bool]:
-        """Whether the base has taps along depth, and along height."""
-        return self.window_d, self.window_h
-
-    @property
-    def base(self) -> tuple[int, int]:
-        """Channels of an item of the base, and its items in a block."""
-        return (self.row_chunk, self.row_items) if self.mirrored else (self.column_chunk, self.column_items)
-
-    @property
-    def phased(self) -> tuple[int, int]:
-        """The same of the phased operand."""
-        return (self.column_chunk, self.column_items) if self.mirrored else (self.row_chunk, self.row_items)
 
 
 class TapGemmWgradTma(Schedule):
@@ -129,13 +85,15 @@ class TapGemmWgradTma(Schedule):
         return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgradTmaConfig]:
-        found = itertools.chain.from_iterable(((flat, config) for config in _configs(flat)) for flat in _flats(at))
+        found = itertools.chain.from_iterable(((flat, config) for config in configs_of(flat)) for flat in _flats(at))
         return [config for flat, config in found if buffers(_stage_bytes(flat, config), device) >= LEAST_BUFFERS]
 
     def arranged(self, order: list[WgradTmaConfig]) -> list[WgradTmaConfig]:
-        """Among the first as many with images innermost as others: the size at hand decides between them."""
-        ways = [[config for config in order if config.batched is batched] for batched in (False, True)]
-        first = [each for way in ways for each in way[: self.offered // 2]] if all(ways) else []
+        """Among the first as many of each way to lay out positions: the size at hand decides between them."""
+        ways: dict[tuple[bool, bool], list[WgradTmaConfig]] = {}
+        for config in order:
+            ways.setdefault((config.batched, config.spread), []).append(config)
+        first = [each for way in ways.values() for each in way[: self.offered // len(ways)]]
         first.sort(key=order.index)
         return first + [config for config in order if config not in first]
 
@@ -143,7 +101,7 @@ class TapGemmWgradTma(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
     ) -> Cost | None:
         """None where the planes would take too much memory, or would be slow to write."""
-        flat = flat_product(problem, layouts, config.swapped, config.batched)
+        flat = _flat(problem, layouts, config)
         if config.batched and not may_count_images_last(problem, layouts):
             return None
         if not _affordable(flat):
@@ -152,7 +110,7 @@ class TapGemmWgradTma(Schedule):
 
     def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: WgradTmaConfig) -> float:
         """Whatever memory the planes would take at the ranking size."""
-        return self._cost(at, device, flat_product(at, Layouts.dense(at), config.swapped, config.batched), config)[0]
+        return self._cost(at, device, _flat(at, Layouts.dense(at), config), config)[0]
 
     def _cost(
         self, problem: ConvTransposeProblem, device: DeviceInfo, flat: FlatProduct, config: WgradTmaConfig
@@ -160,9 +118,10 @@ class TapGemmWgradTma(Schedule):
         terms, bandwidth = costs("tap_gemm_wgrad_tma", device), device.copy_bytes_per_second
         slices, size = _slices(flat), DTYPE_BYTES[problem.dtype]
         splits, product, reduction = _splits(slices[0][1], config, device, _narrows(slices))
-        read = (problem.elements[0] + problem.elements[2]) * size
+        read = sum(math.prod(side.shape) for side, new in zip(flat.sides, flat.written) if new) * size
         share = terms.flattened_batch if config.batched else terms.flattened
-        seconds = len(slices) * (product + terms.flatten) + reduction + (read + flat.bytes) / (share * bandwidth)
+        seconds = len(slices) * (product + terms.flatten * any(flat.written)) + reduction
+        seconds += (read + flat.written_bytes) / (share * bandwidth)
         if _goes_back(problem) and not (reduction and transpose_reduces(problem, splits)):
             seconds += transpose_seconds(2 * problem.elements[1] * size, device)
         return slower_of(seconds, problem.bytes / bandwidth)
@@ -170,46 +129,69 @@ class TapGemmWgradTma(Schedule):
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
     ) -> Program:
-        slices = _slices(flat_product(problem, layouts, config.swapped, config.batched))
-        source, narrows = _source(slices[0][1], config, device), _narrows(slices)
-        splits = _splits(slices[0][1], config, device, narrows)[0]
+        slices = _slices(_flat(problem, layouts, config))
+        whole = slices[0][1]
+        source, narrows = _source(whole, config, device), _narrows(slices)
+        splits = _splits(whole, config, device, narrows)[0]
         steps, alone = [], splits == 1 and narrows
         for first, flat in slices:
-            planes = [each._replace(first_image=first) for each in flat.planes]
-            x, grad = planes[::-1] if config.swapped else planes
-            main = _main(flat, config, device, source, splits, first > 0, alone)
-            steps.append((flatten_positions(problem.dtype, flat.product.word, x, grad), main))
+            main = _main(flat, config, device, source, splits, first, alone)
+            steps += [*_written(flat, first), main]
         back = _goes_back(problem)
         last = back or (problem.channels_last and problem.taps > 1)  # one tap lies in the layer's order, either way
-        program = assemble(problem, pass_, steps[0][1], splits=splits, dst_channels_last=last, narrowed=alone)
-        x, grad = slices[0][1].planes[::-1] if config.swapped else slices[0][1].planes
-        buffers = {
-            X: Buffer(X_PLANES, problem.dtype, x.elements),
-            GRAD: Buffer(GRAD_PLANES, problem.dtype, grad.elements),
-        }
-        program = prepared(program, (), buffers)
+        program = assemble(problem, pass_, main, splits=splits, dst_channels_last=last, narrowed=alone)
+        planes = _buffers(whole)
+        program = prepared(program, (), {of: each for of, each in planes.items() if each.elements})
         operands = program.main.operands
-        sliced = [each for before, main in steps for each in (before, replace(main, operands=operands))]
-        program = replace(program, steps=(*sliced, *program.steps[1:]), main_index=1)
+        sliced = [replace(each, operands=operands) if each.source is source else each for each in steps]
+        empty = [each for each in planes.values() if any(whole.written) and not each.elements]
+        program = replace(
+            program,
+            steps=(*sliced, *program.steps[1:]),
+            main_index=int(any(whole.written)),
+            buffers=(*program.buffers, *empty),
+        )
         return writing_weight_channels_last(program, problem) if back else program
+
+
+def _flat(problem: ConvTransposeProblem, layouts: Layouts, config: WgradTmaConfig) -> FlatProduct:
+    """The product as a config lays out its operands."""
+    return flat_product(problem, layouts, config.swapped, config.batched, config.spread)
+
+
+def _written(flat: FlatProduct, first: int) -> list[Step]:
+    """The launch, if any, that writes the planes of some images, from the ``first`` on."""
+    sides = [each._replace(first_image=first) if new else None for each, new in zip(flat.planes, flat.written)]
+    x, grad = reversed(sides) if flat.swapped else sides
+    return [flatten_positions(flat.product.problem.dtype, flat.product.word, x, grad)] if x or grad else []
+
+
+def _buffers(flat: FlatProduct) -> dict[str, Buffer]:
+    """The planes of both tensors, those of one that is read in place empty."""
+    names = ((GRAD, GRAD_PLANES), (X, X_PLANES)) if flat.swapped else ((X, X_PLANES), (GRAD, GRAD_PLANES))
+    found = zip(names, flat.planes, flat.written)
+    return {of: Buffer(name, flat.product.problem.dtype, each.elements * new) for (of, name), each, new in found}
 
 
 def _flats(problem: ConvTransposeProblem) -> Iterator[FlatProduct]:
     """All ways to lay out a layer's dense operands."""
     layouts = Layouts.dense(problem)
-    for batched in (False, True) if may_count_images_last(problem, layouts) else (False,):
+    ways = [(False, False)]
+    ways += [(True, False)] if may_count_images_last(problem, layouts) else []
+    ways += [(False, True)] if may_spread(problem, layouts) else []
+    for batched, spread in ways:
         for swapped in (False, True) if may_swap(problem) else (False,):
-            yield flat_product(problem, layouts, swapped, batched)
+            yield flat_product(problem, layouts, swapped, batched, spread)
 
 
 @lru_cache(maxsize=1024)
 def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
     """The first image and the product of each share of the images, whose planes are written one after the other."""
     problem, unit = flat.product.problem, flat.product.piece if flat.batched else 1
-    if problem.batch <= unit or max(flat.bytes / _MOST_BYTES, flat.positions / _MOST_POSITIONS) <= 1:
+    if problem.batch <= unit or max(flat.written_bytes / _MOST_BYTES, flat.positions / _MOST_POSITIONS) <= 1:
         return [(0, flat)]
     least = flat.of_images(unit)
-    most = unit * max(1, min(_MOST_BYTES // least.bytes, _MOST_POSITIONS // least.positions))
+    most = unit * max(1, min(_MOST_BYTES // max(1, least.written_bytes), _MOST_POSITIONS // least.positions))
     each = round_up(-(-problem.batch // -(-problem.batch // most)), unit)
     return [(first, flat.of_images(min(each, problem.batch - first))) for first in range(0, problem.batch, each)]
 
@@ -228,7 +210,9 @@ def _affordable(flat: FlatProduct) -> bool:
     """Whether memory may be spent on the planes of a share of few images, and the kernels take so many positions."""
     unit = flat.product.piece if flat.batched else 1
     least = flat if flat.product.problem.batch <= unit else flat.of_images(unit)
-    return least.bytes <= (_MOST_BYTES if flat.batched else _MOST_OF_IMAGE) and least.positions <= _MOST_POSITIONS
+    return (
+        least.written_bytes <= (_MOST_BYTES if flat.batched else _MOST_OF_IMAGE) and least.positions <= _MOST_POSITIONS
+    )
 
 
 def _goes_back(problem: ConvTransposeProblem) -> bool:
@@ -247,7 +231,7 @@ def _source(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> Ke
         "BASE_CHANNELS": base,
         "PHASED_CHANNELS": phased,
         "COPIES": flat.copies,
-        **dict(constants_of(config, "swapped mirrored window_d window_h")),
+        **dict(constants_of(config, "swapped mirrored window_d window_h spread")),
         "PARTS": flat.product.parts,
         "PITCH": PITCH,
         **dict(constants_of(config, "row_tiles row_items row_chunk columns column_items column_chunk")),
@@ -267,26 +251,31 @@ def _main(
     device: DeviceInfo,
     source: KernelSource,
     splits: int,
-    again: bool,
+    first: int,
     narrowed: bool,
 ) -> Step:
-    """The launch of the product of some images, ``again`` where planes of sums have those of others already.
+    """The launch of the product of some images, from the ``first`` on; sums are added to those of images before.
 
     ``narrowed``: the sums are complete, and stored in the tensors' type.
     """
-    product, stages = flat.product, flat.stages
+    product, slabs = flat.product, flat.outer[1]
+    first_images = [0 if new else first for new in flat.written]
     column, items = flat.images or 1, _tiles(flat, config) * product.problem.groups * splits
     params = params_of(source).pack(
         groups=product.problem.groups,
         splits=splits,
         items=items,
-        stages=stages,
+        stages=flat.stages,
+        slab_stages=max(1, flat.slab_stages),
+        slabs=slabs,
         flush=max(1, _flush(flat)),
-        again=again,
+        again=first > 0,
         narrowed=narrowed,
         column=column,
         row=column * flat.padded[2],
-        slab=column * flat.padded[1] * flat.padded[2],
+        slab=column * flat.padded[1] * flat.padded[2] if slabs == 1 else 0,
+        base_image=first_images[0],
+        phased_image=first_images[1],
         plane=math.prod(product.problem.weight_shape),
     )
     base, phased = flat.planes
@@ -297,91 +286,38 @@ def _main(
         shared_bytes=buffers(_stage_bytes(flat, config), device) * _stage_bytes(flat, config),
         params=params,
         tensor_maps=(
-            _map(flat, base, config.base[0], int(config.swapped)),
-            _map(flat, phased, config.phased[0], int(not config.swapped)),
+            _map(flat, base, config.base[0], first_images[0], int(config.swapped)),
+            _map(flat, phased, config.phased[0], first_images[1], int(not config.swapped)),
         ),
-        overlaps=flat.bytes <= _OVERLAPPED,
+        overlaps=0 < flat.written_bytes <= _OVERLAPPED,
     )
 
 
-def _map(flat: FlatProduct, planes: Flattened, chunk: int, tensor: int) -> TensorMap:
-    """A stage of an item."""
-    size, channels = flat.product.size, planes.shape[1]
+def _map(flat: FlatProduct, planes: Flattened, chunk: int, first: int, tensor: int) -> TensorMap:
+    """A stage of an item: positions of a slab, channels, planes, slabs, images up to those from the ``first`` on."""
+    (images, slabs), written = flat.outer, flat.written[(tensor == 0) == flat.swapped]
+    channels, positions, pitch, image = planes.shape[1], math.prod(planes.padded), planes.pitch, 1
+    if not flat.in_place:
+        positions = planes.positions
+    elif written:
+        image = positions
+    else:
+        image, pitch = planes.strides[:2]
+    deep = planes.padded[0] if slabs > 1 else 1
+    counts = channels, math.prod(planes.planes) * planes.parts, deep, first + images
+    elements = pitch, channels * pitch, positions // deep, image
+    size = flat.product.size
+    strides = tma_strides(zip(counts, (size * each for each in elements)))
+    assert strides is not None, "planes are whole pieces of 16 bytes apart"
     return TensorMap(
         flat.product.problem.dtype,
-        (max(1, planes.positions), channels, math.prod(planes.planes) * planes.parts, 1, 1),
-        (planes.pitch * size, channels * planes.pitch * size, 16, 16),
+        (max(1, positions // deep), *(max(1, each) for each in counts)),
+        strides,
         (flat.depth, chunk, 1, 1, 1),
         PITCH,
         True,
         tensor,
     )
-
-
-def _configs(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
-    """Configs whose accumulators fit the registers; for each shape of rows the best shapes of columns."""
-    most = _MOST_SUMS // flat.product.parts
-    for window, mirrored, row_tiles in itertools.product(flat.windows, (False, True), (1, 2)):
-        (rows, row_taps), (columns, column_taps) = _sides(flat, mirrored, window)
-        all_rows = 64 * GROUPS * row_tiles
-        row_chunk, row_items = _row_shape(rows, row_taps, all_rows)
-        if row_tiles > 1 and row_items * row_chunk <= all_rows // 2:
-            continue
-        shapes = _column_shapes(columns, column_taps, min(MOST_COLUMNS, 2 * most // row_tiles), all_rows)
-        for column_chunk, column_items in shapes[:_SHAPES]:
-            yield WgradTmaConfig(
-                row_tiles,
-                row_items,
-                row_chunk,
-                column_items,
-                column_chunk,
-                mirrored,
-                flat.swapped,
-                *window,
-                flat.batched,
-            )
-
-
-def _sides(flat: FlatProduct, mirrored: bool, window: tuple[bool, bool]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Channels and taps of the rows' side, and of the columns'."""
-    (base, phased), width = flat.channels, flat.along[2]
-    found = (phased, width.residues * flat.phased_taps(window)), (base, width.taps * flat.base_taps(window))
-    return (found[1], found[0]) if mirrored else found
-
-
-def _chunks(channels: int, most: int) -> Iterator[tuple[int, int]]:
-    """Channels that an item may have, at most so many, and items that all channels come to."""
-    for pieces in range(1, -(-channels // min(channels, _LEAST_CHUNK)) + 1):
-        chunk = round_up(-(-channels // pieces), 8)
-        if chunk <= most:
-            yield chunk, pieces
-
-
-def _row_shape(channels: int, taps: int, rows: int) -> tuple[int, int]:
-    """Channels of an item and items of a block, so that few of the block's rows are empty, in few boxes."""
-    best, found = 0.0, (8, 1)
-    for chunk, pieces in _chunks(channels, min(rows, _MOST_BOX)):
-        items = min(rows // chunk, taps * pieces)
-        blocks = -(-taps * pieces // items)
-        share = channels * taps / (blocks * rows) - 0.002 * items
-        if share > best or best == 0.0:
-            best, found = share, (chunk, items)
-    return found
-
-
-def _column_shapes(channels: int, taps: int, most: int, rows: int) -> list[tuple[int, int]]:
-    """Channels of an item and items of a block, the best first: few columns are empty, and many share the rows."""
-    found: dict[tuple[int, int], float] = {}
-    for chunk, pieces in _chunks(channels, most):
-        total, fit = taps * pieces, most // chunk
-        for items in {min(fit, total), -(-total // -(-total // min(fit, total))), max(1, fit // 2)}:
-            if items > total:
-                continue
-            columns, blocks = items * chunk, -(-total // items)
-            # Cycles of 32 bytes of k: products, or bytes from the L2 cache.
-            cycles = max(rows / 64 * max(columns / 2, 16 + columns / 4), 0.8 * (rows + columns)) + items
-            found[chunk, items] = blocks * cycles
-    return sorted(found, key=lambda each: found[each])
 
 
 def _stage_bytes(flat: FlatProduct, config: WgradTmaConfig) -> int:
