@@ -250,8 +250,8 @@ def test_long_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(most) <= 128
 
 
-@pytest.mark.parametrize("preloaded", [True, False])
-def test_long_sums_of_positions(preloaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preloaded", [4, 1, 0])
+def test_long_sums_of_positions(preloaded: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits with several flushes, also as the kernel is compiled where registers would spill."""
     problem = make((3, 16, 16, 32), 16, 2, 2, dtype="bfloat16")
     monkeypatch.setattr(tiles, "_MAX_PLANES_BYTES", 2 * 4 * problem.elements[1])

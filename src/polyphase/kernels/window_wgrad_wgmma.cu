@@ -11,9 +11,9 @@
 // of g are merged: one channel, whose rows have W*C elements (`as_one_channel` in schedules/window_gemm/window.py).
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
-// float32 to `partial` in global memory, and start from zero. A thread's earlier sums of a column are loaded together
-// (PRELOADED), so that no load waits for another, unless registers would spill. Where there is one flush and one split,
-// the sums are `narrowed` to the tensors' type at once.
+// float32 to `partial` in global memory, and start from zero. A thread's earlier sums of PRELOADED column tiles are
+// loaded together, so that few loads wait for others; of no whole tile where registers would spill. Where there is one
+// flush and one split, the sums are `narrowed` to the tensors' type at once.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -64,39 +64,45 @@ __device__ __forceinline__ void flush(const Sums& sums, void* partial, long long
                                       bool again, bool narrowed) {
   to += (long long)Sums::first_column() * ALL_ROWS + Sums::row(0);
   columns -= Sums::first_column();  // valid ones, from the thread's first on
+  constexpr int AT_ONCE = PRELOADED > 1 ? PRELOADED : 1, OF_COLUMN = 2 * ROW_TILES / TOGETHER;
 #pragma unroll
-  for (int tile = 0; tile < COLUMN_TILES; ++tile) {
+  for (int first = 0; first < COLUMN_TILES; first += AT_ONCE) {
+    Stored before[AT_ONCE * 2 * OF_COLUMN] = {};
+    const auto valid = [&](int j, int i) {  // column j from the first tile's on, row i
+      return first + j / 2 < COLUMN_TILES && j / 2 * 8 + j % 2 < columns && Sums::row(i) < filled;
+    };
+    const auto element = [&](int j, int i) {
+      return to + (j / 2 * 8 + j % 2) * ALL_ROWS + Sums::row(i) - Sums::row(0);
+    };
+    if constexpr (PRELOADED > 0) {
 #pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      float* const sums_at = (float*)partial + to + column * ALL_ROWS;
-      scalar_t* const results_at = (scalar_t*)partial + to + column * ALL_ROWS;
-      Stored before[2 * ROW_TILES / TOGETHER] = {};
-      if constexpr (PRELOADED) {
+      for (int j = 0; j < AT_ONCE * 2; ++j)
 #pragma unroll
         for (int i = 0; i < 2 * ROW_TILES; i += TOGETHER)
-          if (again && column < columns && Sums::row(i) < filled)
-            before[i / TOGETHER] = *(const Stored*)(sums_at + Sums::row(i) - Sums::row(0));
-      }
+          if (again && valid(j, i))
+            before[j * OF_COLUMN + i / TOGETHER] = *(const Stored*)((float*)partial + element(j, i));
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE * 2; ++j)
 #pragma unroll
       for (int i = 0; i < 2 * ROW_TILES; i += TOGETHER) {
-        if (column >= columns || Sums::row(i) >= filled) continue;
-        Stored sum = before[i / TOGETHER];
-        if constexpr (!PRELOADED) {
-          if (again) sum = *(const Stored*)(sums_at + Sums::row(i) - Sums::row(0));
+        if (!valid(j, i)) continue;
+        Stored sum = before[j * OF_COLUMN + i / TOGETHER];
+        if constexpr (PRELOADED == 0) {
+          if (again) sum = *(const Stored*)((float*)partial + element(j, i));
         }
         Narrowed result;
 #pragma unroll
-        for (int j = 0; j < TOGETHER; ++j) {
-          sum.value[j] += sums.of[i / 2][tile * 4 + (i + j) % 2 * 2 + column];
-          narrow(sum.value[j], result.value[j]);
+        for (int k = 0; k < TOGETHER; ++k) {
+          sum.value[k] += sums.of[i / 2][(first + j / 2) * 4 + (i + k) % 2 * 2 + j % 2];
+          narrow(sum.value[k], result.value[k]);
         }
         if (ELEMENT == 2 && narrowed)
-          *(Narrowed*)(results_at + Sums::row(i) - Sums::row(0)) = result;
+          *(Narrowed*)((scalar_t*)partial + element(j, i)) = result;
         else
-          *(Stored*)(sums_at + Sums::row(i) - Sums::row(0)) = sum;
+          *(Stored*)((float*)partial + element(j, i)) = sum;
       }
-    }
-    to += 8 * ALL_ROWS, columns -= 8;
+    to += AT_ONCE * 8 * ALL_ROWS, columns -= AT_ONCE * 8;
     __syncwarp();  // keeps the compiler from interleaving column tiles, which would spill
   }
 }

@@ -42,6 +42,7 @@ from polyphase.schedules.window_gemm.window import (
 _SMALLER = 1536, 24, 16  # image side in 1-D, 2-D, 3-D of the second size at which configs are scored
 _LEAST_SPLIT = 8  # tiles of a weight gradient's split, at least
 _MOST_WAVES = 4  # of CTAs, that splits may make
+_PRELOADED = 4  # column tiles of which a weight gradient's flush loads earlier sums together, for each row tile
 _ENDS = 4  # what a CTA's prologue and epilogue take, in stages
 
 
@@ -150,6 +151,7 @@ class _WindowWgmma(Gradient):
         self, problem: ConvTransposeProblem, flattened: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig
     ) -> KernelSource:
         """The kernel; ``flattened``: the layer as it reads it (`_as_read`)."""
+        preloaded = max(1, _PRELOADED // config.row_tiles)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(flattened, pass_),
             ("WARPS", 4 * GROUPS + LOADERS // 32),
@@ -160,12 +162,12 @@ class _WindowWgmma(Gradient):
             ("COLUMN_TILES", config.columns // 8),
             ("PAIRS", in_pairs(flattened)),
             ("MN_MAJOR", problem.channels_last),
-            ("FLUSH", _stages_summed(flattened, config)) if pass_ is Pass.INPUT_GRAD else ("PRELOADED", True),
+            ("FLUSH", _stages_summed(flattened, config)) if pass_ is Pass.INPUT_GRAD else ("PRELOADED", preloaded),
             ("MIN_BLOCKS", 1),
             ("WGMMA", True),
         )
         form = WgmmaForm(config.columns, problem.dtype, a_in_registers=True, transpose_b=problem.channels_last)
-        fallbacks = ((("PRELOADED", False),),) if pass_ is Pass.WEIGHT_GRAD else ()
+        fallbacks = tuple((("PRELOADED", tiles),) for tiles in (1, 0)) if pass_ is Pass.WEIGHT_GRAD else ()
         return KernelSource(self.name, problem.dtype, True, constants, (form,), fallbacks)
 
 
