@@ -92,7 +92,7 @@ def test_code_and_file_have_the_same_terms(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_terms_say_where_they_come_from(file: Path) -> None:
-    """Records exist and have as many candidates of these schedules as the file says."""
+    """Records exist and have as many candidates of these schedules as the file says, and a few that no tile fits."""
     counted: dict[str, Counter[str]] = {}
     schedules = {schedule.name: schedule for schedule in SCHEDULES}
     for path in RECORDS:
@@ -103,8 +103,9 @@ def test_terms_say_where_they_come_from(file: Path) -> None:
     for name, section in sections(file).items():
         assert set(section["schedules"]) <= set(schedules), name
         records: Counter[str] = sum((counted.get(each, Counter()) for each in section["schedules"]), Counter())
-        assert section["records"] == dict(records), name
-        assert section["rows"] == sum(records.values()), name
+        assert set(section["records"]) == set(records), name
+        assert all(0 <= records[file] - rows <= 0.03 * records[file] for file, rows in section["records"].items()), name
+        assert section["rows"] == sum(section["records"].values()), name
         assert section["commit"]
         assert section["date"]
         for term, about in section["terms"].items():

@@ -22,7 +22,8 @@ from polyphase.problem.layouts import Layouts
 from polyphase.program.flatten import GRAD_PLANES, X_PLANES
 from polyphase.program.step import GRAD, X
 from polyphase.schedules.schedule import Candidate, Schedule
-from polyphase.schedules.tap_gemm import flat, wgrad_tma
+from polyphase.schedules.tap_gemm import wgrad_tma
+from polyphase.schedules.tap_gemm.flat import flat_product
 from polyphase.schedules.tap_gemm.mma import _SHAPES, TapGemm, TapGemmWgrad
 from polyphase.schedules.tap_gemm.tma import TapGemmTma
 from polyphase.schedules.tap_gemm.wgrad_tma import TapGemmWgradTma, _flats
@@ -267,7 +268,8 @@ def test_images_in_shares(dtype: str, batched: bool, monkeypatch: pytest.MonkeyP
     problem = make((23, 12, 5, 6), 10, 3, 1, 1, dtype=dtype)
     monkeypatch.setattr(wgrad_tma, "_MOST_BYTES", 30 << 10)
     wgrad_tma._slices.cache_clear()
-    configs = [each for each in WGRAD_TMA.configs(problem, Pass.WEIGHT_GRAD, H200) if each.batched is batched]
+    configs = WGRAD_TMA.configs(problem, Pass.WEIGHT_GRAD, H200)
+    configs = [each for each in configs if each.batched is batched and not each.in_place]
     for config in configs[:: len(configs) // 3]:
         program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
         assert [step.source.kernel for step in program.steps[:4]] == ["flatten_positions", WGRAD_TMA.name] * 2
@@ -293,15 +295,6 @@ IN_PLACE = (
 )
 
 
-@pytest.fixture
-def small_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Images are read in place however few their positions are."""
-    monkeypatch.setattr(flat, "_IN_PLACE", 9.0)
-    flat.flat_product.cache_clear()
-    yield
-    flat.flat_product.cache_clear()
-
-
 def configs_in_place(problem: ConvTransposeProblem, count: int) -> list[WgradTmaConfig]:
     """Some of those that read an operand in place."""
     found = [config for each in _flats(problem) if each.in_place for config in configs_of(each)]
@@ -309,7 +302,6 @@ def configs_in_place(problem: ConvTransposeProblem, count: int) -> list[WgradTma
     return found[zlib.crc32(str(problem).encode()) % 4 % len(found) :: max(1, len(found) // count)]
 
 
-@pytest.mark.usefixtures("small_images")
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("problem", IN_PLACE, ids=str)
 def test_operands_in_place(problem: ConvTransposeProblem) -> None:
@@ -324,7 +316,6 @@ def test_operands_in_place(problem: ConvTransposeProblem) -> None:
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
-@pytest.mark.usefixtures("small_images")
 @pytest.mark.parametrize("index", range(5))
 def test_operands_that_lie_otherwise_are_written(index: int) -> None:
     """Strange tensors of layers whose own would be read in place; all give the same."""
@@ -338,7 +329,6 @@ def test_operands_that_lie_otherwise_are_written(index: int) -> None:
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, layouts, Emulator(3))
 
 
-@pytest.mark.usefixtures("small_images")
 @pytest.mark.parametrize("problem", [IN_PLACE[3], IN_PLACE[5]], ids=str)
 def test_images_in_shares_in_place(problem: ConvTransposeProblem, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planes of the gradient of some images at a time, beside the whole input."""
@@ -351,6 +341,37 @@ def test_images_in_shares_in_place(problem: ConvTransposeProblem, monkeypatch: p
         candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
     wgrad_tma._slices.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "shares"), [((8, 32), 2, (0.0, 0.0)), ((7, 28), 3, (0.875, 0.875)), ((16, 24), 2, (0.0, 0.75))]
+)
+def test_rows_that_straddle_lines(size: tuple[int, int], stride: int, shares: tuple[float, float]) -> None:
+    """Images and rows of whole lines of 128 bytes; images of others; rows of others, which taps are shifted by."""
+    problem = make((4, 16, *size), 16, (3, 1), (stride, 1), tf32=True)
+    found = flat_product(problem, Layouts.dense(problem), in_place=True)
+    assert found.in_place
+    assert tuple(found.straddling(side, (False, False)) for side in (0, 1)) == shares
+
+
+@pytest.mark.parametrize(("width", "row"), [(61, 64), (50, 56)])
+def test_rows_of_planes_are_whole_lines_where_those_are_near(width: int, row: int) -> None:
+    problem = make((2, 20, 5, width), 12, 3, 2, 1, dtype="bfloat16")
+    found = flat_product(problem, Layouts.dense(problem))
+    assert found.padded == (1, 6, row)
+    assert [planes.pitch % 64 for planes in found.planes] == [0, 0]
+    config = next(configs_of(found))
+    program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
+    candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
+    assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
+
+
+def test_where_images_straddle_lines_planes_are_written() -> None:
+    """The forecast decides."""
+    for row, in_place in ((26, False), (32, True)):
+        problem = make((16, 320, row, row), 320, (3, 8), (3, 8), tf32=True)
+        best = min((each for each, _ in offers(WGRAD_TMA, problem, Pass.WEIGHT_GRAD)), key=lambda each: each.seconds)
+        assert best.config.in_place is in_place
 
 
 def test_float32_is_rounded_to_nearest_by_tma() -> None:

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -51,6 +51,7 @@ _RENAMED = {
 }
 # What older records call fields.
 _RENAMED_FIELDS = {"implicit_gemm": {"boxes": "tma_operands"}}
+_COPIES = re.compile(r"copy ([\d.]+) TB/s")  # of the GPU that a record was measured on
 _SETTING = re.compile(r"(\w+)=(\([^)]*\)|[^,()]+)")
 
 
@@ -130,6 +131,8 @@ def _row(file: str, record: Record, device: DeviceInfo) -> Row | str:
     pass_ = Pass(record.pass_name)
     problem, layouts = _computed(record.problem, pass_)
     seconds, was_planned = record.ms / 1e3, record.planned is True
+    if copied := _COPIES.match(record.ceilings):
+        device = replace(device, copy_bytes_per_second=1e12 * float(copied[1]))
     row = Row(file, case, schedule, problem, pass_, layouts, config, device, seconds, was_planned, record.gpu)
     try:
         fits = math.isfinite(row.forecast())

@@ -34,6 +34,12 @@ def slower_of(work: float, moving: float) -> tuple[float, str]:
     return max(work, moving), "bytes" if moving > work else "instructions"
 
 
+def norm(work: float, moving: float, exponent: float) -> float:
+    """Time of both where they overlap, not wholly: the sum of both for an exponent of 1, the longer for a large one."""
+    found: float = (work**exponent + moving**exponent) ** (1 / exponent)
+    return found
+
+
 def transpose_seconds(moved: float, device: DeviceInfo, tensors: int = 1) -> float:
     """Predicted time of the layout transposes of ``tensors`` that read and write so many bytes in all."""
     terms = costs("transpose", device)

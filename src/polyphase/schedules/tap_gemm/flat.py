@@ -24,7 +24,7 @@ from polyphase.schedules.tap_gemm.product import Product, product_of
 PITCH = 128
 
 _PADDED = 1.15  # images, padded to whole pieces, for each that there is, at most
-_IN_PLACE = 1.3  # positions of stages for each that there is, at most, where the base is read in place
+_WHOLE_LINES = 1.125  # elements of rows that are padded to whole lines of memory, for each that there is, at most
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class FlatProduct:
     swapped: bool
     batched: bool  # images are the innermost dimension of positions
     spread: bool  # taps along the width are planes of the phased operand
-    aligned: bool  # tensors begin where TMA may
+    in_place: bool  # the base is read as it lies, image by image
 
     def of_images(self, count: int) -> FlatProduct:
         """The product of the first ``count`` images alone."""
@@ -131,24 +131,22 @@ class FlatProduct:
 
     @cached_property
     def padded(self) -> Three:
-        """A padded image. Rows are whole pieces where a shift along another dimension must be some, or images are."""
+        """A padded image. Rows that taps shift by are whole pieces; whole lines where that adds few elements."""
         depth, height, width = (size + axis.reach for size, axis in zip(self.sides[0].shape[2:], self.along))
-        apart = not self.batched and (self.along[0].taps > 1 or self.along[1].taps > 1)
-        return depth, height, round_up(width, self.product.piece) if apart and not self.in_place else width
+        if self.in_place or self.batched or max(self.along[0].taps, self.along[1].taps) == 1:
+            return depth, height, width
+        lines = round_up(width, self.depth)
+        return depth, height, lines if lines <= _WHOLE_LINES * width else round_up(width, self.product.piece)
 
-    @cached_property
-    def in_place(self) -> bool:
-        """Whether the base is read as it lies, image by image, in stages that are mostly full."""
+    @property
+    def base_lies(self) -> bool:
+        """Whether TMA may read the base as it lies: an image as one plane, shifted by whole pieces of 16 bytes."""
         base, product = self.sides[0], self.product
-        if self.batched or self.copies > 1 or product.parts > 1 or not (self.aligned and _lies(base, product.piece)):
+        if self.batched or self.copies > 1 or product.parts > 1 or not _lies(base, product.piece):
             return False
         depth, height, width = base.shape[2:]
         above = 1 if self.along[1].taps > 1 else height if self.along[0].taps > 1 else height * depth
-        if width * above % product.piece:
-            return False
-        padded = depth + self.along[0].reach, (height + self.along[1].reach) * width
-        slabs, slab = padded if self.along[1].reach else (1, math.prod(padded))
-        return slabs * round_up(slab, self.depth) <= _IN_PLACE * depth * height * width
+        return width * above % product.piece == 0
 
     @property
     def written(self) -> tuple[bool, bool]:
@@ -174,7 +172,7 @@ class FlatProduct:
 
         def pitch(padded: Three) -> int:
             images = self.images or self.product.problem.batch
-            return round_up(max(1, images * math.prod(padded)), self.product.piece)
+            return round_up(max(1, images * math.prod(padded)), self.depth)
 
         around = base.shape[2:] if self.in_place else self.padded
         still = Flattened(
@@ -203,6 +201,27 @@ class FlatProduct:
         )
         return still, moved
 
+    def strides(self, side: int) -> Three:
+        """Elements from a channel of the base (0) or the phased operand (1) to the next, from a slab, and an image."""
+        planes, slabs = self.planes[side], self.outer[1]
+        if self.in_place and not self.written[side]:
+            return planes.strides[1], math.prod(planes.padded[1:]) if slabs > 1 else 0, planes.strides[0]
+        image = math.prod(planes.padded)
+        return planes.pitch, image // planes.padded[0] if slabs > 1 else 0, image if self.in_place else 0
+
+    def straddling(self, side: int, window: tuple[bool, bool]) -> float:
+        """The share of a stage's rows of 128 bytes that lie in two lines of memory: they begin within one."""
+        depth, height, width = self.along
+        row = (self.images or 1) * self.padded[2]
+        begin = [*self.strides(side)] if self.sides[side].shape[1] > 1 else [*self.strides(side)[1:]]
+        if height.taps > 1 and window[1] is (side == 0):
+            begin.append(row * height.shift)
+        if depth.taps > 1 and window[0] is (side == 0) and self.outer[1] == 1:
+            begin.append(row * self.padded[1] * depth.shift)
+        if width.taps > self.copies and side == 0:
+            begin.append((self.images or 1) * width.shift * self.copies)
+        return 1 - math.gcd(self.depth, *begin) / self.depth
+
     @property
     def bytes(self) -> int:
         """Size of both operands as the product reads them."""
@@ -213,6 +232,12 @@ class FlatProduct:
         """Size of the planes that are written."""
         written = (each.elements for each, new in zip(self.planes, self.written) if new)
         return sum(written) * self.product.size
+
+    @property
+    def moved(self) -> int:
+        """Elements of tensors that are read, and of their planes that are written."""
+        read = (math.prod(each.shape) for each, new in zip(self.sides, self.written) if new)
+        return sum(read) + self.written_bytes // self.product.size
 
     @cached_property
     def windows(self) -> list[tuple[bool, bool]]:
@@ -234,10 +259,16 @@ class FlatProduct:
 
 @lru_cache(maxsize=1024)
 def flat_product(
-    problem: ConvTransposeProblem, layouts: Layouts, swapped: bool = False, batched: bool = False, spread: bool = False
+    problem: ConvTransposeProblem,
+    layouts: Layouts,
+    swapped: bool = False,
+    batched: bool = False,
+    spread: bool = False,
+    in_place: bool = False,
 ) -> FlatProduct:
-    """The product that a weight gradient is."""
-    return FlatProduct(product_of(problem, Pass.WEIGHT_GRAD, layouts), swapped, batched, spread, layouts.aligned)
+    """The product that a weight gradient is; planes of the base are written where it cannot be read in place."""
+    found = FlatProduct(product_of(problem, Pass.WEIGHT_GRAD, layouts), swapped, batched, spread, False)
+    return replace(found, in_place=True) if in_place and layouts.aligned and found.base_lies else found
 
 
 def may_count_images_last(problem: ConvTransposeProblem, layouts: Layouts) -> bool:

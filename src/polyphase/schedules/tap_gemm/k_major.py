@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from polyphase.costs import Costs
 from polyphase.problem.device import DeviceInfo
+from polyphase.schedules.cost import norm
 
 #: Consumer warpgroups; one more warpgroup is the producer.
 GROUPS = 2
@@ -37,7 +38,7 @@ def stage_cycles(row_tiles: int, columns: int, pitch: int, parts: int, loading: 
     """
     operations = GROUPS * row_tiles * pitch / 32 * (3 if parts == 2 else 1)
     products = terms.product * operations * max(columns / 2, 16 + columns / 4)
-    cycles: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap) + terms.stage
+    cycles: float = norm(products, loading, terms.overlap) + terms.stage
     return cycles
 
 

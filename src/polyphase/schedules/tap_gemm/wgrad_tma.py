@@ -28,7 +28,7 @@ from polyphase.program.program import (
 )
 from polyphase.program.step import GRAD, Step, X
 from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.schedules.cost import slower_of, transpose_seconds
+from polyphase.schedules.cost import norm, slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.flat import (
     PITCH,
@@ -90,9 +90,9 @@ class TapGemmWgradTma(Schedule):
 
     def arranged(self, order: list[WgradTmaConfig]) -> list[WgradTmaConfig]:
         """Among the first as many of each way to lay out positions: the size at hand decides between them."""
-        ways: dict[tuple[bool, bool], list[WgradTmaConfig]] = {}
+        ways: dict[tuple[bool, bool, bool], list[WgradTmaConfig]] = {}
         for config in order:
-            ways.setdefault((config.batched, config.spread), []).append(config)
+            ways.setdefault((config.batched, config.spread, config.in_place), []).append(config)
         first = [each for way in ways.values() for each in way[: self.offered // len(ways)]]
         first.sort(key=order.index)
         return first + [config for config in order if config not in first]
@@ -100,11 +100,10 @@ class TapGemmWgradTma(Schedule):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
     ) -> Cost | None:
-        """None where the planes would take too much memory, or would be slow to write."""
+        """None where the planes would take too much memory or be slow to write, or tensors do not lie as planes do."""
         flat = _flat(problem, layouts, config)
-        if config.batched and not may_count_images_last(problem, layouts):
-            return None
-        if not _affordable(flat):
+        lies = flat.in_place is config.in_place and (not config.batched or may_count_images_last(problem, layouts))
+        if not lies or not _affordable(flat):
             return None
         return self._cost(problem, device, flat, config)
 
@@ -118,10 +117,10 @@ class TapGemmWgradTma(Schedule):
         terms, bandwidth = costs("tap_gemm_wgrad_tma", device), device.copy_bytes_per_second
         slices, size = _slices(flat), DTYPE_BYTES[problem.dtype]
         splits, product, reduction = _splits(slices[0][1], config, device, _narrows(slices))
-        read = sum(math.prod(side.shape) for side, new in zip(flat.sides, flat.written) if new) * size
-        share = terms.flattened_batch if config.batched else terms.flattened
+        element = terms.element_batch if config.batched else terms.element
         seconds = len(slices) * (product + terms.flatten * any(flat.written)) + reduction
-        seconds += (read + flat.written_bytes) / (share * bandwidth)
+        seconds += flat.moved * size / (terms.flattened * bandwidth)
+        seconds += flat.moved * element / (device.multiprocessors * device.clock_hz)
         if _goes_back(problem) and not (reduction and transpose_reduces(problem, splits)):
             seconds += transpose_seconds(2 * problem.elements[1] * size, device)
         return slower_of(seconds, problem.bytes / bandwidth)
@@ -156,7 +155,7 @@ class TapGemmWgradTma(Schedule):
 
 def _flat(problem: ConvTransposeProblem, layouts: Layouts, config: WgradTmaConfig) -> FlatProduct:
     """The product as a config lays out its operands."""
-    return flat_product(problem, layouts, config.swapped, config.batched, config.spread)
+    return flat_product(problem, layouts, config.swapped, config.batched, config.spread, config.in_place)
 
 
 def _written(flat: FlatProduct, first: int) -> list[Step]:
@@ -181,7 +180,10 @@ def _flats(problem: ConvTransposeProblem) -> Iterator[FlatProduct]:
     ways += [(False, True)] if may_spread(problem, layouts) else []
     for batched, spread in ways:
         for swapped in (False, True) if may_swap(problem) else (False,):
-            yield flat_product(problem, layouts, swapped, batched, spread)
+            flat = flat_product(problem, layouts, swapped, batched, spread)
+            yield flat
+            if flat.base_lies:
+                yield flat_product(problem, layouts, swapped, batched, spread, in_place=True)
 
 
 @lru_cache(maxsize=1024)
@@ -295,17 +297,12 @@ def _main(
 
 def _map(flat: FlatProduct, planes: Flattened, chunk: int, first: int, tensor: int) -> TensorMap:
     """A stage of an item: positions of a slab, channels, planes, slabs, images up to those from the ``first`` on."""
-    (images, slabs), written = flat.outer, flat.written[(tensor == 0) == flat.swapped]
-    channels, positions, pitch, image = planes.shape[1], math.prod(planes.padded), planes.pitch, 1
-    if not flat.in_place:
-        positions = planes.positions
-    elif written:
-        image = positions
-    else:
-        image, pitch = planes.strides[:2]
+    side = int((tensor == 0) == flat.swapped)
+    (images, slabs), (channel, slab, image) = flat.outer, flat.strides(side)
+    channels, positions = planes.shape[1], math.prod(planes.padded) if flat.in_place else planes.positions
     deep = planes.padded[0] if slabs > 1 else 1
     counts = channels, math.prod(planes.planes) * planes.parts, deep, first + images
-    elements = pitch, channels * pitch, positions // deep, image
+    elements = channel, channels * channel, slab or positions, image or 1
     size = flat.product.size
     strides = tma_strides(zip(counts, (size * each for each in elements)))
     assert strides is not None, "planes are whole pieces of 16 bytes apart"
@@ -351,6 +348,7 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
     flush = max(1, _flush(flat))
     weights, bandwidth = math.prod(product.problem.weight_shape), device.copy_bytes_per_second
     moving = flat.bytes * (1 if flat.bytes < _CACHED else max(1, items / device.multiprocessors)) / bandwidth
+    moving *= device.clock_hz
 
     def seconds(splits: int) -> tuple[float, float]:
         rounds, each = items * splits / device.multiprocessors, math.ceil(stages / splits)
@@ -358,7 +356,7 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
         cycles = whole_rounds(rounds) * (each * stage + once)
         alone = splits == 1 and (narrows or product.size == 4)
         end = 0.0 if alone else terms.reduce + weights * (8 * splits + product.size) / bandwidth
-        return max(cycles / device.clock_hz, moving) + terms.launch / device.clock_hz, end
+        return (norm(cycles, moving, terms.overlap) + terms.launch) / device.clock_hz, end
 
     most = min(affordable_planes(product.problem), stages // LEAST_STAGES)
     found = best_splits(lambda splits: sum(seconds(splits)), most, items, device)
@@ -368,6 +366,7 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
 def _stage_cycles(flat: FlatProduct, config: WgradTmaConfig, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a stage."""
     parts = flat.product.parts
-    loaded = parts * (config.row_items * config.row_chunk + config.columns) * PITCH
+    sides = zip((config.base, config.phased), (flat.straddling(side, config.window) for side in (0, 1)))
+    loaded = sum(chunk * items * (1 + terms.straddling * share) for (chunk, items), share in sides) * parts * PITCH
     loading = terms.moved * loaded + terms.box * parts * (config.row_items + config.column_items)
     return stage_cycles(config.row_tiles, config.columns, PITCH, parts, loading, terms)

@@ -22,7 +22,7 @@ class WgradTmaConfig(NamedTuple):
     ``mirrored``: rows are of the base. ``swapped``: the base is the gradient of the output. ``window_d``,
     ``window_h``: the base has taps along depth or height, too, not those along the width alone.
     ``batched``: images are the innermost dimension of positions. ``spread``: taps along the width are planes of the
-    phased operand.
+    phased operand. ``in_place``: the base is read as it lies, if it can be.
     """
 
     row_tiles: int
@@ -36,6 +36,7 @@ class WgradTmaConfig(NamedTuple):
     window_h: bool = False
     batched: bool = False
     spread: bool = False
+    in_place: bool = False
 
     @property
     def rows(self) -> int:
@@ -85,6 +86,7 @@ def configs_of(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
                 *window,
                 flat.batched,
                 flat.spread,
+                flat.in_place,
             )
 
 

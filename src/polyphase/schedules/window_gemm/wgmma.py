@@ -15,7 +15,7 @@ from polyphase.problem.sizes import is_tiny, standard, typical
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
-from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.cost import norm, rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
@@ -251,11 +251,12 @@ def _estimate(
     terms = costs("window_wgmma", device)
     stage = stage_cycles(problem, pass_, config, tiling, terms)
     blocks = blocks_of(problem, pass_, config.columns, config.out_chunk)
-    block = terms.block + terms.result * config.rows * config.columns
+    flushes = 1
     if pass_ is Pass.WEIGHT_GRAD:
         splits, size = _splits(problem, config, tiling, device), DTYPE_BYTES[problem.dtype]
         stages = math.ceil(tiling.total / splits)
         blocks *= splits
+        flushes = max(1, math.ceil(stages / _flush(problem, tiling)))
         alone = splits == 1 and (size == 4 or _narrows(problem, tiling, stages))
         moved = math.prod(problem.weight_shape) * (size if alone else 8 * splits + size)
         end = (0.0 if alone else terms.reduce) + moved / device.copy_bytes_per_second
@@ -264,6 +265,7 @@ def _estimate(
         blocks *= tiling.total
         end = 0.0
     _, rounds = rounds_of(blocks, 1, device)
+    block = terms.block + flushes * terms.result * config.rows * config.columns
     work = rounds * (stages * stage + block) / device.clock_hz + end
-    floor = problem.bytes / device.copy_bytes_per_second
-    return slower_of(work, floor)
+    moving = problem.bytes / device.copy_bytes_per_second
+    return norm(work, moving, terms.overlap), slower_of(work, moving)[1]
