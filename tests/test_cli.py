@@ -19,6 +19,7 @@ import polyphase
 from polyphase import modules
 from polyphase.__main__ import app
 from polyphase.bench import host, host_layers, kernels
+from polyphase.bench.layers import NamedLayer, parse_layer
 from polyphase.bench.records import read_csv
 from polyphase.errors import CompilationError
 from polyphase.jit.compiler import Resources
@@ -487,6 +488,27 @@ def test_compile_compiles_every_kernel_once(monkeypatch: pytest.MonkeyPatch, tmp
     assert {arch for _, arch in seen} == {"sm_80", "sm_90a"}
     assert f"{len(seen)} of {len(seen)} kernels are clean" in told(result)
     assert len(table.read_text().splitlines()) == len(seen) + 1
+    every = {*seen}
+    seen.clear()
+    arguments = "--arch", "sm_80,sm_90a", "--layer", LAYER, "--layer", larger, "--dtypes", "float32", "--variants"
+    assert invoke("compile", *arguments).exit_code == 0
+    assert {*seen} < every
+
+
+def test_compile_leaves_out_what_differs_in_sizes_alone() -> None:
+    """Unless the planner takes it."""
+    device, layers = DeviceInfo.for_arch("sm_90a"), ("8x64x64x64 -> 64, k=4, s=2, p=1", LAYER)
+    named = [NamedLayer(layer, parse_layer(layer)) for layer in layers]
+    every = kernels.wanted(named, list(Pass), ["float32", "bfloat16"], [False], [device])
+    kept = kernels.variants(every)
+    assert {kernel for kernel in every if kernel.chosen} <= {*kept} < {*every}
+    assert {kernel.source.variant for kernel in kept} == {kernel.source.variant for kernel in every}
+    others = [kernel.source.variant for kernel in kept if not kernel.chosen]
+    assert len(others) == len({*others})
+    for other in (kernel for kernel in every if kernel not in kept):
+        like = next(kernel for kernel in kept if kernel.source.variant == other.source.variant)
+        assert like.source.specialisation != other.source.specialisation
+        assert [name for name, _ in like.source.constants] == [name for name, _ in other.source.constants]
 
 
 @pytest.mark.parametrize(
@@ -550,8 +572,6 @@ def test_compile_refuses_an_unknown_architecture() -> None:
 
 
 def test_a_report_of_a_kernel_counts_shared_memory_of_source_and_launch() -> None:
-    from polyphase.bench.layers import NamedLayer, parse_layer
-
     device = DeviceInfo.for_arch("sm_90a")
     (kernel, *_) = kernels.wanted([NamedLayer("a", parse_layer(LAYER))], [Pass.FORWARD], ["float32"], [False], [device])
     kernel = replace(kernel, dynamic_shared=1000)

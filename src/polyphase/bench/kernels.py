@@ -56,6 +56,11 @@ class Wanted:
         return self.askers[0].pass_
 
     @property
+    def chosen(self) -> bool:
+        """Whether the planner takes it for any of them, as opposed to a candidate behind its choice."""
+        return any(asker.chosen for asker in self.askers)
+
+    @property
     def title(self) -> str:
         """Kernel, architecture and the layer that asks for it."""
         return f"{self.source.kernel}, {self.arch}, {self.pass_.value} of {self.problem}"
@@ -117,6 +122,19 @@ def _asked(case: plans.Case) -> list[tuple[KernelSource, Asker, int]]:
             shared = winner.main.shared_bytes if winner and winner.main.source == source else 0
             found.append((source, Asker(case.layer, case.problem, pass_, source in taken), shared))
     return found
+
+
+def variants(kernels: Iterable[Wanted]) -> list[Wanted]:
+    """Those that the planner takes, and of the others one of each variant, which differ in sizes alone."""
+    first = sorted(kernels, key=lambda kernel: not kernel.chosen)
+    met: set[tuple[object, ...]] = set()
+    kept = []
+    for kernel in first:
+        variant = (kernel.arch, *kernel.source.variant)
+        if kernel.chosen or variant not in met:
+            kept.append(kernel)
+        met.add(variant)
+    return kept
 
 
 def compile_all(kernels: Sequence[Wanted], jobs: int) -> Iterator[Report]:

@@ -26,6 +26,12 @@ def compile_kernels(
     dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,bfloat16,float16,float64",
     layouts: Annotated[str, typer.Option(help="nchw, channels_last, or both.")] = "nchw,channels_last",
     passes: Annotated[str, typer.Option(help="Passes, comma-separated.")] = "forward,input_grad,weight_grad",
+    variants: Annotated[
+        bool,
+        typer.Option(
+            "--variants", help="Of kernels that are not the planner's choice, one of those that differ in sizes alone."
+        ),
+    ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = os.cpu_count() or 1,
     every: Annotated[bool, typer.Option("--every", help="Print a line for every kernel.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write a line for every kernel here.", show_default=False)] = None,
@@ -62,6 +68,8 @@ def compile_kernels(
         infos,
         jobs,
     )
+    if variants:
+        wanted = kernels.variants(wanted)
     reports: list[Report] = []
     with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"{len(wanted)} kernels", total=len(wanted))

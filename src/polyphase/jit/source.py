@@ -106,6 +106,17 @@ class KernelSource:
         """Names of constants in which `attempts` differ."""
         return {"MIN_BLOCKS", *(name for changes in self.fallbacks for name, _ in changes)}
 
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """What decides which code is compiled, as opposed to sizes: types, switches, and which numbers are zero."""
+        switches = tuple(
+            (name, value if name in MACROS else bool(value))
+            for name, value in self.constants
+            if not isinstance(value, Axis)
+        )
+        forms = frozenset(replace(form, columns=0) for form in self.wgmma)
+        return self.kernel, self.dtype, self.wide_offsets, switches, forms, self.epilogue
+
     def with_constants(self, **constants: Constant) -> KernelSource:
         """The same kernel with some of its constants changed."""
         return replace(self, constants=tuple({**dict(self.constants), **constants}.items()))
