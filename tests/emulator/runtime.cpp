@@ -75,7 +75,7 @@ class Guarded {
   char* map;
 };
 
-enum class State { ready, at_syncwarp, at_syncthreads, at_threads_sync, at_barrier_wait, exited };
+enum class State : unsigned char { ready, at_syncwarp, at_syncthreads, at_threads_sync, at_barrier_wait, exited };
 constexpr const char* kStates[] = {"", "__syncwarp", "__syncthreads", "threads_sync", "barrier_wait"};
 
 /// Asynchronous work, and the group it belongs to: how many were committed before.
@@ -92,7 +92,7 @@ struct Tasks {
 /// A thread. Fibers are kept for later launches, because making a stack costs more than running a small kernel.
 struct Fiber {
   uint3 index = {};
-  State state = State::ready;
+  State* state = nullptr;
   const void* site = nullptr;  // of the barrier it waits at
   unsigned mask = 0;           // of the __syncwarp it waits at
   unsigned name = 0, threads = 0;                // of threads_sync
@@ -116,6 +116,7 @@ std::vector<BulkCopy> bulk_copies;
 std::vector<std::unique_ptr<std::max_align_t[]>> scratches;  // of the grid
 
 std::deque<Fiber> fibers;    // of the threads of a block, by their linear index; those beyond the block idle
+State states[1024];          // theirs: side by side, as all are looked through at every barrier
 const struct Grid* running;
 Fiber* current;              // the running fiber; null in the scheduler
 jmp_buf scheduler;           // where a fiber that waits jumps to
@@ -159,7 +160,7 @@ iovec static_shared_of(const emulator::Program& kernel) {
 }
 
 void wait(State state, const void* site) {
-  current->state = state, current->site = site;
+  *current->state = state, current->site = site;
   if (_setjmp(current->resume) == 0) _longjmp(scheduler, 1);
 }
 
@@ -179,8 +180,10 @@ struct Grid {
       if (order >= 0) std::shuffle(list->begin(), list->end(), random);
     }
     while (fibers.size() < size) fibers.emplace_back();
-    for (unsigned t = 0; t < size; ++t)
+    for (unsigned t = 0; t < size; ++t) {
       fibers[t].index = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
+      fibers[t].state = &states[t];
+    }
     for (int i = 0; i < count; ++i) {
       arguments.push_back(list[i].value);
       if (list[i].bytes < 0) continue;
@@ -204,11 +207,11 @@ struct Grid {
     std::memset(static_shared.iov_base, 0xFF, static_shared.iov_len);
     std::memset(static_cast<void*>(slots.data()), 0xFF, slots.size() * sizeof slots[0]);
     for (unsigned t = 0; t < size; ++t) {
-      fibers[t].state = State::ready;
-      for (Tasks& tasks : fibers[t].tasks) tasks = {};
-      bulk_copies.clear();
-      scratches.clear();
+      states[t] = State::ready;
+      for (Tasks& tasks : fibers[t].tasks) tasks.waiting.clear(), tasks.committed = 0;
     }
+    bulk_copies.clear();
+    scratches.clear();
     // Where threads are shuffled, in every other block a warp runs as far as barriers allow before the next one does.
     const bool one_warp = order >= 0 && random() % 2;
     if (one_warp) {
@@ -222,7 +225,7 @@ struct Grid {
       if (order >= 0 && !one_warp) std::shuffle(threads.begin(), threads.end(), random);
       unsigned first = size;  // a thread of the warp that runs
       for (const unsigned t : threads) {
-        if (fibers[t].state != State::ready || (one_warp && first < size && t / 32 != first / 32)) continue;
+        if (states[t] != State::ready || (one_warp && first < size && t / 32 != first / 32)) continue;
         first = t;
         resume(t);
       }
@@ -264,8 +267,8 @@ struct Grid {
   bool warp_complete(unsigned t) const {
     const unsigned first = t / 32 * 32, last = std::min(size, first + 32);
     for (unsigned i = first; i < last; ++i) {
-      if (fibers[i].state == State::exited || !(fibers[t].mask >> (i - first) & 1)) continue;
-      if (fibers[i].state != State::at_syncwarp || fibers[i].mask != fibers[t].mask) return false;
+      if (states[i] == State::exited || !(fibers[t].mask >> (i - first) & 1)) continue;
+      if (states[i] != State::at_syncwarp || fibers[i].mask != fibers[t].mask) return false;
     }
     return true;
   }
@@ -275,29 +278,34 @@ struct Grid {
     opened.clear();
     unsigned left = 0, ready = 0, at_syncthreads = 0, named[kNames] = {};  // threads
     for (unsigned t = 0; t < size; ++t) {
-      ready += fibers[t].state == State::ready;
-      left += fibers[t].state != State::exited;
-      at_syncthreads += fibers[t].state == State::at_syncthreads;
-      if (fibers[t].state == State::at_threads_sync) ++named[fibers[t].name];
+      ready += states[t] == State::ready;
+      left += states[t] != State::exited;
+      at_syncthreads += states[t] == State::at_syncthreads;
+      if (states[t] == State::at_threads_sync) ++named[fibers[t].name];
     }
+    unsigned warp = size, mask = 0;  // of the last that waits at __syncwarp: what it waits for is what its neighbours do
+    bool complete = false;
     for (unsigned t = 0; t < size; ++t) {
+      if (states[t] == State::exited || states[t] == State::ready) continue;
       const Fiber& fiber = fibers[t];
-      if (fiber.state == State::at_syncthreads ? at_syncthreads == left
-          : fiber.state == State::at_syncwarp ? warp_complete(t)
-          : fiber.state == State::at_threads_sync ? named[fiber.name] == fiber.threads
-          : fiber.state == State::at_barrier_wait && fiber.barrier->parity != fiber.parity)
+      if (states[t] == State::at_syncwarp && (t / 32 != warp || fiber.mask != mask))
+        warp = t / 32, mask = fiber.mask, complete = warp_complete(t);
+      if (states[t] == State::at_syncthreads ? at_syncthreads == left
+          : states[t] == State::at_syncwarp ? complete
+          : states[t] == State::at_threads_sync ? named[fiber.name] == fiber.threads
+          : fiber.barrier->parity != fiber.parity)
         opened.push_back(t);
     }
     if (left > ready && ready + opened.size() == 0) report_deadlock();
-    for (const unsigned t : opened) fibers[t].state = State::ready;
+    for (const unsigned t : opened) states[t] = State::ready;
     return left > 0;
   }
 
   [[noreturn]] void report_deadlock() const {
     std::map<std::pair<const void*, State>, std::pair<unsigned, unsigned>> sites;  // -> threads, the first of them
     for (unsigned t = 0; t < size; ++t)
-      if (fibers[t].state != State::exited) {
-        auto& [threads, first] = sites[{fibers[t].site, fibers[t].state}];
+      if (states[t] != State::exited) {
+        auto& [threads, first] = sites[{fibers[t].site, states[t]}];
         if (threads++ == 0) first = t;
       }
     static std::string text;  // outlives the jump

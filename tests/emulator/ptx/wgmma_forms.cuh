@@ -18,10 +18,20 @@ struct DescribedMatrix {
         sbo(((unsigned)(bits >> 32) & 0x3fff) << 4),
         pitch(bits >> 62 == 0 ? 16 : 256 >> (bits >> 62)) {}
 
-  float at(int row, int k) const {
+  // Elements that lie side by side: of one row, unless rows are columns of what is stored.
+  static constexpr int RUN = TRANSPOSED ? 1 : 16 / (int)sizeof(T);
+
+  template <int DEPTH>
+  void read(float (&to)[DEPTH], int row) const {
+    for (int k = 0; k < DEPTH; k += RUN) {
+      const auto& run = *(const Vector<T, RUN>*)place(row, k);
+      for (int i = 0; i < RUN; ++i) to[k + i] = operand_value(run.value[i]);
+    }
+  }
+  const void* place(int row, int k) const {
     const int along = (TRANSPOSED ? row : k) * (int)sizeof(T), across = TRANSPOSED ? k : row;
     const unsigned address = start + across / 8 * sbo + across % 8 * pitch + along / pitch * lbo + along % pitch;
-    return operand_value(*(const T*)__cvta_shared_to_generic(swizzled(address, pitch)));
+    return __cvta_shared_to_generic(swizzled(address, pitch));
   }
 };
 
@@ -31,7 +41,10 @@ struct RowsInMemory {
   DescribedMatrix<T, TRANSPOSED> matrix;
   int first = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
 
-  float at(int half, int k) const { return matrix.at(first + 8 * half, k); }
+  template <int DEPTH>
+  void read(float (&to)[DEPTH], int half) const {
+    matrix.read(to, first + 8 * half);
+  }
 };
 
 // The same from registers: they are read where the four lanes of a row have them, and no sooner than hardware may do
@@ -44,10 +57,12 @@ struct RowsInRegisters {
     const auto all = emulator::all_lanes(~0u, (const unsigned*)a);
     for (int i = 0; i < 4; ++i) lanes[i] = all.of[threadIdx.x % 32 / 4 * 4 + i];
   }
-  float at(int half, int k) const {
+  template <int DEPTH>
+  void read(float (&to)[DEPTH], int half) const {
     constexpr int WORD = 4 / (int)sizeof(T);  // k of four bytes
     typedef Vector<T, WORD> Word;
-    return operand_value(((const Word*)(lanes[k / WORD % 4] + half + k / WORD / 4 * 2))->value[k % WORD]);
+    for (int k = 0; k < DEPTH; ++k)
+      to[k] = operand_value(((const Word*)(lanes[k / WORD % 4] + half + k / WORD / 4 * 2))->value[k % WORD]);
   }
 };
 
@@ -57,12 +72,16 @@ inline void wgmma_later(float (&sums)[COUNT], const Rows& rows, unsigned long lo
   emulator::later(emulator::Async::products, [=, first = threadIdx.x % 4 * 2] {
     constexpr int DEPTH = 32 / (int)sizeof(T);
     const DescribedMatrix<T, TRANSPOSE_B> columns(b);
-    float row[2][DEPTH];
-    for (int k = 0; k < 2 * DEPTH; ++k) row[k / DEPTH][k % DEPTH] = rows.at(k / DEPTH, k % DEPTH);
-    for (int i = 0; i < COUNT; ++i) {
-      float sum = add ? to[i] : 0;
-      for (int k = 0; k < DEPTH; ++k) sum += row[i / 2 % 2][k] * columns.at(i / 4 * 8 + first + i % 2, k);
-      to[i] = sum;
-    }
+    float row[2][DEPTH], column[DEPTH];
+    rows.read(row[0], 0), rows.read(row[1], 1);
+    for (int i = 0; i < COUNT; i += 4)
+      for (int j = i; j < i + 2; ++j) {
+        columns.read(column, i / 4 * 8 + first + j % 2);
+        for (int half = 0; half < 2; ++half) {
+          float& sum = to[j + 2 * half];
+          if (!add) sum = 0;
+          for (int k = 0; k < DEPTH; ++k) sum += row[half][k] * column[k];
+        }
+      }
   });
 }
