@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import Any
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 from helpers import forbid_tf32
+from polyphase.bench.pool import collect_seldom
 from polyphase.problem import problem
 
 os.environ["POLYPHASE_TUNING"] = "0"  # what was measured on this machine decides nothing here
+collect_seldom()  # most tests plan layers
 forbid_tf32()  # for what runs before the first test
 problem.FEW_CHANNELS, problem.FEW_POSITIONS, problem.LITTLE_WORK = 16, 0, 0.0  # see helpers.EXACT_BELOW
 torch.backends.cuda.matmul.allow_tf32 = False
@@ -40,13 +43,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("polyphase")
-    group.addoption("--all", action="store_true", help="the slow tests too, and every case of those that are sampled")
+    group.addoption("--all", action="store_true", help="the slow tests too, and more cases of those that are sampled")
+    group.addoption("--every", action="store_true", help="--all, and every case of those that are sampled")
     group.addoption("--seed", type=int, default=0, help="first seed of the fuzz; each case has a seed of its own")
     group.addoption("--cases", type=int, default=300, help="cases of the fuzz, three passes each")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is slow, unless it is asked for: by --all, a marker expression, or the test's own name.
+    """Leaves out what is slow, unless it is asked for: by --all, --every, a marker expression, or the test's own name.
 
     And what is timed, or fills the memory, where other processes are at work on the GPU; without one, what needs it.
     """
@@ -54,12 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-    _mark_cases_that_are_slow(items)
+    _mark_cases_that_are_left_out(items)
     named = any("::" in argument for argument in config.args)
-    if not (config.getoption("--all") or config.option.markexpr or named):
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
+    if not (config.getoption("--every") or config.option.markexpr or named):
+        left_out = {"rare"} if config.getoption("--all") else {"rare", "slow"}
+        several = [item for item in items if left_out & {marker.name for marker in item.iter_markers()}]
+        items[:] = [item for item in items if item not in {*several}]
+        config.hook.pytest_deselected(items=several)
     if hasattr(config, "workerinput"):
         shared = pytest.mark.skip(reason="needs a GPU for itself: pytest -m alone")
         for item in items:
@@ -67,16 +72,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(shared)
 
 
-def _mark_cases_that_are_slow(items: list[pytest.Item]) -> None:
-    """Of a test that is `sampled(n)` all but every n-th case, in the order of its parameters."""
-    cases: dict[str, int] = {}
+def _mark_cases_that_are_left_out(items: list[pytest.Item]) -> None:
+    """Of a test that is `sampled(n, m)` one of n cases is neither slow nor rare, and one of m not rare."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is not None:
-            name = item.nodeid.partition("[")[0]
-            cases[name] = cases.get(name, -1) + 1
-            if cases[name] % sampled.args[0]:
+        if item.get_closest_marker("sampled") is not None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in tests.items():
+        sampled = cases[0].get_closest_marker("sampled")
+        assert sampled is not None
+        by_default, of_all = sampled.args if len(sampled.args) == 2 else (sampled.args[0], 1)
+        assert by_default % of_all == 0, name
+        several = _sample(cases, of_all, name)
+        few = _sample(several, by_default // of_all, name)
+        for item in cases:
+            if item not in several:
+                item.add_marker(pytest.mark.rare)
+            elif item not in few:
                 item.add_marker(pytest.mark.slow)
+
+
+Item = TypeVar("Item")
+
+
+def _sample(items: Sequence[Item], step: int, name: str) -> list[Item]:
+    """One of every ``step`` neighbours, the same in every run; which of them is another one each time."""
+    chosen = (start + zlib.crc32(f"{name} {start}".encode()) % step for start in range(0, len(items), step))
+    return [items[index] for index in chosen if index < len(items)] or [*items[:1]]
 
 
 @pytest.fixture(params=DEVICES)

@@ -76,7 +76,7 @@ def test_sizes_of_few_positions_share_kernels() -> None:
     assert len(sources) == 1
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(12, 4)
 @pytest.mark.parametrize("schedule", [Col2im(), Col2imTma()], ids=lambda each: each.name)
 @pytest.mark.parametrize("problem", list(cases(LAYERS)))
 def test_layers(problem: ConvTransposeProblem, schedule: Schedule) -> None:

@@ -178,6 +178,7 @@ def test_inductor_can_make_a_key_of_it() -> None:
         pickle.dumps(fusion)
 
 
+@pytest.mark.slow
 def test_by_inductor() -> None:
     """The pass is called, and what it makes is lowered, without a copy for another layout."""
     model = nn.Sequential(

@@ -144,7 +144,7 @@ def both(module: Any) -> tuple[nn.Module, nn.Module]:
     return models[0], models[1]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, 2)
 @needs_emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("layer", [*LAYERS[:6], BY_BOXES, IN_PARTS])

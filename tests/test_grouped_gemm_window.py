@@ -75,14 +75,14 @@ def cases() -> Iterator[ParameterSet]:
 
 
 @emulated
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(12, 4)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_layers(problem: ConvTransposeProblem, pass_: Pass) -> None:
     assert_one_config_exact(WINDOW, problem, pass_)
 
 
 @emulated
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, 2)
 @pytest.mark.parametrize("pass_", PASSES, ids=lambda each: each.value)
 @pytest.mark.parametrize("name", ["stride 1", "every parameter", "wide"])
 @pytest.mark.parametrize("last", [False, True])
@@ -178,6 +178,7 @@ def assert_carries_inf_and_nan(dtype: str, pass_: Pass, executor: Executor) -> N
             )
 
 
+@pytest.mark.sampled(2)
 @emulated
 @pytest.mark.parametrize("pass_", PASSES, ids=lambda each: each.value)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

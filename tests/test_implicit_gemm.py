@@ -165,7 +165,7 @@ def gemm_configs(
             yield GemmCase(problem, layouts, each)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, 2)
 @pytest.mark.parametrize("case", list(gemm_cases(1, share=2)))
 def test_products(case: GemmCase) -> None:
     """Settings of implicit_gemm beyond what the planner likes best for small layers; on a GPU it is many more."""
@@ -174,7 +174,7 @@ def test_products(case: GemmCase) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(seed % 1000))
 
 
-@pytest.mark.sampled(26)
+@pytest.mark.sampled(27, 9)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("split", ["turns", "rows", "cells"])
 @pytest.mark.parametrize("name", ["1-D, wide cells", "1-D, cells of four", "wide cells"])
@@ -288,6 +288,7 @@ def ring_case(name: str, device: DeviceInfo) -> GemmCase:
     raise AssertionError("too few items")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RINGS)
 def test_items_are_taken_all_around_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     share_all_items(monkeypatch)
@@ -297,7 +298,7 @@ def test_items_are_taken_all_around_the_ring(name: str, monkeypatch: pytest.Monk
             assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(order))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, 2)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("wgmma", "split"), [(True, "turns"), (True, "rows"), (True, "cells"), (False, "cells")])
 def test_products_do_not_race(wgmma: bool, split: str, channels_last: bool) -> None:
@@ -514,7 +515,7 @@ def boxed(
     return case, *case.offers(H200)[0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, 2)
 @pytest.mark.parametrize("name", BOXED)
 def test_products_of_boxes(name: str) -> None:
     case, candidate, program = boxed(*BOXED[name])
@@ -527,7 +528,7 @@ def test_products_of_boxes(name: str) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(order))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6, 2)
 @pytest.mark.parametrize(
     ("channels_last", "settings"),
     [

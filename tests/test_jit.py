@@ -467,8 +467,7 @@ def test_an_architecture_that_the_compiler_does_not_know(directory: Path) -> Non
         compiler.compile_kernel(SOURCE, "sm_1234")
 
 
-@pytest.mark.parametrize("folder", ["usable", "unusable"])
-@pytest.mark.parametrize("missing", ["cuda.core", "cuda"])
+@pytest.mark.parametrize(("missing", "folder"), [("cuda.core", "usable"), ("cuda", "unusable")])
 def test_cuda_core_may_be_missing(tmp_path: Path, missing: str, folder: str) -> None:
     """Importing polyphase works, the portable path works, and a kernel says what to install."""
     if folder == "unusable":
@@ -660,7 +659,7 @@ def test_no_direct_kernel_spills(directory: Path, problem: ConvTransposeProblem)
     assert [report for report in reports if not report.clean] == []
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "problem",
@@ -748,6 +747,7 @@ def test_long_pieces_leave_sums_in_registers(
     assert report.clean, (most, report)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("layer", "dtype", "kinds"),

@@ -94,7 +94,7 @@ def passes() -> Iterator[ParameterSet]:
             yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(9, 3)
 @pytest.mark.parametrize(("problem", "pass_"), list(passes()))
 def test_configs_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One of every schedule."""
@@ -138,7 +138,7 @@ def wide_cases() -> Iterator[ParameterSet]:
                     yield pytest.param(problem, pass_, id=f"{name}-{'last' if last else 'first'}-{pass_.value}-{dtype}")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(8, 4)
 @pytest.mark.parametrize(("layer", "pass_"), list(wide_cases()))
 def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
     """Quad loads and vector stores, where images allow them and where not; the kernels are those of every width."""

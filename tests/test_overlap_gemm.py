@@ -60,7 +60,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12, 4)
 @pytest.mark.parametrize("problem", list(cases(LAYERS)))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())

@@ -80,17 +80,17 @@ def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: Device
     "arch", [arch if arch == "sm_90a" else pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS]
 )
 def test_every_layer_has_a_plan(arch: str) -> None:
-    """In one dtype, another for each layer and architecture, and in every memory format."""
+    """In one dtype and memory format, others for each layer and architecture; beside Hopper half of the layers."""
     device = DeviceInfo.for_arch(arch)
-    for number, layer in enumerate(LAYERS, start=ARCHS.index(arch)):
-        dtype = list(DTYPE_BYTES)[number % len(DTYPE_BYTES)]
-        for problem in formats(replace(layer.problem, dtype=dtype)):
-            for pass_ in Pass:
-                chosen = plan.plan(problem, pass_, device)
-                assert chosen.schedule in chosen.describe()
-                assert chosen.program is not None
-                assert chosen.program.main.source in plan.kernel_sources(problem, pass_, device)
-                assert_launchable(problem, pass_, device, chosen.program)
+    for number, layer in enumerate(LAYERS[:: 1 if device is H200 else 2], start=ARCHS.index(arch)):
+        both = formats(replace(layer.problem, dtype=list(DTYPE_BYTES)[number // 2 % len(DTYPE_BYTES)]))
+        problem = both[number // 8 % len(both)]
+        for pass_ in Pass:
+            chosen = plan.plan(problem, pass_, device)
+            assert chosen.schedule in chosen.describe()
+            assert chosen.program is not None
+            assert chosen.program.main.source in plan.kernel_sources(problem, pass_, device)
+            assert_launchable(problem, pass_, device, chosen.program)
 
 
 @pytest.mark.parametrize("pass_", Pass)
@@ -105,7 +105,7 @@ def test_calls_are_planned_as_explained(pass_: Pass, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(runtime, "plan", planned)
     monkeypatch.setattr(DeviceInfo, "of", lambda device: H200)
-    for number, layer in enumerate(LAYERS[::2]):
+    for number, layer in enumerate(LAYERS[::4]):
         small = replace(layer.problem, batch=2, input_size=(9,) * layer.problem.dims, bias=number % 2 == 0)
         for problem in formats(replace(small, dtype=("float32", "bfloat16")[number // 2 % 2])):
             if problem.channels_last and 1 in (problem.in_channels, problem.out_channels):
@@ -132,7 +132,7 @@ def run_pass(problem: ConvTransposeProblem, pass_: Pass, operands: Operands) -> 
         runtime.weight_grad(x, g, problem.kernel_size, *fixed)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16, 4)
 @pytest.mark.parametrize("layer", MODELS, ids=lambda layer: layer.name)
 def test_layers_of_models_have_plans(layer: NamedLayer) -> None:
     """Each with the kernel that it has at most other sizes, where that is another."""
@@ -208,10 +208,12 @@ def test_small_sizes_have_a_kernel_of_their_own() -> None:
     assert sizes[0].candidate.seconds < sizes[0].selected[1].candidate.seconds
 
 
+@pytest.mark.sampled(4, 2)
+@pytest.mark.parametrize("first", range(4))
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
-def test_every_config_is_launchable(arch: str) -> None:
+def test_every_config_is_launchable(arch: str, first: int) -> None:
     device = DeviceInfo.for_arch(arch)
-    for seed in range(40):
+    for seed in range(first, 40, 4):
         problem = random_problem(random.Random(seed))
         for formatted in formats(replace(problem, dtype=random.Random(seed).choice(list(DTYPE_BYTES)))):
             for pass_ in Pass:
@@ -254,7 +256,6 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
         for sized in [*other_sizes(problem), replace(problem, batch=0), problem]:
             chosen = plan.plan(sized, pass_, H200)
             program = chosen.program
-            assert program is not None
             assert_launchable(sized, pass_, H200, program)
             computed, _ = plan.as_computed(sized, pass_, None)
             by_tma = chosen.schedule == "window_wgrad_wgmma"
@@ -282,7 +283,6 @@ def test_reaches_that_only_small_images_have_tiles_for(dilation: int, dtype: str
     """At the typical size no tile is wide enough, at others some are."""
     problem = make((1, 16, 340), 16, 2, dilation=dilation, dtype=dtype, tf32=dtype == "float32")
     program = plan.plan(problem, Pass.FORWARD, H200).program
-    assert program is not None
     assert_launchable(problem, Pass.FORWARD, H200, program)
 
 
@@ -295,7 +295,7 @@ def test_tiny_images_far_apart_share_no_tile() -> None:
             assert params(program)["images"] * layouts.input[0] < 2**31
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(9, 3)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_kernels_do_not_depend_on_sizes(layer: NamedLayer) -> None:
     """In float32 and bfloat16; where there are two memory formats, one in each."""
@@ -305,7 +305,7 @@ def test_kernels_do_not_depend_on_sizes(layer: NamedLayer) -> None:
         assert_few_sources(replace(formatted, dtype=dtype))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, 2)
 @pytest.mark.parametrize("seed", range(30))
 def test_kernels_of_random_layers_do_not_depend_on_sizes(seed: int) -> None:
     for formatted in formats(random_problem(random.Random(seed))):
@@ -323,7 +323,6 @@ def test_offsets_beyond_4_gib() -> None:
     ):
         for formatted in (problem, replace(problem, dtype="float64")):
             program = plan.plan(formatted, Pass.FORWARD, H200).program
-            assert program is not None
             assert_launchable(formatted, Pass.FORWARD, H200, program)
             if formatted.dtype == "float32":
                 assert program.main.source.wide_offsets is wide
@@ -353,7 +352,6 @@ def test_an_empty_batch_launches_no_gather() -> None:
         for _, program in plan.programs(make((0, 3, 8, 8), 4, 3), pass_, H200):
             assert 0 in program.main.grid
     program = plan.plan(make((0, 3, 8, 8), 4, 3), Pass.WEIGHT_GRAD, H200).program
-    assert program is not None
     assert 0 not in program.main.grid  # the gradient is zero, and somebody must write it
 
 
@@ -439,10 +437,12 @@ def assert_driver_takes(boxes: TensorMap) -> None:
     assert boxes.swizzle == 16 or boxes.box[0] * size <= boxes.swizzle
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("first", range(3))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_boxes_are_what_the_driver_takes(dtype: str) -> None:
+def test_boxes_are_what_the_driver_takes(dtype: str, first: int) -> None:
     met = set()
-    for layer in LAYERS:
+    for layer in LAYERS[first::3]:
         for formatted in formats(layer.problem):
             problem = replace(formatted, dtype=dtype, tf32=True)
             for candidate, program in plan.programs(problem, Pass.FORWARD, H200):

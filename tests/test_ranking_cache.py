@@ -145,7 +145,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12, 4)
 @pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_damaged_is_ranked_anew(damage: str, pass_: Pass, made: list[object], folder: Path) -> None:

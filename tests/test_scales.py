@@ -77,7 +77,7 @@ def assert_near(
     assert not wrong.any(), (program.main.source.specialisation, wrong.nonzero()[0], found[wrong][0], exact[wrong][0])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, 2)
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
 def test_numbers_of_many_sizes(name: str, tf32: bool) -> None:
@@ -202,7 +202,7 @@ def test_zeros(zeros: str) -> None:
         assert not run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)).any()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, 2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_all_pixels_are_measured(name: str) -> None:
     """Wherever the largest lies, in tensors of all kinds: unaligned, with gaps between rows and columns."""

@@ -75,7 +75,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(16, 4)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_every_pass(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """On tensors of one kind, every third of them dense; on a GPU it is all configs and kinds."""
@@ -86,7 +86,7 @@ def test_every_pass(problem: ConvTransposeProblem, pass_: Pass) -> None:
     assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(16, 4)
 @pytest.mark.parametrize(("problem", "pass_"), [case for case in cases() if case.values[1] is not Pass.WEIGHT_GRAD])
 def test_every_pass_by_tma(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """The same by TMA and wgmma, but for strides that it does not take."""
@@ -152,7 +152,7 @@ def test_runs_read_no_more_than_their_taps(pass_: Pass) -> None:
     assert not found[0].isnan().any()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(12, 4)
 @pytest.mark.parametrize("problem", [case.values[0] for case in cases() if case.values[1] is Pass.WEIGHT_GRAD], ids=str)
 def test_weight_gradient_by_tma(problem: ConvTransposeProblem) -> None:
     """The weight gradient of planes whose positions are innermost."""
@@ -163,7 +163,7 @@ def test_weight_gradient_by_tma(problem: ConvTransposeProblem) -> None:
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, layouts, Emulator(seed % 1000))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32"])
 @pytest.mark.parametrize(
     "layer",
@@ -188,7 +188,7 @@ def test_every_config_of_a_weight_gradient_by_tma(layer: ConvTransposeProblem, d
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, layouts, Emulator(3))
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(12, 4)
 @pytest.mark.parametrize("shape", _SHAPES, ids=str)
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_every_shape(pass_: Pass, shape: tuple[int, int, int]) -> None:
@@ -203,6 +203,7 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int]) -> None:
             assert_exact(problem, pass_, candidate, program, executor=Emulator(3))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("name", ["exact", "3-D, many taps", "few positions"])
 def test_no_races(name: str, pass_: Pass) -> None:
@@ -261,6 +262,7 @@ def test_many_residues(dtype: str) -> None:
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_images_in_shares(dtype: str, batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12, 4)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """On tensors of one kind, every third of them dense; on a GPU it is all configs and kinds."""
@@ -191,7 +191,7 @@ MIRRORED = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(8, 4)
 @pytest.mark.parametrize("name", MIRRORED)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_mirrored_layers(name: str, channels_last: bool) -> None:

@@ -82,7 +82,7 @@ LAYERS = {
 WITHOUT_WEIGHT = {"grouped, odd", "kernel < stride", "output padding"}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12, 4)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS, WITHOUT_WEIGHT)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One config; on a GPU it is all of them."""
@@ -118,7 +118,7 @@ def _shape(config: TmaConfig) -> tuple[object, ...]:
     return config.taps, config.row_groups, config.column_groups, config.lines > 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6, 2)
 @pytest.mark.parametrize("third", range(3))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pass_", SCHEDULES)

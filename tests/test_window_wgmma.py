@@ -97,6 +97,7 @@ LAST = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAST)
 def test_channels_last(name: str) -> None:
     """Tensors of each kind that TMA takes, a config of each; on a GPU it is all of them."""
@@ -120,7 +121,7 @@ def test_channels_last_take_every_way() -> None:
     assert {dict(program.main.source.constants)["COLUMN_TILES"] for program in found} > {2, 8}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12, 4)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One config; on a GPU it is all of them."""
@@ -158,7 +159,7 @@ def mixed_formats(problem: ConvTransposeProblem) -> Iterator[Layouts]:
         yield replace(Layouts.dense(problem), input=input, output=output, weight_channels_last=False)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, 2)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(
     "problem",
