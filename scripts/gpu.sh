@@ -28,11 +28,11 @@ record() { bench --csv "$RESULTS$1.csv" --dtypes float32,bfloat16 --against defa
 
 tests() { # those that want the GPU for themselves by one process
   local shared=0
-  scripts/test.sh --all tests --ignore tests/test_fuzz.py --ignore tests/test_sanitizer.py -q || shared=$?
+  scripts/test.sh --every tests --ignore tests/test_fuzz.py --ignore tests/test_sanitizer.py -q || shared=$?
   "$python" -m pytest tests -m alone -q && return "$shared"
 }
 fuzz() { scripts/test.sh tests/test_fuzz.py --cases 2000 -k cuda -q; }
-sanitizer() { scripts/test.sh --all tests/test_sanitizer.py -q; }
+sanitizer() { scripts/test.sh --every tests/test_sanitizer.py -q; }
 examples() { scripts/check.sh examples/*.py; }
 docs() { # their code, on the GPU, and a page of `report`; what `tune` measures there is not for the other stages
   export POLYPHASE_CACHE_DIR=$root/build/gpu/docs

@@ -2,7 +2,8 @@
 # The tests, and all the set-up that they need. They use the GPU where there is one.
 #
 #   scripts/test.sh                                   all but the slow ones
-#   scripts/test.sh --all                             all of them, as CI does
+#   scripts/test.sh --all                             the slow ones too, as CI does
+#   scripts/test.sh --every                           and every case of those that are sampled
 #   scripts/test.sh tests/test_fuzz.py --cases 2000   some of them, with pytest's options
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
