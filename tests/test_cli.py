@@ -345,6 +345,8 @@ def test_a_gpu_that_is_not_there_is_an_error() -> None:
 def test_bench_measures_the_host_s_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "CALLS", 2)
     monkeypatch.setattr(host, "ROUNDS", 3)
+    layers = {name: host_layers.LAYERS[name] for name in ("implicit_gemm", "overlap_gemm")}  # small ones
+    monkeypatch.setattr(host_layers, "LAYERS", layers)
     result = invoke("bench", "--host", "--device", "cpu", "--csv", str(tmp_path / "host.csv"))
     assert result.exit_code == 0, result.output
     for words in ("function, no gradients", "module, with gradients", "forward and backward", "cold", "warm"):

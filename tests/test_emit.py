@@ -209,6 +209,7 @@ def test_its_kernels_for_sm_80_compile_with_cuda_11(name: str) -> None:
     nvrtc11.compile_kernels(kernels_of(load(emitted(name)), "sm_80"), "sm_80")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_whole_source_compiles_with_nvcc(arch: str, tmp_path: Path) -> None:

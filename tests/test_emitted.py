@@ -51,6 +51,7 @@ def random_sizes(problem: ConvTransposeProblem, seed: int) -> list[ConvTranspose
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
     """Grid, block, shared memory, geometry, boxes, workspace and constants, as the package has them.

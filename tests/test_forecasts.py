@@ -114,34 +114,45 @@ def test_the_worst_come_first_and_kinds_have_what_they_have_in_common() -> None:
 # no pass without tensor cores that has the channels and the work for them.
 WANTED = (3.0, 6.0, 0)
 
-# What is reached, which may only become less; nobody who makes it less needs to wait for somebody to lower these. If
-# costs are fitted anew and predict more of the same kernels, they rise, knowingly.
+# What is reached of so many layers, which may only become less; nobody who makes it less needs to wait for somebody to
+# lower these. If costs are fitted anew and predict more of the same kernels, they rise, knowingly.
 REACHED = {
-    (Pass.FORWARD, "float32"): (15.6, 31.2, 7),
-    (Pass.FORWARD, "bfloat16"): (18.6, 44.2, 6),
-    (Pass.INPUT_GRAD, "float32"): (12.6, 42.1, 29),
-    (Pass.INPUT_GRAD, "bfloat16"): (14.6, 127.2, 3),
-    (Pass.WEIGHT_GRAD, "float32"): (25.4, 56.0, 32),
-    (Pass.WEIGHT_GRAD, "bfloat16"): (15.1, 68.9, 2),
+    50: {
+        (Pass.FORWARD, "float32"): (8.3, 15.8, 0),
+        (Pass.FORWARD, "bfloat16"): (7.9, 10.1, 0),
+        (Pass.INPUT_GRAD, "float32"): (8.0, 10.8, 0),
+        (Pass.INPUT_GRAD, "bfloat16"): (10.5, 12.5, 0),
+        (Pass.WEIGHT_GRAD, "float32"): (6.6, 9.0, 0),
+        (Pass.WEIGHT_GRAD, "bfloat16"): (9.3, 16.6, 0),
+    },
+    200: {
+        (Pass.FORWARD, "float32"): (15.6, 31.2, 7),
+        (Pass.FORWARD, "bfloat16"): (18.6, 44.2, 6),
+        (Pass.INPUT_GRAD, "float32"): (12.6, 42.1, 29),
+        (Pass.INPUT_GRAD, "bfloat16"): (14.6, 127.2, 3),
+        (Pass.WEIGHT_GRAD, "float32"): (25.4, 56.0, 32),
+        (Pass.WEIGHT_GRAD, "bfloat16"): (15.1, 68.9, 2),
+    },
 }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_random_layers_are_as_near_their_floor_as_before() -> None:
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.rare)])
+def test_random_layers_are_as_near_their_floor_as_before(count: int) -> None:
     """`explain --random 200 --seed 49` shows which are far from it."""
     layers = [
-        *problems(random_layers(200, 49, least_seconds=20e-6), ["float32", "bfloat16"], [False], strict_fp32=False)
+        *problems(random_layers(count, 49, least_seconds=20e-6), ["float32", "bfloat16"], [False], strict_fp32=False)
     ]
     groups: dict[tuple[Pass, str], list[Forecast]] = {}
     for some in forecasts.forecasts(layers, H200_INFO, os.cpu_count() or 1):
         for found in some:
             groups.setdefault((found.pass_, found.problem.dtype), []).append(found)
-    assert set(groups) == set(REACHED)
+    assert set(groups) == set(REACHED[count])
     worse = []
     for key, group in groups.items():
         over = [found.over for found in group]
         reached = (percentile(over, 0.95), max(over), sum(found.lacks_tensor_cores for found in group))
-        if any(now > max(most, goal) for now, most, goal in zip(reached, REACHED[key], WANTED, strict=True)):
-            worse.append(f"{key[0].value}, {key[1]}: {reached}, at most {REACHED[key]}")
+        if any(now > max(most, goal) for now, most, goal in zip(reached, REACHED[count][key], WANTED, strict=True)):
+            worse.append(f"{key[0].value}, {key[1]}: {reached}, at most {REACHED[count][key]}")
     assert not worse

@@ -355,6 +355,7 @@ ROUNDS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ROUNDS)
 def test_rounds_of_images(name: str) -> None:
     layer, settings, sets = ROUNDS[name]
@@ -636,6 +637,7 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
         assert bool(out[finite].isfinite().all())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("channels", [20, 70])
 def test_chains_of_two_parts_end_within_a_stage(channels: int) -> None:
     """21 operations of a row block are more than the 16 of a chain (CHAIN in implicit_gemm.cu)."""

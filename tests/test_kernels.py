@@ -316,6 +316,7 @@ def test_offsets_widen_at_4_gib() -> None:
         assert replace(beyond, wide_offsets=False) == below
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
 @pytest.mark.parametrize("schedule", ["direct_tiled", "direct_general"])
 @pytest.mark.parametrize("as_pytorch", [False, True])

@@ -66,6 +66,7 @@ def test_blocks_of_several_tiles(blocks: int, dtype: str) -> None:
         assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(blocks))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("resident", [False, True])

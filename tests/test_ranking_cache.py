@@ -70,6 +70,7 @@ def offers(problem: ConvTransposeProblem = LAYER, device: DeviceInfo = H200, pas
     return [candidate.describe() for candidate, _ in plan.programs(problem, pass_, device)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

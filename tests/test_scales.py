@@ -97,6 +97,7 @@ def of_many_sizes(problem: ConvTransposeProblem) -> tuple[torch.Tensor, torch.Te
     return x, weight
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("magnitude", [2.0**-110, 1.0, 2.0**120])
 def test_a_pixel_far_larger_than_all_others(magnitude: float, tf32: bool) -> None:
@@ -111,6 +112,7 @@ def test_a_pixel_far_larger_than_all_others(magnitude: float, tf32: bool) -> Non
                 assert_near(problem, program, x, weight)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("outlier", [1.0, 2.0**16, 2.0**26])
 def test_channels_of_many_sizes(outlier: float, tf32: bool) -> None:
@@ -149,6 +151,7 @@ MANY_TAPS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MANY_TAPS)
 def test_packing_kernels_have_room(name: str) -> None:
     """A kernel has 48 KiB of shared memory unless more is asked for."""
@@ -160,6 +163,7 @@ def test_packing_kernels_have_room(name: str) -> None:
         assert resources_of(source, "sm_90a").shared <= 48 << 10, source.kernel
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("most", [0, 60])
 def test_what_is_not_finite(most: int, tf32: bool) -> None:

@@ -125,6 +125,7 @@ def test_configs_fit_images_of_any_alignment() -> None:
     assert len(first) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pass_", GRADIENTS)
 @pytest.mark.parametrize("name", ["stride 1", "tiny images"])
 def test_no_races(name: str, pass_: Pass) -> None:

@@ -118,7 +118,7 @@ def _shape(config: TmaConfig) -> tuple[object, ...]:
     return config.taps, config.row_groups, config.column_groups, config.lines > 1
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("third", range(3))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pass_", SCHEDULES)
@@ -142,6 +142,7 @@ def test_no_races(name: str, pass_: Pass) -> None:
     assert_no_races(SCHEDULES[pass_], LAYERS[name], pass_)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pass_", SCHEDULES)
 def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +161,7 @@ def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     tma_cost.input_splits.cache_clear()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_channels", [264, 27])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_splits_of_an_input_gradient(dtype: str, in_channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
