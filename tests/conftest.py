@@ -112,11 +112,11 @@ def _poisoned_outputs() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    from polyphase import runtime
+    from polyphase import prepared
 
-    runtime.POISON = True
+    prepared.POISON = True
     yield
-    runtime.POISON = False
+    prepared.POISON = False
 
 
 @pytest.fixture(autouse=True)

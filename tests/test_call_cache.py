@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,8 @@ class Direct:
         monkeypatch.setattr(operators, "find_call", self.find)
         monkeypatch.setattr(functional, "_checked_calls", CallCache())
         monkeypatch.setattr(operators, "_operator_calls", CallCache())
+        monkeypatch.setattr(operators, "_gradients_calls", CallCache())
+        monkeypatch.setattr(operators, "as_one", lambda first, second: lambda x, w, g: (first(g, w), second(x, g)))
 
     def find(self, operator: object, first: Tensor, second: Tensor, *arguments: Any) -> Callable[..., Tensor] | None:
         tensors = [each for each in (first, second, arguments[0]) if isinstance(each, Tensor)]
@@ -221,6 +224,54 @@ def test_gradients_go_past_the_dispatcher(direct: Direct) -> None:
         assert torch.equal(batch[0], wanted)
         assert torch.equal(batch[1], wanted)
     assert direct.calls == 1, "batched gradients are no plain tensors"
+
+
+def test_both_gradients_are_one_call(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both are wanted and nothing is recorded; it is prepared again where flags or tensors are others."""
+    joined: list[Callable[..., Any]] = []
+    as_one = operators.as_one
+
+    def counted(first: Any, second: Any) -> Any:
+        joined.append(first)
+        return as_one(first, second)
+
+    monkeypatch.setattr(operators, "as_one", counted)
+    monkeypatch.setattr(operators, "_runtime", lambda: SimpleNamespace(forget_prepared_calls=lambda: None))
+    x, w, b = (each.clone().requires_grad_() for each in (X, W, torch.ones(2)))
+    output, reference = layer(x, w, b), torch.nn.functional.conv_transpose2d(x, w, b, 2)
+    gradient = torch.arange(162.0).view(1, 2, 9, 9)
+    channels_last = gradient.contiguous(memory_format=torch.channels_last)
+
+    def compare(leaves: Sequence[Tensor], given: Tensor = gradient, **options: bool) -> None:
+        got, wanted = (
+            torch.autograd.grad(each, leaves, given, retain_graph=True, **options) for each in (output, reference)
+        )
+        assert all(map(torch.equal, got, wanted))
+
+    for given, times in ((gradient, 1), (gradient, 1), (channels_last, 2), (gradient.expand(1, 2, 9, 9), 2)):
+        compare((x, w, b), given)
+        assert len(joined) == times
+    compare((x, w))
+    compare((b,))
+    compare((x, b))
+    compare((x, w, b), create_graph=True)
+    assert len(joined) == 2
+    monkeypatch.setattr(operators, "tf32_allowed", lambda: "another answer")
+    compare((x, w, b))
+    assert len(joined) == 3
+    polyphase.functional.forget_calls()
+    compare((x, w, b))
+    assert len(joined) == 4
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compare((x, w, b))
+    assert any(event.key == "polyphase::conv_transpose_weight_grad" for event in profile.key_averages())
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor.clone()):
+        output = layer(x, w, b)
+    compare((x, w, b))
+    assert len(joined) == 5, "what hooks have made needs no gradient"
+    frozen = layer(x, w.detach(), b)
+    torch.autograd.grad(frozen, (x, b), gradient)
+    assert len(joined) == 5
 
 
 def test_who_listens_hears_of_every_call(direct: Direct) -> None:

@@ -15,7 +15,7 @@ import polyphase
 from emulator import available
 from kernel_harness import H200, Emulator, assert_exact
 from polyphase import kept as kept_weights
-from polyphase import runtime
+from polyphase import prepared
 from polyphase.plan.planner import plan, programs
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts
@@ -92,16 +92,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         def __call__(self, stream: int, addresses: list[int]) -> None:
             launched.append(self.kernels)
 
-    monkeypatch.setattr(runtime, "Executable", Recorded)
+    monkeypatch.setattr(prepared, "Executable", Recorded)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return launched
 
 
-def _call(problem: ConvTransposeProblem) -> runtime.Call:
+def _call(problem: ConvTransposeProblem) -> prepared.Call:
     program = plan(problem, Pass.FORWARD, H200).program
     assert program is not None
     strides = torch.empty(problem.output_shape).stride()
-    return runtime.Call(program, "sm_90a", 0, problem.output_shape, strides, False)
+    return prepared.Call(program, "sm_90a", 0, problem.output_shape, strides, False, prepared.empty_on_cpu)
 
 
 def test_weights_are_packed_when_they_change(recorded: list[tuple[str, ...]]) -> None:

@@ -429,9 +429,9 @@ class TestOnGpu:
         x = torch.randn(2, 8, 32, 32, device="cuda")
         layer(x)  # compiles
         graph = torch.cuda.CUDAGraph()
-        from polyphase import runtime
+        from polyphase import prepared
 
-        assert runtime.POISON, "a poisoned output that the graph does not fill shows"
+        assert prepared.POISON, "a poisoned output that the graph does not fill shows"
         with torch.no_grad(), torch.cuda.graph(graph):
             output = layer(x)
         x.copy_(torch.randn_like(x))

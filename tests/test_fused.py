@@ -254,7 +254,7 @@ def test_a_call_passes_operands_behind_its_own_tensors(monkeypatch: pytest.Monke
     """In the order of their names; a residual that lies otherwise is copied to lie as the output does."""
     from dataclasses import replace
 
-    from polyphase import runtime
+    from polyphase import prepared
     from polyphase.plan.planner import plan
     from polyphase.problem import ConvTransposeProblem, Pass
     from polyphase.problem.device import DeviceInfo
@@ -269,14 +269,16 @@ def test_a_call_passes_operands_behind_its_own_tensors(monkeypatch: pytest.Monke
         def __call__(self, stream: int, addresses: list[int]) -> None:
             launched.append((self.places, list(addresses)))
 
-    monkeypatch.setattr(runtime, "Executable", Recorded)
+    monkeypatch.setattr(prepared, "Executable", Recorded)
     norm = Operation("scale_shift", (), (Operand("scale", CHANNEL), Operand("shift", CHANNEL)))
     epilogue = Epilogue((norm, Operation("add", (), (Operand("residual", ELEMENT),))))
     problem = replace(ConvTransposeProblem.make((2, 16, 5, 6), 8, 4, 2, 1), epilogue=epilogue)
     program = plan(problem, Pass.FORWARD, DeviceInfo.for_arch("sm_90a")).program
     assert program is not None
     dense = torch.empty(problem.output_shape)
-    call = runtime.Call(program, "sm_90a", 0, problem.output_shape, dense.stride(), False, epilogue)
+    call = prepared.Call(
+        program, "sm_90a", 0, problem.output_shape, dense.stride(), False, prepared.empty_on_cpu, epilogue
+    )
     x, w = torch.ones(problem.input_shape), torch.ones(problem.weight_shape)
     scale, shift, residual = torch.ones(8), torch.ones(16)[::2], torch.ones(problem.output_shape)
     for each in (residual, residual.to(memory_format=torch.channels_last)):

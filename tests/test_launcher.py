@@ -14,7 +14,7 @@ import pytest
 import torch
 from cuda.bindings import driver
 
-from polyphase import runtime
+from polyphase import prepared, runtime
 from polyphase.errors import CompilationError, PolyphaseError
 from polyphase.jit import launcher, tensor_map
 from polyphase.jit.source import KernelSource
@@ -120,6 +120,24 @@ def test_only_a_kernel_that_waits_by_itself_may_start_early(
             1
         ] * overlaps
     launcher._may_overlap.cache_clear()
+
+
+def test_two_programs_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = replace(step_with_tensor_map(), tensor_maps=())
+    first, second = ({name: 2 * i + odd for i, name in enumerate(step.operands)} for odd in (0, 1))
+    driver = FakeDriver()
+    use(monkeypatch, driver)
+    both = launcher.Executable(Program((step,)), "sm_90a", 0, first).then(
+        launcher.Executable(Program((step,)), "sm_90a", 0, second)
+    )
+    addresses = [10 + i for i in range(2 * len(step.operands))]
+    for stream in (7, 8):
+        driver.launched.clear()
+        both(stream, addresses)
+        assert [config.hStream for config, _ in driver.launched] == [stream, stream]
+        for (_, table), places in zip(driver.launched, (first, second)):
+            operands = [ctypes.c_uint64.from_address(at).value for at in parameters(table, len(step.operands))]
+            assert operands == [addresses[places[name]] for name in step.operands]
 
 
 def parameters(table: int, count: int) -> list[int]:
@@ -399,7 +417,7 @@ def test_a_graph_is_captured_with_the_kernel_that_is_loaded(
         assert chosen.other.main.one_way is not None
         there = {chosen.other.main.one_way, *chosen.other.sources} - {chosen.other.main.source}
     monkeypatch.setattr(runtime, "DeviceInfo", SimpleNamespace(of=lambda _: device))
-    monkeypatch.setattr(runtime, "Executable", lambda program, *_: launched.append(program.main.source))
+    monkeypatch.setattr(prepared, "Executable", lambda program, *_: launched.append(program.main.source))
     monkeypatch.setattr(runtime, "compile_meanwhile", lambda source, *_: compiled.append(source))
     for module in (runtime, launcher):
         monkeypatch.setattr(module, "is_loaded", lambda source, *_: source in there)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from polyphase import runtime
+from polyphase import prepared, runtime
 from polyphase.__main__ import app
 from polyphase.bench import runner
 from polyphase.bench.operands import make_operands
@@ -185,7 +185,7 @@ def test_kernels_known_ahead_are_those_that_run(
     def last(first: torch.Tensor, second: torch.Tensor) -> bool:
         return channels_last and dtype != "float64"  # as `layout.output_channels_last` on a GPU
 
-    monkeypatch.setattr(runtime, "Executable", executable)
+    monkeypatch.setattr(prepared, "Executable", executable)
     monkeypatch.setattr(runtime, "soonest", lambda program, *_: program)  # as of kernels that are compiled
     monkeypatch.setattr(runtime, "output_channels_last", last)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

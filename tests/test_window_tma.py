@@ -37,7 +37,6 @@ from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm import tma, tma_config, tma_cost, window
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import ALONE, TmaConfig
-from polyphase.torch_op.memory_format import as_output, empty_output
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 SCHEDULES = {Pass.INPUT_GRAD: WindowDgradTma(), Pass.WEIGHT_GRAD: WindowWgradTma()}
@@ -261,19 +260,6 @@ def test_which_taps_share_a_window() -> None:
         offered = [candidate.config.taps for candidate, _ in offers(schedule, problem, Pass.WEIGHT_GRAD)]
         assert ALONE in offered
         assert (offered[0] == ALONE) == (taps == {ALONE})
-
-
-@pytest.mark.parametrize("shape", [(8, 16, 3, 4), (8, 16, 2, 3, 4), (1, 16, 3, 3), (8, 16, 1, 1)])
-def test_a_gradient_in_the_wanted_format_is_no_copy(shape: tuple[int, ...]) -> None:
-    last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    first = torch.empty((2, 4, *(5,) * (len(shape) - 2)), memory_format=last)
-    wanted = empty_output(shape, first, first).fill_(1)
-    assert as_output(wanted, first, first) is wanted
-    copied = as_output(torch.ones(shape), first, first)
-    assert copied.stride() == wanted.stride()
-    assert torch.equal(copied, wanted)
-    contiguous = torch.ones(shape)
-    assert as_output(contiguous, first.contiguous(), first.contiguous()) is contiguous
 
 
 def test_lone_pixels() -> None:

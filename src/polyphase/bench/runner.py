@@ -234,11 +234,11 @@ def poisoned_outputs(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    from polyphase import runtime
+    from polyphase import prepared
 
-    before = runtime.POISON
-    runtime.POISON = True
+    before = prepared.POISON
+    prepared.POISON = True
     try:
         yield
     finally:
-        runtime.POISON = before
+        prepared.POISON = before

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -38,16 +39,25 @@ class Executable:
         handles = _load_all(program, arch, index)
         self.device_index = index
         self._arch = arch
-        self._places = places
-        self._steps: list[tuple[Step, int, list[dict[int, bytes]]]] = [
-            (step, handle, [{} for _ in step.tensor_maps])
+        self._steps: list[tuple[Step, int, list[int], list[dict[int, bytes]]]] = [
+            (step, handle, [places[name] for name in step.operands], [{} for _ in step.tensor_maps])
             for step, handle in zip(program.steps, handles)
             if 0 not in step.grid
         ]
-        self._count = 1 + max(places.values())
-        self._pack = struct.Struct(f"{self._count}Q").pack_into
-        self._local = threading.local()
         self._driver_launch = _driver().cuLaunchKernelEx
+        self._take(1 + max(places.values()))
+
+    def _take(self, count: int) -> None:
+        self._count = count
+        self._pack = struct.Struct(f"{count}Q").pack_into
+        self._local = threading.local()
+
+    def then(self, other: Executable) -> Executable:
+        """What launches the steps of this program and then those of another, all with the same addresses."""
+        both = copy(self)
+        both._steps = self._steps + other._steps
+        both._take(max(self._count, other._count))
+        return both
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch all steps on a raw stream; raises `PolyphaseError` where the driver refuses one."""
@@ -72,8 +82,8 @@ class Executable:
     def _launches(self) -> _Launches:
         cuda_core().Device(self.device_index).set_current()  # a thread of the user's may not have a context yet
         made = _Launches(self._count)
-        for step, handle, encoded in self._steps:
-            made.add(step, handle, encoded, self._places, step.overlaps and _may_overlap(self._arch))
+        for step, handle, operands, encoded in self._steps:
+            made.add(step, handle, operands, encoded, step.overlaps and _may_overlap(self._arch))
         return made
 
 
@@ -92,10 +102,9 @@ class _Launches:
         self._tables: list[Any] = []
 
     def add(
-        self, step: Step, handle: int, encoded: list[dict[int, bytes]], places: Mapping[str, int], overlaps: bool
+        self, step: Step, handle: int, operands: list[int], encoded: list[dict[int, bytes]], overlaps: bool
     ) -> None:
-        """A further step, whose tensor maps are ``encoded`` for addresses that were met before."""
-        operands = [places[name] for name in step.operands]
+        """A further step whose operands stand there in the block; its maps are ``encoded`` for addresses met before."""
         params = ctypes.create_string_buffer(step.params, len(step.params))
         start = ctypes.addressof(self.block)
         # Where each of the kernel's parameters lies.

@@ -83,9 +83,21 @@ def gradients(
         run((None, w, g), None, layer) if needed[INPUT] else None,
         run((x, None, g), None, layer) if needed[WEIGHT] else None,
         run((x, w, None), None, layer) if needed[OUTPUT] else None,
-        # PyTorch's sum reads the gradient once and is deterministic: a kernel of our own could do no better.
-        cotangent.sum([0, *range(2, cotangent.dim())]) if needed[BIAS] else None,
+        _bias_grad(cotangent, needed),
     )
+
+
+_ALL_BUT_CHANNELS = {3: (0, 2), 4: (0, 2, 3), 5: (0, 2, 3, 4)}
+
+
+def _bias_grad(cotangent: Tensor, needed: Sequence[bool]) -> Tensor | None:
+    """PyTorch's sum reads the gradient once and is deterministic: a kernel of our own could do no better."""
+    return cotangent.sum(_ALL_BUT_CHANNELS[cotangent.dim()]) if needed[BIAS] else None
+
+
+def _records() -> bool:
+    """Whether a backward pass is traced or differentiated itself."""
+    return torch.compiler.is_compiling() or torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
 def _to_save(operands: Sequence[Tensor | None], needed: Sequence[bool]) -> Operands:
@@ -105,9 +117,10 @@ def _unwrap(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else torch._C._functorch.unwrap_if_dead(tensor)
 
 
-def _remember(ctx: Any, operands: Operands, layer: Layer) -> None:
+def _remember(ctx: Any, operands: Operands, layer: Layer, call: Call | None) -> None:
     """For the backward pass."""
     ctx.layer = layer
+    ctx.call = call
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*_to_save(operands, ctx.needs_input_grad))
 
@@ -133,7 +146,7 @@ class Contraction(torch.autograd.Function):
     ) -> Tensor:
         """The pass itself."""
         output = run_below_autograd((x, w, g), bias, layer) if call is None else call(x, w, bias)
-        _remember(ctx, (x, w, g), layer)
+        _remember(ctx, (x, w, g), layer, call)
         if forward_ad._current_level >= 0:
             _remember_forward(ctx, (x, w, g), output)
         return output
@@ -143,7 +156,12 @@ class Contraction(torch.autograd.Function):
         """The gradients of the operands that need one."""
         if cotangent is None:
             return (None,) * 6
-        return *gradients(run, ctx.saved_tensors, cotangent, ctx.layer, ctx.needs_input_grad), None, None
+        x, w, _ = operands = ctx.saved_tensors
+        if not _records() and ctx.call is not None and x is not None and w is not None:
+            both = operators.find_both_gradients(ctx.call, x, w, cotangent, ctx.layer)
+            if both is not None:
+                return *both(x, w, cotangent), None, _bias_grad(cotangent, ctx.needs_input_grad), None, None
+        return *gradients(run, operands, cotangent, ctx.layer, ctx.needs_input_grad), None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
@@ -176,7 +194,7 @@ class TransformedContraction(Contraction):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep what derivatives will ask for."""
         *operands, _, layer, _ = inputs
-        _remember(ctx, (*operands,), layer)
+        _remember(ctx, (*operands,), layer, None)
         _remember_forward(ctx, (*operands,), output)
 
     @staticmethod

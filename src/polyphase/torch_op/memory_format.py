@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polyphase.problem.layouts import dense_strides
-
 # Where PyTorch computes outside the libraries that know channels_last, results stay contiguous: double precision on
 # CUDA, and three dimensions of anything but these types on the CPU. There PyTorch also looks at the processor (oneDNN
 # computes bfloat16 where there is AVX-512, and float16 where there is AVX-512 FP16), the number of threads and the size
@@ -65,12 +63,3 @@ def empty_output(shape: Sequence[int], first: Tensor, second: Tensor) -> Tensor:
     memory_format = torch.channels_last_3d if len(size) == 5 else torch.channels_last
     result = torch.empty(size, dtype=first.dtype, device=first.device, memory_format=memory_format)
     return result.squeeze(2) if row else result
-
-
-def as_output(result: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """``result``, contiguous or in the memory format that `empty_output` has, in the latter: itself, or a copy."""
-    if not output_channels_last(first, second):
-        return result
-    strides = dense_strides(tuple(result.shape), channels_last=True)
-    lies_so = result.stride() == strides[:2] + strides[7 - result.dim() :]
-    return result if lies_so else empty_output(result.shape, first, second).copy_(result)

@@ -22,12 +22,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from polyphase.errors import UnsupportedError
 from polyphase.problem import Axis
+from polyphase.problem.layouts import ALIGNMENT
 from polyphase.torch_op import as_real, portable
 from polyphase.torch_op.call_cache import CallCache
-from polyphase.torch_op.memory_format import as_output, empty_output, output_channels_last
+from polyphase.torch_op.memory_format import empty_output
 from polyphase.torch_op.sharding import know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
-from polyphase.torch_op.validate import FLOATING
+from polyphase.torch_op.validate import FLOATING, Layer
 
 CONSTANTS = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt[] dilation, SymInt groups"
 _SCHEMAS = {
@@ -56,9 +57,7 @@ def _on_cuda(name: str) -> Callable[..., Tensor]:
         arguments = tuple(tuple(each) if isinstance(each, list) else each for each in arguments)
         real: Callable[..., Tensor] = getattr(_runtime(), name)
         if first.dtype in FLOATING:
-            result = real(first, second, *arguments)
-            # The weight gradient may come contiguous, whatever its operands are; PyTorch's does not.
-            return as_output(result, first, second) if name == "weight_grad" else result
+            return real(first, second, *arguments)
         if first.dtype.is_complex:
             complex_pass: Callable[..., Tensor] = getattr(as_real, name)
             return complex_pass(real, first, second, *arguments)
@@ -209,10 +208,43 @@ def find_call(
     if first.numel() == 0 or first.dtype not in FLOATING:
         return None
     find: Callable[..., Callable[..., Tensor]] = getattr(_runtime(), _FINDERS[operator])
-    call = find(first, second, *arguments)
-    if operator is conv_transpose_weight_grad and output_channels_last(first, second):
-        return lambda x, g: as_output(call(x, g), x, g)
-    return call
+    return find(first, second, *arguments)
+
+
+GradientsCall = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+# What computes the gradients of input and weight together, by the call that has computed the layer.
+_gradients_calls: CallCache[GradientsCall] = CallCache()
+
+
+def find_both_gradients(call: object, x: Tensor, w: Tensor, g: Tensor, layer: Layer) -> GradientsCall | None:
+    """What computes both gradients past the dispatcher; None where only that does, or where something listens to it.
+
+    ``call`` is what `find_call` has found for the layer.
+    """
+    if is_heard():
+        return None
+    try:
+        at_x, at_w, at_g = x.data_ptr(), w.data_ptr(), g.data_ptr()
+    except RuntimeError:  # a batch of gradients has no address
+        return None
+    key = (call, (at_x | at_g) % ALIGNMENT, (at_w | at_g) % ALIGNMENT, tf32_allowed())
+    found = _gradients_calls.find(key, x, w, g)
+    if found is None:
+        of_input = find_call(conv_transpose_input_grad, g, w, *layer[1:])
+        of_weight = find_call(conv_transpose_weight_grad, x, g, *layer)
+        if of_input is None or of_weight is None:
+            return None
+        found = as_one(of_input, of_weight)
+        _gradients_calls.add(key, found, x, w, g, lie_so=False)
+    return found
+
+
+def as_one(of_input: Any, of_weight: Any) -> GradientsCall:
+    """Both calls of `find_call` as one."""
+    from polyphase.prepared import BothGradients
+
+    return BothGradients(of_input, of_weight)
 
 
 #: Further caches of calls that are emptied with this one.
@@ -221,7 +253,8 @@ FURTHER_CALLS: list[CallCache[Any]] = []
 
 def forget_operator_calls() -> None:
     """Has every later call of an operator looked up in `polyphase.runtime`, and prepared anew there."""
-    for calls in (_operator_calls, *FURTHER_CALLS):
+    caches: tuple[CallCache[Any], ...] = (_operator_calls, _gradients_calls, *FURTHER_CALLS)
+    for calls in caches:
         calls.clear()
     _runtime().forget_prepared_calls()
 
