@@ -1,7 +1,9 @@
-"""Where the host's time of a warm call goes, without a GPU; `--device cuda` times the ways considered on one.
+"""Where the host's time of a warm call goes, without a GPU; `--device cuda` times the same on one.
 
 python host_time.py calls SRC... --csv calls.csv      each a checkout's src folder, in turn
 python host_time.py ways --csv ways.csv [--device cuda]
+python host_time.py stages SRC... --csv stages.csv [--device cuda]      of backward
+python host_time.py compiling [--device cuda]      calls while a thread compiles
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -38,29 +41,37 @@ def fastest(call: Callable[[], object], calls: int = CALLS, rounds: int = ROUNDS
 
 
 def counted(call: Callable[[], object]) -> tuple[int, int]:
-    """Frames of Python and calls of C functions that a call makes."""
-    events = {"call": 0, "c_call": 0}
+    """Frames of Python and calls of C functions that a call makes, in backward's thread too."""
+    from polyphase.torch_op.derivatives import Contraction
+
+    events, backward = {"call": 0, "c_call": 0}, Contraction.backward
 
     def count(frame: Any, event: str, argument: Any) -> None:
         if event in events:
             events[event] += 1
 
+    def counted_backward(*arguments: Any) -> Any:
+        sys.setprofile(count)
+        try:
+            return backward(*arguments)
+        finally:
+            sys.setprofile(None)
+
     call()
+    Contraction.backward = staticmethod(counted_backward)
     sys.setprofile(count)
     call()
     sys.setprofile(None)
+    Contraction.backward = staticmethod(backward)
     return events["call"] - 1, events["c_call"] - 1  # but `call` itself, and the end of profiling
 
 
 # Calls
 
 
-def worker() -> None:
-    """Times the layers on standard input with the polyphase in the path, and prints a row of each situation."""
-    import no_gpu
-
-    no_gpu.restart_with_driver()
-    driver = no_gpu.pretend()
+def worker(what: str, device: str) -> None:
+    """Times the layers that the environment names with the polyphase in the path, and prints rows."""
+    driver = _pretend() if device == "cpu" else None
     import torch
 
     import polyphase
@@ -68,21 +79,36 @@ def worker() -> None:
     torch.set_num_threads(1)
     for name, shape, out_channels, constants, bias, channels_last in json.loads(os.environ["LAYERS"]):
         problem = polyphase.ConvTransposeProblem.make(shape, out_channels, bias=bias, **constants)
-        for situation, call in _situations(torch, polyphase, problem, channels_last).items():
+        calls = _situations(torch, polyphase, problem, channels_last, "cuda" if driver is None else "threaded")
+        if what == "stages":
+            for row in _stages(torch, calls["backward"], device):
+                print(json.dumps([name, *row]), flush=True)
+            continue
+        for situation, call in calls.items():
             frames, c_calls = counted(call)
             before = driver.counted_launches()
             call()
             launches = driver.counted_launches() - before
             print(json.dumps([name, situation, launches, frames, c_calls, fastest(call, rounds=200)]), flush=True)
+    os._exit(0)  # past the end of the device's thread
 
 
-def _situations(torch: Any, polyphase: Any, problem: Any, channels_last: bool) -> dict[str, Callable[[], object]]:
-    tensors = [torch.randn(problem.input_shape), torch.randn(problem.weight_shape)]
-    grad = torch.randn(problem.output_shape)
+def _pretend() -> Any:
+    import no_gpu
+
+    no_gpu.restart_with_driver()
+    return no_gpu.pretend()
+
+
+def _situations(
+    torch: Any, polyphase: Any, problem: Any, channels_last: bool, device: str
+) -> dict[str, Callable[[], object]]:
+    tensors = [torch.randn(each) for each in (problem.input_shape, problem.weight_shape, problem.output_shape)]
     if channels_last:
         tensors = [each.contiguous(memory_format=torch.channels_last) for each in tensors]
-        grad = grad.contiguous(memory_format=torch.channels_last)
     tensors += [torch.randn(problem.out_channels)] * problem.bias
+    x, w, grad, *bias = [torch.empty_strided(each.shape, each.stride(), device=device) for each in tensors]
+    tensors = [x, w, *bias]
     leaves = [torch.nn.Parameter(each) for each in tensors]
     function = getattr(polyphase, f"conv_transpose{problem.dims}d")
     rest = [None] * (not problem.bias) + [getattr(problem, each) for each in PARAMETERS]
@@ -94,12 +120,102 @@ def _situations(torch: Any, polyphase: Any, problem: Any, channels_last: bool) -
     }
 
 
+def _stages(torch: Any, call: Callable[[], object], device: str) -> list[tuple[str, float]]:
+    """What follows on what in a backward call: the medians of each stage's microseconds, of calls in a row."""
+    from polyphase.torch_op import derivatives, operators
+
+    stamps: list[tuple[str, float]] = []
+
+    def stamped(function: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            stamps.append((before, time.perf_counter()))
+            result = function(*arguments)
+            stamps.append((after, time.perf_counter()))
+            return result
+
+        return run
+
+    def find(*arguments: Any) -> Any:
+        found = known(*arguments)
+        return found and stamped(found, "checks and look-up", "both gradients")
+
+    changed = [(derivatives.Contraction, "backward", derivatives.Contraction.backward)]
+    if hasattr(operators, "find_both_gradients"):
+        known = operators.find_both_gradients
+        changed += [(operators, "find_both_gradients", known), (derivatives, "_bias_grad", derivatives._bias_grad)]
+        operators.find_both_gradients = find
+        derivatives._bias_grad = stamped(derivatives._bias_grad, "", "the bias' sum")
+    backward = stamped(derivatives.Contraction.backward, "the engine, until the device's thread is in backward", "rest")
+    derivatives.Contraction.backward = staticmethod(backward)
+    taken: dict[str, list[float]] = {}
+    for number in range(60 * CALLS):
+        if device == "cuda" and number % CALLS == 0:
+            torch.cuda.synchronize()
+        stamps.clear()
+        start = time.perf_counter()
+        call()
+        stamps.append(("the engine, until the caller has its gradients", time.perf_counter()))
+        for stage, at in stamps:
+            taken.setdefault(stage, []).append(1e6 * (at - start))
+            start = at
+    for home, name, value in changed:
+        setattr(home, name, staticmethod(value) if isinstance(home, type) else value)
+    return [(stage, sorted(times)[len(times) // 2]) for stage, times in taken.items() if stage]
+
+
+def stages(sources: Sequence[str], device: str) -> list[dict[str, object]]:
+    """The stages of backward with each of the checkouts: medians over the layers."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for source in sources:
+        for _, stage, microseconds in _rows_of(source, "stages", device):
+            found.setdefault((commit(source), stage), []).append(microseconds)
+    return [
+        {"commit": of, "stage": stage, "us": round(sorted(times)[len(times) // 2], 2), "device": device}
+        for (of, stage), times in found.items()
+    ]
+
+
+def compiling(device: str) -> list[dict[str, object]]:
+    """A call without derivatives while a thread compiles, and afterwards: the quartiles of short rounds."""
+    if device == "cpu":
+        _pretend()
+    import torch
+
+    import polyphase
+    from polyphase.bench.host_layers import LAYERS
+    from polyphase.jit.compiler import resources_of
+    from polyphase.plan.planner import plan
+    from polyphase.problem import Pass
+    from polyphase.problem.device import DeviceInfo
+
+    problem = LAYERS["overlap_gemm"]
+    call = _situations(torch, polyphase, problem, False, "threaded" if device == "cpu" else device)["no_grad"]
+    wgrads = [plan(each, Pass.WEIGHT_GRAD, DeviceInfo.for_arch("sm_90a")).program for each in LAYERS.values()]
+    found = []
+    for what in ("alone", "while a thread compiles") * 2:
+        thread = threading.Thread(target=lambda: [resources_of(each.main.source, "sm_90a") for each in wgrads])
+        if what != "alone":
+            thread.start()
+        samples, end = [], time.perf_counter() + 2
+        while thread.is_alive() or (what == "alone" and time.perf_counter() < end):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            samples.append(1e6 * (time.perf_counter() - start) / CALLS)
+        samples.sort()
+        quartiles = {f"p{100 * i // 4}": round(samples[len(samples) * i // 4], 2) for i in (1, 2, 3)}
+        found.append({"calls": what, **quartiles, "device": device})
+    return found
+
+
 PARAMETERS = ("stride", "padding", "output_padding", "groups", "dilation")
 
 
-def calls(sources: Sequence[str], rounds: int = 3) -> list[dict[str, object]]:
-    """All situations with each of the checkouts, in turn: counts, and the fastest of the rounds' times."""
-    sys.path.insert(0, sources[-1])
+def _rows_of(source: str, what: str, device: str) -> list[list[Any]]:
+    """What a worker prints with a checkout."""
+    sys.path.insert(0, source)
     from polyphase.bench.host_layers import LAYERS
 
     layers = [
@@ -108,19 +224,20 @@ def calls(sources: Sequence[str], rounds: int = 3) -> list[dict[str, object]]:
          each.bias, each.channels_last]
         for name, each in LAYERS.items()
     ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": source, "LAYERS": json.dumps(layers)}
+    command = [sys.executable, __file__, "worker", what, "--device", device]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def calls(sources: Sequence[str], rounds: int = 3) -> list[dict[str, object]]:
+    """All situations with each of the checkouts, in turn: counts, and the fastest of the rounds' times."""
     found: dict[tuple[str, ...], dict[str, object]] = {}
     for _ in range(rounds):
         for source in sources:
-            environment = {**os.environ, "PYTHONPATH": source, "LAYERS": json.dumps(layers)}
-            done = subprocess.run(
-                [sys.executable, __file__, "worker"], env=environment, capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise RuntimeError(done.stderr)
-            for line in done.stdout.splitlines():
-                if not line.startswith("["):
-                    continue
-                name, situation, launches, frames, c_calls, microseconds = json.loads(line)
+            for name, situation, launches, frames, c_calls, microseconds in _rows_of(source, "calls", "cpu"):
                 row = found.setdefault((name, situation, source), {"us": float("inf")})
                 row |= {
                     "layer": name, "situation": situation, "commit": commit(source), "launches": launches,
@@ -131,10 +248,10 @@ def calls(sources: Sequence[str], rounds: int = 3) -> list[dict[str, object]]:
 
 
 def commit(source: str) -> str:
-    found = subprocess.run(
-        ["git", "-C", source, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True
-    )
-    return found.stdout.strip()
+    """The checkout's; the folder's name where that is no checkout."""
+    command = ["git", "-C", source, "rev-parse", "--short=10", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or Path(source).parent.name
 
 
 # Ways considered
@@ -207,6 +324,10 @@ def _allocate(timed: dict[Any, Any], torch: Any, x: Any) -> None:
         shape, strides, dtype=x.dtype, device=x.device
     )
     timed["allocate", "torch.empty"] = lambda: torch.empty(shape, dtype=x.dtype, device=x.device)
+    guards = torch._C._dynamo.guards
+    past = guards._empty_strided_cuda if x.is_cuda else guards._empty_strided_cpu
+    timed["allocate", "past the dispatcher, as Inductor's code does"] = lambda: past(shape, strides, x.dtype)
+    timed["allocate", "bytes past the dispatcher"] = lambda: past((262144,), (1,), torch.uint8)
     timed["allocate", "bytes: new_empty with a dtype"] = lambda: x.new_empty(262144, dtype=torch.uint8)
     timed["allocate", "bytes: new_empty_strided of the tensor's dtype"] = lambda: x.new_empty_strided((65536,), (1,))
     if x.is_cuda:
@@ -280,6 +401,7 @@ def _record(timed: dict[Any, Any], torch: Any, x: Any, w: Any, b: Any) -> None:
     timed[name, "the least Function, apply in Python"] = lambda: Least.apply(x, w, b)
     timed[name, "the least Function, apply in C++"] = lambda: least(x, w, b)
     timed[name, "six arguments, two of them no tensors"] = lambda: ours(x, w, None, b, 1, 2)
+    timed["backward", "PyTorch's sum for the bias"] = lambda: grad.sum((0, 2, 3))
     timed["backward", "the least Function, three allocations"] = lambda: torch.autograd.grad(
         output, (x, w, b), grad, retain_graph=True
     )
@@ -298,17 +420,22 @@ def _graph(timed: dict[Any, Any], torch: Any, x: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["calls", "ways", "worker"])
+    parser.add_argument("what", choices=["calls", "ways", "stages", "compiling", "worker"])
     parser.add_argument("sources", nargs="*")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     sys.path.insert(0, str(HERE))
     if arguments.what == "worker":
-        worker()
+        worker(*arguments.sources, arguments.device)
         return
     sources = [str(Path(each).resolve()) for each in arguments.sources]
-    rows = ways(arguments.device) if arguments.what == "ways" else calls(sources)
+    rows = {
+        "calls": lambda: calls(sources),
+        "ways": lambda: ways(arguments.device),
+        "stages": lambda: stages(sources, arguments.device),
+        "compiling": lambda: compiling(arguments.device),
+    }[arguments.what]()
     for row in rows:
         print(*row.values(), sep="  ")
     if arguments.csv is not None:
