@@ -190,30 +190,28 @@ struct Epilogue {
     return found;
   }
 
-  // What `finish` makes of the sums of 2 · COLUMNS elements of an output row, those of a thread's pair of cells. A line
-  // below zero owns no taps. (Recursion, so that which accumulator holds an element is a constant to the compiler.)
-  template <int LINE, int I = 0, class Finish>
-  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half,
-                                      const Finish& finish) const {
+  // The sums of 2 · COLUMNS elements of an output row, of a thread's pair of cells. A line below zero owns no taps.
+  // (Recursion, so that which accumulator holds an element is a constant to the compiler.)
+  template <int LINE, int I = 0>
+  __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half) const {
     constexpr bool owned = LINE >= 0 && (WIDTH_PARTS > 1 || has_taps(AXIS_W, I % COLUMNS));
     constexpr int index = owned_before(AXIS_W, I % COLUMNS);
-    float sum = 0;
+    value[I] = 0;
     if constexpr (owned)
-      sum = sums[(block * LINE_BLOCKS + LINE) * LINE_PHASES + index][j / (PIXELS / 8)]
-                [j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS];
-    value[I] = finish(sum, I);
-    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half, finish);
+      value[I] = sums[(block * LINE_BLOCKS + LINE) * LINE_PHASES + index][j / (PIXELS / 8)]
+                     [j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS];
+    if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half);
   }
   // The elements of cell pair `j` of a piece, the line's from `first` on, in a thread's row of a row block.
   template <int LINE>
   __device__ __forceinline__ void finish_run(float (&value)[2 * COLUMNS], int piece, int j, int block, int half,
                                              int depth, int height, int first) const {
     const Places to = places(piece, j, block, half, depth, height, first);
-    const Normal* const of_run = normals + first_pixel(j);
-    run<LINE>(value, block, piece * (PIECE / 8) + j, half, [&](float sum, int i) {
-      return finish(sum, terms[block][half], to.of(i / COLUMNS, i % COLUMNS),
-                    EPILOGUE_NORMALIZES ? of_run[i] : Normal{});
-    });
+    run<LINE>(value, block, piece * (PIECE / 8) + j, half);
+#pragma unroll
+    for (int i = 0; i < 2 * COLUMNS; ++i)
+      value[i] = finish(value[i], terms[block][half], to.of(i / COLUMNS, i % COLUMNS),
+                        EPILOGUE_NORMALIZES ? normals[first_pixel(j) + i] : Normal{});
   }
 
   // Where the elements of a thread's pair of cells lie among the pixels of a piece.
@@ -239,11 +237,10 @@ struct Epilogue {
           if (j >= PIECE / 8 || piece * PIECE + 8 * j >= GROUP_CELLS) break;
           const Places to = places(piece, j, block, half, depth, height, first);
           float value[2 * COLUMNS];
-          run<LINE>(value, block, piece * (PIECE / 8) + j, half, [&](float sum, int i) {
-            return normalized_value(sum, terms[block][half], to.of(i / COLUMNS, i % COLUMNS));
-          });
+          run<LINE>(value, block, piece * (PIECE / 8) + j, half);
 #pragma unroll
-          for (int k = 0; k < 2 * COLUMNS; ++k) of[i + k].add(value[k], count);
+          for (int k = 0; k < 2 * COLUMNS; ++k)
+            of[i + k].add(normalized_value(value[k], terms[block][half], to.of(k / COLUMNS, k % COLUMNS)), count);
         }
         ++count;
       }
