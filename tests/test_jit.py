@@ -580,7 +580,7 @@ def test_rolled_loops_rather_than_spills(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def pretend(source: KernelSource, arch: str) -> tuple[bytes, str]:
         tried.append((source.min_blocks, dict(source.constants)["STRAIGHT"]))
-        return b"", f"{8 if tried[-1][1] else 0} bytes spill stores"
+        return b"", f"{8 if tried[-1][1] else 0} bytes stack frame, 0 bytes spill stores"
 
     monkeypatch.setattr(compiler, "_compile", pretend)
     straight = replace(SOURCE.with_constants(MIN_BLOCKS=2, STRAIGHT=True), fallbacks=((("STRAIGHT", False),),))

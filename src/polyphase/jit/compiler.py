@@ -126,18 +126,18 @@ def _number(log: str, pattern: str) -> int:
 
 
 def _compile_without_spills(source: KernelSource, arch: str) -> tuple[KernelSource, bytes, str]:
-    """Compiles a kernel as the planner hopes for, or its next attempt as long as registers would spill.
+    """Compiles a kernel as the planner hopes for, or its next attempt as long as it has a stack frame, as spills have.
 
-    Returns the source as it was compiled, its binary and the assembler's report: of the first that does not spill, or
-    of the last of those that spill least.
+    Returns the source as it was compiled, its binary and the assembler's report: of the first that has none, or of the
+    last of those that spill least.
     """
     tried = []
     for attempt in source.attempts():
         compiled = (attempt, *_compile(attempt, arch))
-        spills = _number(compiled[2], r"(\d+) bytes spill stores")
-        if spills == 0:
+        found = [_number(compiled[2], rf"(\d+) bytes {what}") for what in ("spill stores", "stack frame")]
+        if not any(found):
             return compiled
-        tried.append((spills, compiled))
+        tried.append((found, compiled))
     return min(reversed(tried), key=lambda each: each[0])[1]
 
 
