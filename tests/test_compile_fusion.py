@@ -13,9 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polyphase
+from polyphase import runtime
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import Epilogue, Operation
 from polyphase.torch_op.operators import TAGS
+from test_fuse_norm import LayerNorm2d
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +104,61 @@ def test_chains(name: str) -> None:
         found = lowered(fusion.chains, model, *(x.clone() for x in inputs))
         torch.testing.assert_close(found, [model(x) for x in inputs], rtol=1e-4, atol=1e-5)
         assert sorted(fusion.chains) == sorted(chains)
+
+
+def _by_variance(x: Tensor) -> Tensor:
+    return (x - x.mean(1, True)) * torch.rsqrt(torch.var(x, 1, unbiased=False, keepdim=True) + 0.25)
+
+
+def _by_moments(x: Tensor) -> Tensor:
+    variance, mean = torch.var_mean(x, dim=1, correction=0, keepdim=True)
+    return (x - mean).div((variance + 1e-5) ** 0.5)
+
+
+def _biased_by_one(x: Tensor) -> Tensor:
+    return (x - x.mean(1, True)) / torch.sqrt(x.var(1, keepdim=True) + 0.25)
+
+
+NORMS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
+    "segment_anything": (
+        lambda m, y, x: F.gelu(m.of_channels(y)),
+        ["conv_transpose → layer_norm → mul → add → gelu"],
+    ),
+    "permuted": (
+        lambda m, y, x: F.layer_norm(y.permute(0, 2, 3, 1), (4,), m.act.weight, m.of_channels.bias).permute(0, 3, 1, 2),
+        ["conv_transpose → layer_norm"],
+    ),
+    "by the variance": (lambda m, y, x: _by_variance(F.silu(y)) + 1, ["conv_transpose → silu → layer_norm → add"]),
+    "by moments": (lambda m, y, x: _by_moments(y), ["conv_transpose → layer_norm"]),
+    "another denominator": (lambda m, y, x: _biased_by_one(y), []),
+    "over pixels": (lambda m, y, x: (y - y.mean(2, True)) / torch.sqrt(y.var(2, False, True) + 0.25), []),
+    "read beside": (lambda m, y, x: _by_moments(y) + y, []),
+    "its mean is read": (lambda m, y, x: _by_moments(y) + y.mean(1, True), []),
+    "twice": (lambda m, y, x: _by_moments(F.relu(_by_moments(y))), ["conv_transpose → layer_norm → relu"]),
+    "never permuted back": (lambda m, y, x: F.layer_norm(y.permute(0, 2, 3, 1), (4,)), []),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_layer_norms_over_channels(name: str) -> None:
+    behind, chains = NORMS[name]
+    model, inputs = Block(behind).eval(), [torch.randn(2, 3, 4, 5), torch.randn(3, 3, 6, 5)]
+    model.of_channels = LayerNorm2d(4)
+    with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:
+        found = lowered(fusion.chains, model, *inputs)
+        torch.testing.assert_close(found, [model(x) for x in inputs], rtol=1e-4, atol=1e-5)
+    assert fusion.chains == chains
+
+
+def test_layer_norms_that_no_kernel_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are left to Inductor."""
+    monkeypatch.setattr(DeviceInfo, "of", lambda device: DeviceInfo.for_arch("sm_90a"))
+    epilogue, constants = Epilogue((Operation("layer_norm", (0.5,)),)), ((2, 2), (0, 0), (0, 0), (1, 1), 1)
+    with FakeTensorMode():
+        few, many = torch.empty(2, 16, 4, 4), torch.empty(16, 512, 2, 2)
+        assert runtime.has_kernel(few, torch.empty(16, 32, 2, 2), False, epilogue, *constants)
+        assert not runtime.has_kernel(few, many, True, epilogue, *constants)
+        assert runtime.has_kernel(few, many, True, Epilogue(), *constants)
 
 
 def test_where_derivatives_are_recorded_again_nothing_is_fused() -> None:

@@ -1,9 +1,10 @@
 """Chains behind a layer in the graphs that `torch.compile` makes: ``polyphase.enable_compile_fusion()``.
 
 Inductor fuses nothing into an operator that is not its own. So the graph is changed before it comes to that: where
-polyphase's operator is followed by batch norms in evaluation mode, activations, factors and sums, each read by the next
-alone, all of them become one call of ``polyphase::conv_transpose_epilogue``. Graphs are changed at Inductor's hook
-before derivatives (`torch._inductor.config.pre_grad_custom_pass`), where norms and activations are still whole.
+polyphase's operator is followed by batch norms in evaluation mode, layer norms over channels, activations, factors and
+sums, each read by the next alone, all of them become one call of ``polyphase::conv_transpose_epilogue``. Graphs are
+changed at Inductor's hook before derivatives (`torch._inductor.config.pre_grad_custom_pass`), where norms and
+activations are still whole.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import hashlib
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from polyphase import elementwise, fused
+from polyphase import elementwise, fused, layer_norms
 from polyphase.elementwise import change_between, changes_other, name_of, per, read, read_as, step_of
-from polyphase.problem.epilogue import encoded
+from polyphase.layer_norms import layer_norm_of
+from polyphase.problem.epilogue import decoded, encoded
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
 from polyphase.torch_op.operators import conv_transpose
 
@@ -80,9 +82,10 @@ def enable_compile_fusion() -> CompileFusion:
     """Have `torch.compile` make one kernel of polyphase's layers and what follows them, in inference.
 
     It is for graphs that Inductor compiles from now on, in the whole process, until ``disable()``, or to the end of a
-    ``with``: a model is compiled when it is first called. Taken in are batch norms in evaluation mode, activations,
-    sums with tensors of the output's shape, and factors and sums per channel, while each is the only one that reads
-    what is before it, and dtypes are the output's. Graphs that record derivatives stay as they are.
+    ``with``: a model is compiled when it is first called. Taken in are batch norms in evaluation mode, layer norms over
+    channels where a kernel computes them, activations, sums with tensors of the output's shape, and factors and sums
+    per channel, while each is the only one that reads what is before it, and dtypes are the output's. Graphs that
+    record derivatives stay as they are.
 
     Returns:
         The pass: a context, with ``disable()`` and the ``chains`` that it has found.
@@ -153,7 +156,7 @@ def _has_only_pointwise(graph: Graph) -> bool:
 
 
 def _digest() -> str:
-    files = (__file__, elementwise.__file__)
+    files = (__file__, elementwise.__file__, layer_norms.__file__)
     return hashlib.sha256(b"".join(Path(each).read_bytes() for each in files)).hexdigest()
 
 
@@ -171,11 +174,11 @@ def _fuse(graph: Graph) -> list[str]:
         value = _value(layer)
         if layer.target not in _LAYERS or layer.kwargs or not isinstance(value, Tensor) or value.requires_grad:
             continue
-        chain, steps = _chain(layer, nodes, order, taken)
-        if chain:
-            taken.update(chain)
-            _replace(graph, layer, chain, steps)
-            found.append(" → ".join(["conv_transpose", *(_name(node) for node in chain)]))
+        steps = _chain(layer, nodes, order, taken)
+        if steps:
+            taken.update(node for step in steps for node in step.nodes)
+            _replace(graph, layer, steps)
+            found.append(" → ".join(["conv_transpose", *(step.name for step in steps)]))
     if found:
         graph.lint()
     return found
@@ -186,41 +189,53 @@ def _value(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, Node) else node
 
 
-def _name(node: Node) -> str:
-    return "batch_norm" if node.target is torch.nn.functional.batch_norm else name_of(node.target)
+class _Step(NamedTuple):
+    """An operation in a graph: its step on fake tensors, if any, and the nodes that stand for it and its operands."""
+
+    name: str
+    nodes: Sequence[Node]  # the last is its result
+    step: fused.Step | None
+    operands: Sequence[
+        tuple[Node, tuple[int, ...] | None]
+    ] = ()  # with the shape that each is to be read in, if another
 
 
-class _Step:
-    """An operation in a graph: its step on fake tensors, and the nodes that stand for them."""
-
-    def __init__(self, step: fused.Step | None, operands: Sequence[tuple[Node, tuple[int, ...] | None]]) -> None:
-        self.step = step
-        self.operands = operands  # with the shape that each is to be read in, where it is another
-
-
-def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[Node]) -> tuple[list[Node], list[_Step]]:
-    """The nodes that the layer can compute, and their steps."""
-    chain: list[Node] = []
+def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[Node]) -> list[_Step]:
+    """What the layer can compute behind it."""
     steps: list[_Step] = []
     node = layer
-    while len(node.users) == 1:
-        (reader,) = node.users
-        if reader.op not in ("call_function", "call_method") or reader in taken or reader not in order:
+    while (step := _next(node, layer, steps)) is not None:
+        chain = {*step.nodes, *(each for one in steps for each in one.nodes)}
+        if any(each in taken or each not in order for each in step.nodes):
             break  # the last: what another layer's chain has become
-        step = _step_of(reader, node, layer)
-        between = nodes[order[layer] + 1 : order[reader]]
-        if step is None or change_between(between, {*chain, *taken}, lambda each: None) is not None:
+        between = nodes[order[layer] + 1 : order[step.nodes[-1]]]
+        if change_between(between, chain | taken, lambda each: None) is not None:
             break
         if any(getattr(each.target, "__name__", "") in _MODES for each in between):
             break  # the layer would be computed where the mode is another, and be recorded for derivatives
-        if not _is_valid(layer, [*steps, step]):
-            break
-        chain.append(reader)
         steps.append(step)
-        node = reader
+        node = step.nodes[-1]
     while steps and steps[-1].step is None:  # a dropout at the end is nothing to compute
-        chain.pop(), steps.pop()
-    return chain, steps
+        steps.pop()
+    return steps
+
+
+def _next(value: Node, layer: Node, steps: Sequence[_Step]) -> _Step | None:
+    """What all who read ``value`` are, if an epilogue has it behind ``steps``."""
+    step = None
+    if len(value.users) == 1 and (reader := next(iter(value.users))).op in ("call_function", "call_method"):
+        step = _step_of(reader, value, layer)
+    step = step or _layer_norm(value, layer)
+    return step if step is not None and _is_valid(layer, [*steps, step]) else None
+
+
+def _layer_norm(value: Node, layer: Node) -> _Step | None:
+    norm = layer_norm_of(value, _value(layer).shape[1], _value)
+    if norm is None or any(getattr(_value(node), "requires_grad", False) for node in norm.nodes):
+        return None
+    vectors = {role: _value(node) for role, node in norm.operands}
+    step = fused.layer_norm(vectors.get("weight"), vectors.get("offset"), norm.eps)
+    return _Step("layer_norm", norm.nodes, step, [(node, None) for _, node in norm.operands])
 
 
 def _step_of(call: Node, value: Node, layer: Node) -> _Step | None:
@@ -231,12 +246,12 @@ def _step_of(call: Node, value: Node, layer: Node) -> _Step | None:
         return None
     if call.target is torch.nn.functional.batch_norm:
         return _norm(call, value)
-    name = _name(call)
+    name = name_of(call.target)
     reading = read(name, value, call.args, call.kwargs) if name else None
     if reading is None or changes_other(call.target, value, call.args, call.kwargs):
         return None
     if reading.other is None:
-        return _Step(fused.Step(reading.kind, reading.constants) if reading.kind else None, ())
+        return _Step(name, (call,), fused.Step(reading.kind, reading.constants) if reading.kind else None)
     other = _value(reading.other)
     if not isinstance(reading.other, Node) or not isinstance(other, Tensor) or other.dtype != output.dtype:
         return None
@@ -245,7 +260,7 @@ def _step_of(call: Node, value: Node, layer: Node) -> _Step | None:
         return None
     shape = read_as(kind, size)
     step = step_of(reading, other if shape is None else other.reshape(shape), kind)
-    return _Step(step, [(reading.other, shape)])
+    return _Step(name, (call,), step, [(reading.other, shape)])
 
 
 def _norm(call: Node, value: Node) -> _Step | None:
@@ -259,7 +274,7 @@ def _norm(call: Node, value: Node) -> _Step | None:
         return None
     mean, variance, weight, bias = map(_value, tensors)
     step = fused.batch_norm(mean, variance, weight, bias, given["eps"])
-    return _Step(step, [(each, None) for each in tensors if isinstance(each, Node)])
+    return _Step("batch_norm", (call,), step, [(each, None) for each in tensors if isinstance(each, Node)])
 
 
 def _known_equal(one: Any, other: Any) -> bool:
@@ -281,14 +296,21 @@ def _text(layer: Node, steps: Sequence[_Step]) -> str:
 
 def _is_valid(layer: Node, steps: Sequence[_Step]) -> bool:
     try:
-        _text(layer, steps)
+        epilogue = decoded(_text(layer, steps))
     except (TypeError, RuntimeError, ValueError):
         return False
-    return True
+    input, weight, bias, *rest = layer.args
+    if steps[-1].name != "layer_norm" or not _value(input).is_cuda:
+        return True
+    from polyphase import runtime  # the CUDA path
+
+    constants = rest[2:] if layer.target is conv_transpose_epilogue else rest
+    return runtime.has_kernel(_value(input), _value(weight), bias is not None, epilogue, *constants)
 
 
-def _replace(graph: Graph, layer: Node, chain: list[Node], steps: list[_Step]) -> None:
+def _replace(graph: Graph, layer: Node, steps: list[_Step]) -> None:
     """Put one call in the place of the last of a chain."""
+    chain = [node for step in steps for node in step.nodes]
     input, weight, bias, *rest = layer.args
     operands: list[Any] = []
     if layer.target is conv_transpose_epilogue:

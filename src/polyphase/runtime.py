@@ -21,6 +21,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import decoded
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides
+from polyphase.problem.sizes import typical
 from polyphase.program.program import Program
 from polyphase.torch_op.epilogue import Apart
 from polyphase.torch_op.memory_format import output_channels_last
@@ -172,6 +173,20 @@ def _remember(calls: dict[tuple[object, ...], Call], key: tuple[object, ...], ca
     if len(calls) >= _MAX_CALLS:
         calls.clear()
     calls[key] = call
+
+
+def has_kernel(input: torch.Tensor, weight: torch.Tensor, bias: bool, epilogue: Epilogue, *constants: Any) -> bool:
+    """Whether a kernel computes the layer with an epilogue, channels first, at its typical size.
+
+    ``input``'s sizes may be symbolic.
+    """
+    some = (1, weight.shape[0], *[64] * (weight.dim() - 2))
+    problem = _problem(some, weight, input, constants, bias, input.dtype == torch.float32 and tf32_allowed())
+    try:
+        plan(replace(typical(problem), epilogue=epilogue), Pass.FORWARD, DeviceInfo.of(input.device))
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _prepare(

@@ -1,0 +1,127 @@
+"""Layer norms over the channels of each pixel, known by what they compute: PyTorch has neither a module nor a function.
+
+SAM's, ConvNeXt's, torchvision's and timm's are written in several ways: with means and powers, or as
+`torch.nn.functional.layer_norm` between two permutations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+_DEFAULT_EPS = 1e-5
+_MOST_NODES = 12
+
+
+def is_layer_norm(call: Callable[..., Tensor], dims: int, channels: int, eps: float, roles: Sequence[str]) -> bool:
+    """Whether ``call(x, *vectors)`` gives the norm of random tensors of so many dimensions.
+
+    ``roles``: what each vector is, "weight" or "offset".
+    """
+    generator = torch.Generator().manual_seed(dims)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    given = {role: random(channels) for role in roles}
+    sizes = (5, 3, 2) if channels not in (5, 3, 2) else (4, 6, 7)
+    try:
+        for factor, added in ((1.0, 0.0), (eps**0.5, 0.0), (2.0, 3.0)):
+            x = random(2, channels, *sizes[: dims - 2]) * factor + added
+            last = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + eps).sqrt()
+            last = last.movedim(1, -1) * given.get("weight", 1) + given.get("offset", 0)
+            found, wanted = call(x, *given.values()), last.movedim(-1, 1)
+            if found.shape != wanted.shape or not torch.allclose(found.to(wanted), wanted, 1e-4, 1e-4):
+                return False
+    except Exception:  # whatever a model does with what it does not expect
+        return False
+    return True
+
+
+class Norm(NamedTuple):
+    """Nodes of a graph that are a layer norm, the last of which gives it; what they read beside, by its role."""
+
+    nodes: tuple[Node, ...]
+    eps: float
+    operands: tuple[tuple[str, Node], ...]
+
+
+def layer_norm_of(value: Node, channels: Any, value_of: Callable[[Node], Any]) -> Norm | None:
+    """The layer norm that all who read ``value`` are parts of; None if they are not.
+
+    ``value_of`` gives the tensor, real or fake, that stands for a node's value.
+    """
+    if type(channels) is not int:
+        return None
+    for nodes in _closed(value):
+        found = _read(value, nodes, channels, value_of)
+        if found is not None:
+            return found
+    return None
+
+
+def _closed(value: Node) -> Iterator[tuple[Node, ...]]:
+    """Nodes of smooth functions behind ``value``, the last of which alone is read by others."""
+    inside = {value: None}
+    node = value.next
+    while node.op != "root" and len(inside) <= _MOST_NODES:
+        if any(each in inside for each in node.all_input_nodes):
+            if not _is_smooth(node):
+                return
+            inside[node] = None
+            if all(user in inside for each in inside if each is not node for user in each.users):
+                yield tuple(inside)[1:]
+        node = node.next
+
+
+def _read(value: Node, nodes: tuple[Node, ...], channels: int, value_of: Callable[[Node], Any]) -> Norm | None:
+    first, last = value_of(value), value_of(nodes[-1])
+    if not isinstance(last, Tensor) or last.dim() != first.dim() or last.dtype != first.dtype:
+        return None
+    beside = list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in (value, *nodes)))
+    if len(beside) > 2 or any(not _is_vector(value_of(each), channels) for each in beside):
+        return None
+    numbers = (each for node in nodes for each in (*node.args, *node.kwargs.values()))
+    candidates = dict.fromkeys((*(each for each in numbers if type(each) is float and 0 < each < 1), _DEFAULT_EPS))
+
+    def call(x: Tensor, *vectors: Tensor) -> Tensor:
+        values = {value: x, **dict(zip(beside, vectors))}
+        for node in nodes:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            target: Any = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+            values[node] = target(*args, **kwargs)
+        return values[nodes[-1]]
+
+    for eps, roles in itertools.product(candidates, itertools.permutations(("weight", "offset"), len(beside))):
+        if is_layer_norm(call, first.dim(), channels, eps, roles):
+            return Norm(nodes, eps, tuple(sorted(zip(roles, beside), key=lambda each: each[0] != "weight")))
+    return None
+
+
+def _is_vector(tensor: Any, channels: int) -> bool:
+    return isinstance(tensor, Tensor) and tuple(tensor.shape) == (channels,)
+
+
+# Of these a function is the same everywhere if it is on random tensors. None changes a tensor in place.
+_NAMES = ("mean", "var", "var_mean", "getitem", "add", "sub", "mul", "div", "truediv", "pow", "square", "sqrt", "rsqrt",
+          "layer_norm", "permute", "transpose", "movedim", "moveaxis", "contiguous")  # fmt: skip
+_FUNCTIONS = {
+    getattr(home, name)
+    for name in _NAMES
+    for home in (operator, torch, torch.nn.functional)
+    if hasattr(home, name) and callable(getattr(home, name))
+}
+
+
+def _is_smooth(node: Node) -> bool:
+    if "out" in node.kwargs:
+        return False
+    return (
+        node.target in _NAMES if node.op == "call_method" else node.op == "call_function" and node.target in _FUNCTIONS
+    )
