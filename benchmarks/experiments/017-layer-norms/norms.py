@@ -1,7 +1,8 @@
 """Times layer norms over channels in the epilogue: ``python norms.py --csv FILE``. Needs a GPU.
 
-Of each layer the planned config with each epilogue, and of those marked "every" all configs with the last one. Then
-SAM's upscaling block as a CUDA graph: by PyTorch, fused but for its norm, fused. Results are compared with float64.
+Of each layer the planned config with each epilogue, and of those marked "every" all configs with the last one, unless
+``--planned``. Then SAM's upscaling block as a CUDA graph: by PyTorch, fused but for its norm, fused; by `torch.compile`
+alone, and with `enable_compile_fusion`. Results are compared with float64.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import csv
 import importlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import polyphase
 from polyphase import fuse_trace, module_steps
@@ -59,10 +61,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=400, help="no layer is begun after so many")
+    parser.add_argument("--planned", action="store_true", help="no configs but those that are planned")
     options = parser.parse_args()
     start, place = time.monotonic(), torch.device("cuda", 0)
     device, timer = DeviceInfo.of(place), Timer(place, 15, 0.1)
-    every = list(cases())
+    every = [(problem, each and not options.planned) for problem, each in cases()]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool, options.csv.open("w", newline="") as file:
         found = [offers(*case, device) for case in every]
         sources = {source for case in found for _, _, _, program in case for source in program.sources}
@@ -156,9 +159,11 @@ def blocks(timer: Timer) -> Iterator[tuple[object, ...]]:
         model = known.built(block)
         inputs = [torch.randn(shape, device="cuda", dtype=dtype) for shape in block.inputs]
         wanted = copy.deepcopy(model).cuda().double()(*(each[:1].double() for each in inputs))
-        for name in ("PyTorch", "fused but for the norm", "fused"):
-            call = copy.deepcopy(model).to("cuda", dtype)
-            if name != "PyTorch":
+        for name in ("PyTorch", "fused but for the norm", "fused", "compiled", "compiled and fused"):
+            call: Any = copy.deepcopy(model).to("cuda", dtype)
+            if "compiled" in name:
+                call = compiled(call, name)
+            elif name != "PyTorch":
                 find = module_steps.normalized_dims
                 if name != "fused":
                     fuse_trace.normalized_dims = module_steps.normalized_dims = lambda module: ()
@@ -167,6 +172,25 @@ def blocks(timer: Timer) -> Iterator[tuple[object, ...]]:
             error = shared.error(call(*inputs)[:1], wanted)
             measured = 1e3 * timer.measure(shared.graphed(call, inputs)).ms
             yield "SAM upscaling, batch 16", str(dtype), "", name, f"{error:.1e}", "", f"{measured:.1f}"
+
+
+def compiled(model: nn.Module, name: str) -> Callable[..., Tensor]:
+    """A model by `torch.compile`, with polyphase's layers and what follows them as its graph has it, or without."""
+    torch._dynamo.reset()
+    if name == "compiled":
+        return torch.compile(model, fullgraph=True)
+    polyphase.accelerate(model)
+    fusion, call = polyphase.enable_compile_fusion(), torch.compile(model, fullgraph=True)
+
+    def first(*inputs: Tensor) -> Tensor:
+        result = call(*inputs)
+        if fusion.chains:
+            print(fusion.chains, flush=True)
+            fusion.chains.clear()
+        fusion.disable()
+        return result
+
+    return first
 
 
 if __name__ == "__main__":
