@@ -60,11 +60,11 @@ struct Target {
   }
 };
 static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
-constexpr int TARGET_BYTES = CONSUMERS * GROUP_CELLS * (int)sizeof(Target);
 // Pixels of a piece that are normalised over their channels: the moments that four warps have of each, and its
 // `Normal`.
 constexpr int NORMALS = EPILOGUE_NORMALIZES ? PIECE * COLUMNS : 0;
-constexpr int STORE_BYTES = STAGING_BYTES + TARGET_BYTES + CONSUMERS * 5 * NORMALS * (int)sizeof(Normal);
+constexpr int STORE_BYTES =
+    STAGING_BYTES + CONSUMERS * (GROUP_CELLS * (int)sizeof(Target) + 5 * NORMALS * (int)sizeof(Normal));
 
 // The bits of COUNT elements, as words.
 template <int BYTES>
@@ -87,7 +87,6 @@ struct Epilogue {
   result_t* dst;                          // the work tile's first channel, the tile's first batch entry
   result_t* staging;                      // of the warp, or the warpgroup
   Target* targets;                        // of the warpgroup's cells
-  Normal* normals;                        // of the pixels of a piece, behind the moments of each warp
   ChannelTerms terms[CHANNEL_BLOCKS][2];  // of the thread's rows
 
   __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
@@ -98,8 +97,7 @@ struct Epilogue {
         first_cell(first_cell),
         dst(dst),
         staging((result_t*)memory + (JOINT ? warp() : threadIdx.x / STAGERS) * STAGING),
-        targets((Target*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS),
-        normals((Normal*)(memory + STAGING_BYTES + TARGET_BYTES) + (threadIdx.x / 128 * 5 + 4) * NORMALS) {
+        targets((Target*)(memory + STAGING_BYTES) + threadIdx.x / 128 * GROUP_CELLS) {
     find_places();
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block)
@@ -211,9 +209,14 @@ struct Epilogue {
 #pragma unroll
     for (int i = 0; i < 2 * COLUMNS; ++i)
       value[i] = finish(value[i], terms[block][half], to.of(i / COLUMNS, i % COLUMNS),
-                        EPILOGUE_NORMALIZES ? normals[first_pixel(j) + i] : Normal{});
+                        EPILOGUE_NORMALIZES ? normals()[first_pixel(j) + i] : Normal{});
   }
 
+  // Of the pixels of a warpgroup's piece, behind the moments that each warp has of them, behind all targets.
+  __device__ __forceinline__ Normal* normals() const {
+    const int group = threadIdx.x / 128;
+    return (Normal*)(targets + (CONSUMERS - group) * GROUP_CELLS) + (group * 5 + 4) * NORMALS;
+  }
   // Where the elements of a thread's pair of cells lie among the pixels of a piece.
   static __device__ __forceinline__ int first_pixel(int j) { return (8 * j + lane() % 4 * 2) * COLUMNS; }
 
@@ -222,7 +225,7 @@ struct Epilogue {
   template <int LINE>
   __device__ __forceinline__ void find_normals(int piece, int depth, int height, int first) const {
     constexpr int PAIRS = ceil_div(4, COLUMNS), VALUES = round_up(2 * COLUMNS * PAIRS, 8);
-    Moments* const moments = (Moments*)(normals - (4 - warp()) * NORMALS);
+    Moments* const moments = (Moments*)(normals() - (4 - warp()) * NORMALS);
 #pragma unroll
     for (int from = 0; from < PIECE / 8; from += PAIRS) {
       Moments of[VALUES] = {};
@@ -253,7 +256,7 @@ struct Epilogue {
     }
     group_sync();
     for (int i = threadIdx.x % 128; i < NORMALS; i += 128)
-      normals[i] = normal_of((const Moments*)normals - 4 * NORMALS + i, NORMALS);
+      normals()[i] = normal_of((const Moments*)normals() - 4 * NORMALS + i, NORMALS);
     group_sync();
   }
 #endif

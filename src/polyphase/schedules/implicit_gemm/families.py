@@ -199,7 +199,9 @@ class _Families:
         several = config.channel_blocks > 1 or (config.lines > 1 and self._problem.dtype != "float32")
         if self._channels % ROWS and several:
             held = max(held, 32)  # stores ask whether a channel exists
-        held += _HELD_BY_NORMALS * self._problem.epilogue.normalizes
+        if self._problem.epilogue.normalizes:
+            rows = config.channel_blocks > 1 and self._problem.dtype == "float32"  # whose loaders have registers, too
+            held += _HELD_BY_NORMALS * (3 if rows else 1)
         return held + self._held_by_bias_and_zeros
 
     @cached_property
