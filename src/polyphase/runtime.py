@@ -19,7 +19,7 @@ from polyphase.plan.planner import Plan, plan
 from polyphase.prepared import Call, empty_on_cpu, empty_on_cuda
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.epilogue import decoded
+from polyphase.problem.epilogue import Epilogue, decoded
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides
 from polyphase.problem.sizes import typical
 from polyphase.program.program import Program
