@@ -140,18 +140,18 @@ constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * SET_BLOCKS;
 constexpr int GROUP_CHANNELS = CHANNEL_BLOCKS * (TAPS_IN_ROWS ? ROW_CHANNELS : LINE_ROWS);
 constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, GROUP_CHANNELS);
 
-// One pixel of those that the lines of a row block, from `line` on, read along depth and height, and a tap along the
-// width.
+// A tap of a row block's line; with STACKED lines, from `line` on, one of the pixels that any of them reads along depth
+// and height, and a tap along the width.
 struct Operation {
   int line, depth, height, width_tap;
 
   __device__ __forceinline__ int depth_offset() const {
     if (STACKED > 1) return READS_D.offset[line / OWNED_H / STACKED_D][depth];
-    return src_offset(AXIS_D, first_tap(AXIS_D, depth_of_line(line)) + depth * tap_step(AXIS_D));
+    return src_offset(AXIS_D, depth);
   }
   __device__ __forceinline__ int height_offset() const {
     if (STACKED > 1) return READS_H.offset[line % OWNED_H / STACKED_H][height];
-    return src_offset(AXIS_H, first_tap(AXIS_H, height_of_line(line)) + height * tap_step(AXIS_H));
+    return src_offset(AXIS_H, height);
   }
 };
 
@@ -233,14 +233,16 @@ __device__ __forceinline__ bool find_operation(int index, int first_line, Operat
       index -= count;
       continue;
     }
-    const int line = line_of_block(block, first_line), width = width_of_block(line, block);
+    const int line = line_of_block(block, first_line);
+    const int depth = depth_of_line(line), height = height_of_line(line), width = width_of_block(line, block);
     const int along_w = tap_count(AXIS_W, width);
-    const int along_h =
-        STACKED > 1 ? READS_H.count[line % OWNED_H / STACKED_H] : tap_count(AXIS_H, height_of_line(line));
+    const int along_h = STACKED > 1 ? READS_H.count[line % OWNED_H / STACKED_H] : tap_count(AXIS_H, height);
     operation.line = line;
     operation.width_tap = first_tap(AXIS_W, width) + index % along_w * tap_step(AXIS_W);
-    operation.height = index / along_w % along_h;
-    operation.depth = index / (along_w * along_h);
+    const int first_h = STACKED > 1 ? 0 : first_tap(AXIS_H, height), step_h = STACKED > 1 ? 1 : tap_step(AXIS_H);
+    const int first_d = STACKED > 1 ? 0 : first_tap(AXIS_D, depth), step_d = STACKED > 1 ? 1 : tap_step(AXIS_D);
+    operation.height = first_h + index / along_w % along_h * step_h;
+    operation.depth = first_d + index / (along_w * along_h) * step_d;
     return true;
   }
   return false;

@@ -406,6 +406,7 @@ struct Epilogue {
   __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
     Share<WIDE> share;
     if constexpr (COUNT == WIDE) describe(piece, 0, share);
+    result_t* const line = STACKED > 1 ? dst : dst + depth * params.dst.stride[2] + height * params.dst.stride[3];
 #pragma unroll
     for (int block = 0; block < CHANNEL_BLOCKS; ++block) {
       const int first_channel = (work.channel_group * CHANNEL_BLOCKS + block) * ROWS;
@@ -427,7 +428,7 @@ struct Epilogue {
           }
         }
         group_sync();
-        result_t* const to = dst + phase * params.dst.stride[4] + first_channel;
+        result_t* const to = line + phase * params.dst.stride[4] + first_channel;
         if constexpr (COUNT == WIDE)
           store_wide<LINE>(share, to, DST_CHANNELS - first_channel, phase, depth, height);
         else
@@ -437,17 +438,19 @@ struct Epilogue {
     }
   }
 
-  // Channels last: where what a thread stores of a row block lies. The line of its row, where lines are STACKED; else
-  // that of all rows.
+  // Channels last: where what a thread stores of a row lies: on the line at `depth` and `height`, or where lines are
+  // STACKED on that of the row.
   struct StoredLine {
     int depth, height, channel;  // a channel that does not exist for a row of no line
+    long long offset;            // of the channel on that line, or where lines are STACKED in the tile
   };
   template <int LINE>
   __device__ __forceinline__ StoredLine stored_line(int row, int depth, int height) const {
-    if (STACKED == 1) return {depth, height, row};
+    if (STACKED == 1) return {depth, height, row, row};
     const int owned = owned_line(LINE, row), lines = LINE < 0 ? 1 : STACKED;
     if (LINE >= 0) depth = depth_of_line(owned), height = height_of_line(owned);
-    return {depth, height, row % LINE_ROWS + (line_of_row(row) < lines ? 0 : ROWS)};
+    const int channel = row % LINE_ROWS + (line_of_row(row) < lines ? 0 : ROWS);
+    return {depth, height, channel, depth * params.dst.stride[2] + height * params.dst.stride[3] + channel};
   }
 
   // Stores a phase that a warpgroup has left in shared memory, 16 bytes at a time.
@@ -458,7 +461,7 @@ struct Epilogue {
     const int row = lane() % LANES * WIDE;
     const result_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + row;
     const StoredLine line = stored_line<LINE>(row, depth, height);
-    to += line.depth * params.dst.stride[2] + line.height * params.dst.stride[3] + line.channel;
+    to += line.offset;
     bool exists[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i)
@@ -486,8 +489,7 @@ struct Epilogue {
       const StoredLine line = stored_line<LINE>(row, depth, height);
       const bool exists =
           phase < Target::columns(target.reach) && Target::has_line(target.reach, line.depth, line.height);
-      result_t* const at = to + line.depth * params.dst.stride[2] + line.height * params.dst.stride[3] + line.channel;
-      store_global_if(exists && line.channel < channels, at + target.offset,
+      store_global_if(exists && line.channel < channels, to + target.offset + line.offset,
                       *(const Bits<COUNT>*)(staging + cell * STAGING_PITCH + row));
     }
   }

@@ -112,10 +112,11 @@ struct SlabTaps {
   int* listed;
 
   __device__ __forceinline__ void list() const {
-    if (STACKED == 1) return;
-    for (int i = threadIdx.x; i < SLAB_TAPS; i += THREADS)
-      listed[i] = first_place + i < PLACES ? tap_of_place(first_place + i) : -1;
-    __syncthreads();
+    if constexpr (STACKED > 1) {
+      for (int i = threadIdx.x; i < SLAB_TAPS; i += THREADS)
+        listed[i] = first_place + i < PLACES ? tap_of_place(first_place + i) : -1;
+      __syncthreads();
+    }
   }
   __device__ __forceinline__ int first() const { return STACKED > 1 ? 0 : first_place; }
   __device__ __forceinline__ bool has(int index) const {
