@@ -117,7 +117,7 @@ def test_the_kernels_are_the_files_of_the_package() -> None:
     ("layer", "schedule", "constant", "rounded", "exact"),
     [
         (["benchmarks/kernelbench/81_asymmetric_input_strided_dilated.py"], "direct_tiled", "ROUNDED", "true", "false"),
-        (["--layer", "2x64x16x16x16 -> 64, k=5, s=2"], "tap_gemm_tma", "PARTS", "1", "2"),
+        (["--layer", "4x512x14x14 -> 256, k=7, p=3"], "tap_gemm_tma", "PARTS", "1", "2"),
     ],
     ids=["KernelBench 81", "tensor cores"],
 )

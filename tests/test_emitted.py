@@ -126,6 +126,16 @@ def test_a_size_without_a_kernel_is_an_error() -> None:
         module.prepare(module.Pass.FORWARD, module.LAYERS[0], shape, (0, 0), torch.device("cpu"), True)
 
 
+def test_another_size_rounds_as_the_emitted_one() -> None:
+    """Little work would be exact in the package (the file has its true limits): the file has kernels of one kind."""
+    module: Any = load(emitted_layer("16x64x32x32 -> 64, k=4, s=2, p=1", "sm_90a"))
+    on_the_emulator(module, "sm_90a")
+    layer, shape = module.LAYERS[0], (1, 64, 4, 4)
+    assert not replace(layer.problem, batch=1, input_size=(4, 4)).uses_tf32(module.Pass.FORWARD)
+    for pass_ in module.Pass:
+        module.prepare(pass_, layer, shape, (0, 0), torch.device("cpu"), True)
+
+
 def test_a_layer_of_such_a_size_has_both_kernels() -> None:
     layer = "1x4x40000x40000 -> 4, k=3, s=2"
     module: Any = load(emitted_layer(layer, "sm_80"))

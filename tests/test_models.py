@@ -15,7 +15,7 @@ models = pytest.importorskip("models")
 
 # Layers, and those that compute what follows them.
 CHAINS = {
-    "DCGAN": (5, 5), "SimpleBaseline head": (3, 3), "Mask R-CNN branch": (1, 1), "SAM upscaling": (2, 1),
+    "DCGAN": (5, 5), "SimpleBaseline head": (3, 3), "Mask R-CNN branch": (1, 1), "SAM upscaling": (2, 2),
     "HiFi-GAN": (4, 0), "U-Net": (4, 4), "pix2pix": (8, 8), "DAC decoder": (4, 0), "FSRCNN": (1, 0),
     "PointPillars neck": (3, 3), "nnU-Net 3-D": (4, 4),
 }  # fmt: skip

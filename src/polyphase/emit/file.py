@@ -139,7 +139,8 @@ def _planned(
         choices: dict[str, dict[Pass, support.Choice]] = {device.arch: {} for device in devices}
         for device, pass_ in itertools.product(devices, passes):
             chosen, sources = _choose(problem, pass_, device)
-            choices[device.arch][pass_] = support.Choice(chosen.schedule, chosen.candidate.config)
+            rounds = problem.of_pass(pass_).tf32
+            choices[device.arch][pass_] = support.Choice(chosen.schedule, chosen.candidate.config, rounds)
             kernels[device.arch] += [source for source in sources if source not in kernels[device.arch]]
             plans.append((name, device.arch, pass_.value, chosen.candidate.describe()))
         layers.append(kind(problem, choices))

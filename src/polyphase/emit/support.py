@@ -33,10 +33,11 @@ from polyphase.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes a pass: a schedule and its config."""
+    """What computes a pass: a schedule, its config, and whether it rounds to TF32."""
 
     schedule: Schedule
     config: Any
+    tf32: bool
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,16 @@ class Layer:
 
     problem: ConvTransposeProblem
     choices: dict[str, dict[Pass, Choice]]
+
+    def sized(
+        self, input_shape: tuple[int, ...], output_padding: tuple[int, ...], pass_: Pass, arch: str
+    ) -> ConvTransposeProblem:
+        """A pass at another size, which rounds to TF32 where it does at the size of the model's inputs."""
+        problem = replace(
+            self.problem, batch=input_shape[0], input_size=tuple(input_shape[2:]), output_padding=output_padding
+        )
+        tf32 = self.choices[arch][pass_].tf32
+        return replace(problem.of_pass(pass_), tf32=tf32, tf32_as_pytorch=tf32 and problem.tf32_as_pytorch)
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, arch: str, device: DeviceInfo, layouts: Layouts
@@ -176,10 +187,8 @@ def prepare(
     aligned: bool,
 ) -> Call:
     """What a call of these sizes launches, as the package itself decides it."""
-    problem = replace(
-        layer.problem, batch=input_shape[0], input_size=tuple(input_shape[2:]), output_padding=output_padding
-    ).of_pass(pass_)
     arch = arch_of(device)
+    problem = layer.sized(input_shape, output_padding, pass_, arch)
 
     def program_on(aligned: bool) -> Program:
         layouts = replace(Layouts.of_call(problem, pass_), aligned=aligned)

@@ -114,7 +114,7 @@ static_assert(STACKED == 1 || (LINES % STACKED == 0 && STACKED == STACKED_D * ST
               "row blocks are whole");
 
 // Pixels along depth and height that the lines of a row block read, from its first line on.
-__host__ __device__ constexpr int pixels_of_lines(int line) {
+__device__ __forceinline__ int pixels_of_lines(int line) {
   if (STACKED == 1) return taps_of_line(line);
   return READS_D.count[line / OWNED_H / STACKED_D] * READS_H.count[line % OWNED_H / STACKED_H];
 }
@@ -161,20 +161,25 @@ __host__ __device__ constexpr int line_of_block(int block, int first_line) {
 }
 
 // Operations of row block `block` of a thread block whose first line is `first_line`.
-__host__ __device__ constexpr int operations_of(int block, int first_line) {
+__device__ __forceinline__ int operations_of(int block, int first_line) {
   if (TAPS_IN_ROWS) return 1;
   const int line = line_of_block(block, first_line);
   return pixels_of_lines(line) * tap_count(AXIS_W, width_of_block(line, block));
 }
 
-// `pixels_of_lines` of all lines at once: compilers evaluate only so much.
+// The same of all lines, as constants, found at once: compilers evaluate only so much.
 struct LineTaps {
   int of[OWNED_LINES];
 };
 __host__ __device__ constexpr LineTaps taps_of_lines() {
   LineTaps taps{};
-  for (int line = 0; STACKED > 1 && line < OWNED_LINES; ++line) taps.of[line] = pixels_of_lines(line);
-  if (STACKED > 1) return taps;
+  if (STACKED > 1) {
+    const Reads<STACKED_AXIS_D.kernel, STACKED_AXIS_D.stride> depth(STACKED_AXIS_D, STACKED_D);
+    const Reads<STACKED_AXIS_H.kernel, STACKED_AXIS_H.stride> height(STACKED_AXIS_H, STACKED_H);
+    for (int line = 0; line < OWNED_LINES; ++line)
+      taps.of[line] = depth.count[line / OWNED_H / STACKED_D] * height.count[line % OWNED_H / STACKED_H];
+    return taps;
+  }
   int depth[AXIS_D.stride]{}, height[AXIS_H.stride]{}, line = 0;
   for (int tap = 0; tap < AXIS_D.kernel; ++tap) ++depth[phase_of(AXIS_D, tap)];
   for (int tap = 0; tap < AXIS_H.kernel; ++tap) ++height[phase_of(AXIS_H, tap)];
