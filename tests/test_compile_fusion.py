@@ -119,15 +119,19 @@ def _biased_by_one(x: Tensor) -> Tensor:
     return (x - x.mean(1, True)) / torch.sqrt(x.var(1, keepdim=True) + 0.25)
 
 
+def _permuted(model: nn.Module, x: Tensor) -> Tensor:
+    found = F.layer_norm(x.permute(0, 2, 3, 1), (4,), model.act.weight, model.of_channels.bias)
+    return found.permute(0, 3, 1, 2)
+
+
 NORMS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     "segment_anything": (
         lambda m, y, x: F.gelu(m.of_channels(y)),
         ["conv_transpose → layer_norm → mul → add → gelu"],
     ),
-    "permuted": (
-        lambda m, y, x: F.layer_norm(y.permute(0, 2, 3, 1), (4,), m.act.weight, m.of_channels.bias).permute(0, 3, 1, 2),
-        ["conv_transpose → layer_norm"],
-    ),
+    "permuted": (lambda m, y, x: _permuted(m, y).contiguous(), ["conv_transpose → layer_norm"]),
+    "with other strides": (lambda m, y, x: _permuted(m, y).movedim(1, -1).view(-1, 4), []),
+    "cropped": (lambda m, y, x: _by_moments(y[:, :, :3, :3]), []),
     "by the variance": (lambda m, y, x: _by_variance(F.silu(y)) + 1, ["conv_transpose → silu → layer_norm → add"]),
     "by moments": (lambda m, y, x: _by_moments(y), ["conv_transpose → layer_norm"]),
     "another denominator": (lambda m, y, x: _biased_by_one(y), []),

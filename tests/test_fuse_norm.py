@@ -83,6 +83,24 @@ class Branching(LayerNorm2d):
         return x if x.abs().max() > 1e6 else super().forward(x)
 
 
+class Clamped(LayerNorm2d):
+    """The same of values that are not large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-30, 30)
+
+
+class Scaled(LayerNorm2d):
+    """With a number that may change."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "segment_anything": LayerNorm2d,
     "torchvision": PermutedNorm,
@@ -98,6 +116,7 @@ def test_what_normalizes_channels() -> None:
         unscaled.weight.zero_()
     assert normalized_dims(unscaled) == (4,), "whatever the parameters are"
     others = [FormattedNorm(24, "channels_last"), OtherEpsilon(24), Branching(24), nn.LayerNorm(24)]
+    others += [Clamped(24), Scaled(24)]
     others += [nn.GroupNorm(1, 24), nn.BatchNorm2d(24), nn.Linear(3, 3)]
     assert [normalized_dims(norm) for norm in others] == [()] * len(others)
 
@@ -106,6 +125,15 @@ def upscaling(norm: nn.Module) -> nn.Sequential:
     torch.manual_seed(1)
     first = (nn.ConvTranspose2d(16, 24, 2, 2), norm, nn.GELU())
     return nn.Sequential(*first, nn.ConvTranspose2d(24, 8, 2, 2), nn.GELU()).eval()
+
+
+def test_an_image_without_a_batch_is_normalized_as_the_module_does() -> None:
+    """Over its second dimension, which is the height."""
+    model, x = upscaling(LayerNorm2d(24)), torch.randn(16, 12, 5)
+    with torch.no_grad():
+        wanted = model(x)
+        polyphase.accelerate(model, fuse=True)
+        torch.testing.assert_close(model(x), wanted)
 
 
 @pytest.mark.parametrize("name", NORMS)

@@ -318,6 +318,15 @@ def test_operands_in_place(problem: ConvTransposeProblem) -> None:
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
+@pytest.mark.parametrize(("size", "padding"), [((8, 7), (0, 1)), ((8, 8), (1, 0))])
+def test_a_padded_output_has_other_pixels(size: tuple[int, int], padding: tuple[int, int]) -> None:
+    """Of one tap without stride, too: its dilation allows output padding."""
+    problem = make((2, 40, *size), 24, 1, 1, 0, padding, dilation=2, dtype="bfloat16")
+    for candidate, program in programs(problem, Pass.WEIGHT_GRAD, H200):
+        if candidate.schedule == WGRAD_TMA.name:
+            assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
+
+
 @pytest.mark.parametrize("index", range(5))
 def test_operands_that_lie_otherwise_are_written(index: int) -> None:
     """Strange tensors of layers whose own would be read in place; all give the same."""

@@ -57,7 +57,8 @@ class Chain:
     ``modules``: those right behind the layer. ``then``: the kinds of the calls that follow
     (`polyphase.elementwise.name_of`), and modules behind them, which only a layer that waits computes.
     ``places``: where the model had each, the module that holds it and its name there; copies of a chain have none.
-    ``widens``: one of ``modules`` gives float32 under autocast, and is then computed by itself, as all are.
+    ``normalizes``: one of ``modules`` is a layer norm. Under autocast it gives float32, and of an input without a batch
+    it normalises another dimension, so all of them are then computed by themselves.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class Chain:
         modules: tuple[Module, ...],
         then: tuple[Module | str, ...] = (),
         places: tuple[tuple[weakref.ref[Module], str, Module], ...] = (),
-        widens: bool = False,
+        normalizes: bool = False,
     ) -> None:
         self.layer = layer
         self.modules = modules
         self.then = then
         #: Its modules in order, without the layer.
         self.all_modules = (*modules, *(each for each in then if isinstance(each, Module)))
-        self._widens = widens
+        self._normalizes = normalizes
         self._places = places
 
     def __getstate__(self) -> dict[str, Any]:
@@ -115,8 +116,8 @@ class Chain:
         layer: Any = self.layer
         input = computed(input)
         tensors = (input, layer.weight, layer.bias)
-        widens = self._widens and torch._C._is_any_autocast_enabled()
-        if widens or not input.is_floating_point():  # no epilogue takes complex numbers
+        apart = self._normalizes and (torch._C._is_any_autocast_enabled() or input.dim() != len(layer.stride) + 2)
+        if apart or not input.is_floating_point():  # no epilogue takes complex numbers
             return self._run(tensors, output_padding, ())
         tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
         if tracing and self.modules:
@@ -296,8 +297,8 @@ def _join(
     first = calls[0] if calls else len(parts)
     modules: Any = tuple(parts[:first])
     dims = len(layer.stride) + 2  # type: ignore[arg-type]
-    widens = any(reader_of(each, dims) is layer_norm for each in modules)
-    chain = Chain(layer, modules, tuple(parts[first:]), tuple(places), widens)
+    normalizes = any(reader_of(each, dims) is layer_norm for each in modules)
+    chain = Chain(layer, modules, tuple(parts[first:]), tuple(places), normalizes)
     vars(layer)["_chain"] = chain
     for module in chain.all_modules:
         found = next((taken for cls, taken in _TAKEN.items() if cls is type(module)), None)

@@ -249,7 +249,11 @@ def _overridden(
 
 def _may_write(known: _Known, out: Tensor, read: tuple[Tensor | None, ...]) -> bool:
     """Whether kernels write to ``out`` itself."""
-    return known.call is not None and forward_ad._current_level < 0 and into.is_free(out, read)
+    if known.call is None or forward_ad._current_level >= 0:
+        return False
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        return False  # PyTorch's copy says that it is not allowed
+    return into.is_free(out, read)
 
 
 def _named(steps: list[Step], out: Tensor | None) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def _closed(value: Node) -> Iterator[tuple[Node, ...]]:
     node = value.next
     while node.op != "root" and len(inside) <= _MOST_NODES:
         if any(each in inside for each in node.all_input_nodes):
-            if not _is_smooth(node):
+            if not is_smooth(node):
                 return
             inside[node] = None
             if all(user in inside for each in inside if each is not node for user in each.users):
@@ -82,7 +82,10 @@ def _closed(value: Node) -> Iterator[tuple[Node, ...]]:
 
 def _read(value: Node, nodes: tuple[Node, ...], channels: int, value_of: Callable[[Node], Any]) -> Norm | None:
     first, last = value_of(value), value_of(nodes[-1])
-    if not isinstance(last, Tensor) or last.dim() != first.dim() or last.dtype != first.dtype:
+    if not isinstance(last, Tensor) or last.dtype != first.dtype:
+        return None
+    # What reads it may view it by its strides.
+    if tuple(last.shape) != tuple(first.shape) or last.stride() != first.stride():
         return None
     beside = list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in (value, *nodes)))
     if len(beside) > 2 or any(not _is_vector(value_of(each), channels) for each in beside):
@@ -119,7 +122,8 @@ _FUNCTIONS = {
 }
 
 
-def _is_smooth(node: Node) -> bool:
+def is_smooth(node: Node) -> bool:
+    """Whether a call is of such a function."""
     if "out" in node.kwargs:
         return False
     return (

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 
 from polyphase import fused
-from polyphase.layer_norms import is_layer_norm
+from polyphase.layer_norms import is_layer_norm, is_smooth
 
 
 def norm(module: Any) -> fused.Step:
@@ -72,8 +72,8 @@ def normalized_dims(module: Any) -> tuple[int, ...]:
     """The dimensions of the tensors ``(N, C, *spatial)`` that a module normalises over the channels of each pixel.
 
     PyTorch has no such module. SAM's, ConvNeXt's, torchvision's and timm's ``LayerNorm2d`` are known by what they have
-    and compute, not by their names: a weight, a bias and an ``eps``, and code without branches on tensors, which gives
-    the norm of random numbers.
+    and compute, not by their names: a weight, a bias, an ``eps`` and no other number, and smooth functions without
+    branches on tensors, which give the norm of random numbers.
     """
     vectors = [each for each in module._parameters.values() if each is not None]
     has_more = module._modules or module._buffers or set(module._parameters) != {"weight", "bias"}
@@ -81,6 +81,8 @@ def normalized_dims(module: Any) -> tuple[int, ...]:
         return ()
     if type(module).__module__.startswith("torch."):
         return ()
+    if any(type(each) in (int, float) and name != "eps" for name, each in vars(module).items()):
+        return ()  # a factor of 1, say, which may change
     if not vectors or any(each.dim() != 1 or each.shape != vectors[0].shape for each in vectors):
         return ()
     return tuple(dims for dims in (3, 4, 5) if _normalizes(module, vectors[0].numel(), dims))
@@ -100,10 +102,10 @@ def _normalizes(module: Any, channels: int, dims: int) -> bool:
         if not is_layer_norm(call, dims, channels, module.eps, roles):
             return False
     try:
-        torch.fx.Tracer().trace(probe)
+        graph = torch.fx.Tracer().trace(probe)
     except Exception:  # it branches on tensors
         return False
-    return True
+    return all(is_smooth(node) for node in graph.nodes if node.op.startswith("call_"))
 
 
 def has_hooks(module: Module) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -78,7 +79,8 @@ def trial(candidate: str) -> Iterator[None]:
 def _layer(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str:
     """What a choice belongs to, as text, the kernels' text included."""
     where = f"{device.arch} with {device.multiprocessors} multiprocessors"
-    return f"{pass_.value} of {standard(problem).of_pass(pass_)!r} on {where}, kernels {_kernels()}"
+    layer = replace(standard(problem).of_pass(pass_), tf32=problem.tf32)  # decided by the size that it has
+    return f"{pass_.value} of {layer!r} on {where}, kernels {_kernels()}"
 
 
 @lru_cache(maxsize=1)

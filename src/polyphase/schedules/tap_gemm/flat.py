@@ -151,8 +151,10 @@ class FlatProduct:
     @property
     def written(self) -> tuple[bool, bool]:
         """Whether planes of the base, and of the phased operand, are written; else the tensor is such a plane."""
-        pixels = all((each.kernel, each.stride, each.padding) == (1, 1, 0) for each in self.axes)
-        return not self.in_place, not (self.in_place and pixels and _lies(self.sides[1], self.product.piece))
+        base, phased = self.sides
+        pixels = base.shape[2:] == phased.shape[2:]  # an output may be padded behind its last pixel
+        pixels = pixels and all((each.kernel, each.stride, each.padding) == (1, 1, 0) for each in self.axes)
+        return not self.in_place, not (self.in_place and pixels and _lies(phased, self.product.piece))
 
     @property
     def positions(self) -> int:
