@@ -17,7 +17,7 @@ from polyphase.problem import problem
 os.environ["POLYPHASE_TUNING"] = "0"  # what was measured on this machine decides nothing here
 collect_seldom()  # most tests plan layers
 forbid_tf32()  # for what runs before the first test
-problem.FEW_CHANNELS, problem.FEW_POSITIONS, problem.LITTLE_WORK = 16, 0, 0.0  # see helpers.EXACT_BELOW
+problem.FEW_POSITIONS, problem.LITTLE_WORK = 0, 0.0  # see helpers.EXACT_BELOW
 torch.backends.cuda.matmul.allow_tf32 = False
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]

@@ -39,7 +39,7 @@ UNIT_ROUNDOFF = {
 }
 
 #: Where PyTorch's forward passes stay exact. In tests small layers stand for large ones (conftest sets these to less).
-EXACT_BELOW = {name: getattr(problem_module, name) for name in ("FEW_CHANNELS", "FEW_POSITIONS", "LITTLE_WORK")}
+EXACT_BELOW = {name: getattr(problem_module, name) for name in ("FEW_POSITIONS", "LITTLE_WORK")}
 
 
 def forbid_tf32() -> None:

@@ -92,7 +92,7 @@ class Axis:
 
 #: Below these PyTorch's forward pass of images or signals stays exact where TF32 is allowed: channels on either side,
 #: positions of the input over the batch, and operations.
-FEW_CHANNELS = 17
+FEW_CHANNELS = 16
 FEW_POSITIONS = 128
 LITTLE_WORK = 3e8
 
