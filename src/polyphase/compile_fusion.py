@@ -221,7 +221,7 @@ def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[No
 
 
 def _next(value: Node, layer: Node, steps: Sequence[_Step]) -> _Step | None:
-    """What all who read ``value`` are, if an epilogue has it behind ``steps``."""
+    """The operation that all readers of ``value`` make up; None if an epilogue cannot have it behind ``steps``."""
     step = None
     if len(value.users) == 1 and (reader := next(iter(value.users))).op in ("call_function", "call_method"):
         step = _step_of(reader, value, layer)

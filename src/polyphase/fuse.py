@@ -1,13 +1,12 @@
 """Chains of a built model that a transposed convolution computes in its own kernel: ``accelerate(model, fuse=True)``.
 
-A chain is a transposed convolution and what reads its output alone, one after the other: batch norms, activations,
-dropouts and sums, as modules or as calls of PyTorch's functions. It is found by symbolic tracing (`torch.fx`) of the
-model, or of the parts of it that can be traced, as they run in evaluation mode. Nothing is copied, no parameter moves
-and no code is rewritten: the layer keeps a list of what follows it and reads parameters at every call. What it
-returns says what is expected of it (`polyphase.pending`): a module passes on what expects it, and computes its own
-operation of anything else. All of that holds while the whole chain is in evaluation mode and without hooks; else each
-computes what it always did.
-"""
+A chain is a transposed convolution and what reads its output alone, one after the other: batch norms, layer norms over
+channels, activations, dropouts and sums, as modules or as calls of PyTorch's functions. It is found by symbolic tracing
+(`torch.fx`) of the model, or of the parts of it that can be traced, as they run in evaluation mode. Nothing is copied,
+no parameter moves and no code is rewritten: the layer keeps a list of what follows it and reads parameters at every
+call. What it returns says what is expected of it (`polyphase.pending`): a module passes on what expects it, and
+computes its own operation of anything else. All of that holds while the whole chain is in evaluation mode and without
+hooks; else each computes what it always did."""
 
 from __future__ import annotations
 
@@ -211,8 +210,8 @@ def _taken(cls: type[Module], reader: Any) -> Any:
     return StandIn(f"Taken{cls.__name__}", (cls,), namespace)
 
 
-def _taken_norm(cls: type[Module]) -> Any:
-    """That of a class of layer norms, which PyTorch does not have."""
+def _taken_class(cls: type[Module]) -> Any:
+    """The class of modules that a layer computes for ``cls``, made here where it is a layer norm's."""
     found = next((taken for other, taken in _TAKEN.items() if other is cls), None)
     if found is None:
         found = _TAKEN[cls] = _taken(cls, layer_norm)
@@ -221,7 +220,7 @@ def _taken_norm(cls: type[Module]) -> Any:
 
 
 def _new_norm(cls: type[Module]) -> Any:
-    taken = _taken_norm(cls)
+    taken = _taken_class(cls)
     return taken.__new__(taken)
 
 
@@ -301,6 +300,5 @@ def _join(
     chain = Chain(layer, modules, tuple(parts[first:]), tuple(places), normalizes)
     vars(layer)["_chain"] = chain
     for module in chain.all_modules:
-        found = next((taken for cls, taken in _TAKEN.items() if cls is type(module)), None)
-        module.__class__ = _taken_norm(type(module)) if found is None else found
+        module.__class__ = _taken_class(type(module))
         vars(module)["_chain"] = chain

@@ -111,7 +111,8 @@ def _is_vector(tensor: Any, channels: int) -> bool:
     return isinstance(tensor, Tensor) and tuple(tensor.shape) == (channels,)
 
 
-# Of these a function is the same everywhere if it is on random tensors. None changes a tensor in place.
+# None of these branches on values: what is made of them is a norm everywhere if it is one of random tensors. None
+# changes a tensor in place.
 _NAMES = ("mean", "var", "var_mean", "getitem", "add", "sub", "mul", "div", "truediv", "pow", "square", "sqrt", "rsqrt",
           "layer_norm", "permute", "transpose", "movedim", "moveaxis", "contiguous")  # fmt: skip
 _FUNCTIONS = {

@@ -391,7 +391,7 @@ def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()
 
 
 def _is_wider(kind: str) -> bool:
-    """Whether the result would have another dtype: autocast makes this one float32 on a GPU."""
+    """Whether the result would have another dtype: autocast makes these float32 on a GPU."""
     return kind in ("softplus", "layer_norm") and torch._C._is_any_autocast_enabled()
 
 

@@ -6,7 +6,7 @@ set -euo pipefail
 before=$(realpath "$1") after=$(realpath "$2") out=$(realpath "$3")
 
 bench() { # CHECKOUT NAME
-  (cd "$1" && PYTHONPATH=$1/src POLYPHASE_CACHE_DIR=/tmp/polyphase-$2 python3 -m polyphase bench --suite all --quick \
+  (cd "$1" && PYTHONPATH=$1/src POLYPHASE_CACHE_DIR=${TMPDIR:-/tmp}/polyphase-$2 python3 -m polyphase bench --suite all --quick \
     --passes forward,input_grad,weight_grad --dtypes float32,bfloat16 --layouts nchw,channels_last --csv "$out/$2.csv")
 }
 # First both at once, so that kernels and plans are on disk; then each alone, and these figures count.

@@ -124,8 +124,8 @@ def _asked(case: plans.Case) -> list[tuple[KernelSource, Asker, int]]:
     return found
 
 
-def variants(kernels: Iterable[Wanted]) -> list[Wanted]:
-    """Those that the planner takes, and of the others one of each variant, which differ in sizes alone."""
+def one_of_each_variant(kernels: Iterable[Wanted]) -> list[Wanted]:
+    """Those that the planner takes, and one of each other variant: kernels that differ in sizes alone."""
     first = sorted(kernels, key=lambda kernel: not kernel.chosen)
     met: set[tuple[object, ...]] = set()
     kept = []

@@ -29,7 +29,7 @@ def compile_kernels(
     variants: Annotated[
         bool,
         typer.Option(
-            "--variants", help="Of kernels that are not the planner's choice, one of those that differ in sizes alone."
+            "--variants", help="The planner's choices, and of other kernels one of those that differ in sizes alone."
         ),
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = os.cpu_count() or 1,
@@ -69,7 +69,7 @@ def compile_kernels(
         jobs,
     )
     if variants:
-        wanted = kernels.variants(wanted)
+        wanted = kernels.one_of_each_variant(wanted)
     reports: list[Report] = []
     with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"{len(wanted)} kernels", total=len(wanted))

@@ -45,9 +45,10 @@ class Executable:
             if 0 not in step.grid
         ]
         self._driver_launch = _driver().cuLaunchKernelEx
-        self._take(1 + max(places.values()))
+        self._make_room(1 + max(places.values()))
 
-    def _take(self, count: int) -> None:
+    def _make_room(self, count: int) -> None:
+        """For so many addresses."""
         self._count = count
         self._pack = struct.Struct(f"{count}Q").pack_into
         self._local = threading.local()
@@ -56,7 +57,7 @@ class Executable:
         """What launches the steps of this program and then those of another, all with the same addresses."""
         both = copy(self)
         both._steps = self._steps + other._steps
-        both._take(max(self._count, other._count))
+        both._make_room(max(self._count, other._count))
         return both
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
@@ -104,7 +105,7 @@ class _Launches:
     def add(
         self, step: Step, handle: int, operands: list[int], encoded: list[dict[int, bytes]], overlaps: bool
     ) -> None:
-        """A further step whose operands stand there in the block; its maps are ``encoded`` for addresses met before."""
+        """A further step: its ``operands``' places in the block; its maps, ``encoded`` for addresses met before."""
         params = ctypes.create_string_buffer(step.params, len(step.params))
         start = ctypes.addressof(self.block)
         # Where each of the kernel's parameters lies.

@@ -43,8 +43,8 @@ struct Params {
   int flush;
   int again;              // whether planes have the sums of other images already
   int narrowed;           // whether sums are complete after the first flush, and stored in the tensors' type
-  int column, row, slab;  // positions from a column of a padded image to the next, from a row, from a slab if in one
-  int base_image, phased_image;  // the first ones
+  int column, row, slab;  // positions to the next column, row and slab of a padded image; slab 0 with several `slabs`
+  int base_image, phased_image;  // the first image in a tensor that is read in place; 0 in planes
   long long plane;               // elements of a plane of partial sums
 };
 

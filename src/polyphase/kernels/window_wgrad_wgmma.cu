@@ -12,8 +12,8 @@
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
 // float32 to `partial` in global memory, and start from zero. A thread's earlier sums of PRELOADED column tiles are
-// loaded together, so that few loads wait for others; of no whole tile where registers would spill. Where there is one
-// flush and one split, the sums are `narrowed` to the tensors' type at once.
+// loaded together, so that few loads wait for others; one by one with PRELOADED 0, where registers would spill. Where
+// there is one flush and one split, the sums are `narrowed` to the tensors' type at once.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"

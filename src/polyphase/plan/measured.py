@@ -2,7 +2,8 @@
 
 One small JSON file for each layer, pass and kind of GPU, next to the compiled kernels. It names a candidate, which is
 only looked for among those that the planner offers: a file that is damaged or made up costs time, never a result. A
-layer is meant here as in the planner, at any batch and image size: what was measured last, at whatever size, holds.
+layer is meant here as in the planner, at any batch and image size, but for whether that size rounds to TF32: what was
+measured last holds.
 """
 
 from __future__ import annotations

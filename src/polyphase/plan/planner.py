@@ -201,8 +201,8 @@ def as_computed(
     given, problem = problem, problem.of_pass(pass_).without_idle_constants()
     # Single pixels have every memory format at once; of a weight's gradient nothing else says which.
     as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
-    per_pixel = given.epilogue and (given.epilogue.per_sample or problem.epilogue.normalizes)
-    simpler = None if per_pixel else as_read.of_lone_pixels()
+    differs = given.epilogue and (given.epilogue.per_sample or problem.epilogue.normalizes)  # of the batch as channels
+    simpler = None if differs else as_read.of_lone_pixels()
     # As an input gradient it would be one long sum for few outputs, which no schedule shares out among blocks.
     if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(as_read):
         return problem, layouts

@@ -90,8 +90,8 @@ class Axis:
         return self.shift(0), self.shift(self.kernel - 1)
 
 
-#: Below these PyTorch's forward pass of images or signals stays exact where TF32 is allowed: channels on either side,
-#: positions of the input over the batch, and operations.
+#: Where TF32 is allowed, PyTorch's forward pass of one group stays exact with fewer channels on either side; and of
+#: images or signals with fewer positions of the input (over the batch), or fewer operations.
 FEW_CHANNELS = 16
 FEW_POSITIONS = 128
 LITTLE_WORK = 3e8

@@ -70,6 +70,7 @@ class Schedule:
         """
         if pass_ not in self.passes:
             return f"computes the {' and the '.join(_TITLES[each] for each in self.passes)} only"
+        # What plans know of an epilogue; the planner asks for the whole of it, too (`epilogue_refusal`).
         if problem.epilogue and (reason := self.epilogue_limits(problem)) is not None:
             return reason
         if problem.largest_constant > LARGE and not self.any_constants:

@@ -128,7 +128,7 @@ class Apart:
         operands: Sequence[Tensor] = (),
         out: Tensor | None = None,
     ) -> Tensor:
-        """The output, as `polyphase.runtime.Call` gives it."""
+        """The output, as `polyphase.prepared.Call` gives it."""
         sums = self._layer(input, weight, bias)
         with torch.autocast(input.device.type, enabled=False):
             result = by_tensor_operations(self._epilogue, operands, sums)

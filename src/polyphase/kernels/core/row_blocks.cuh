@@ -9,8 +9,8 @@
 //
 // Where output channels are few most of such a block would be empty. So STACKED neighbouring lines may share a row
 // block, LINE_ROWS rows each: an operation is then a pixel that any of them reads along depth and height, and the rows
-// of a line that does not read it are zero. The lines of a block are neighbours along the height, or whole rows of
-// them.
+// of a line that does not read it are zero. The lines of a block are neighbours along the height, or all of them at
+// neighbouring depths.
 //
 // Where channels are fewer still, or images are so tiny that most of the cells are halo, with TAPS_IN_ROWS a row is one
 // tap of one channel instead, for all taps of LINES of those phases: row blocks are one operation each, and what a
@@ -84,9 +84,9 @@ __host__ __device__ constexpr int taps_of_line(int line) {
 // What the phases of an axis read, `together` neighbours at a time: each source offset once.
 template <int KERNEL, int STRIDE>
 struct Reads {
-  int count[STRIDE] = {};           // of neighbours
-  int offset[STRIDE][KERNEL] = {};  // those
-  int tap[STRIDE][KERNEL] = {};     // of a phase, by the offsets of its neighbours; -1 where it does not read there
+  int count[STRIDE] = {};           // of source offsets that a set of neighbours reads
+  int offset[STRIDE][KERNEL] = {};  // these offsets
+  int tap[STRIDE][KERNEL] = {};     // which tap of a phase reads each offset of its set; -1 for none
 
   __host__ __device__ constexpr Reads(Axis axis, int together) {
     int number[STRIDE] = {}, owned = 0;  // of a phase, among those that own taps
@@ -141,7 +141,7 @@ constexpr int GROUP_CHANNELS = CHANNEL_BLOCKS * (TAPS_IN_ROWS ? ROW_CHANNELS : L
 constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, GROUP_CHANNELS);
 
 // A tap of a row block's line; with STACKED lines, from `line` on, one of the pixels that any of them reads along depth
-// and height, and a tap along the width.
+// and height (`depth` and `height` count the offsets of READS_D and READS_H), and a tap along the width.
 struct Operation {
   int line, depth, height, width_tap;
 
@@ -167,7 +167,8 @@ __device__ __forceinline__ int operations_of(int block, int first_line) {
   return pixels_of_lines(line) * tap_count(AXIS_W, width_of_block(line, block));
 }
 
-// The same of all lines, as constants, found at once: compilers evaluate only so much.
+// `pixels_of_lines` of all lines at once, as constants: compilers evaluate only so much. With STACKED lines that of the
+// row block that a line is in.
 struct LineTaps {
   int of[OWNED_LINES];
 };
@@ -260,7 +261,7 @@ constexpr int STEP_CHANNELS = 2 * CHUNK;
 constexpr int STEPS = round_up(ceil_div(SRC_CHANNELS, STEP_CHANNELS), K_STEPS);
 constexpr int OPERATION_BYTES = PARTS * 2 * ROWS * 16;  // the weights of one operation and step
 
-// Of the lines of a row block, the one that a row is of; STACKED for a row of none.
+// Which line of its row block a row is of; STACKED for a row that no line has (three lines have 48 rows).
 __host__ __device__ constexpr int line_of_row(int row) { return STACKED > 1 ? row / LINE_ROWS : 0; }
 
 // The channel, of a block of 64, that a row of the matrix holds. A thread's accumulators are rows r and r + 8: where

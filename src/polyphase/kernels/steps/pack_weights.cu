@@ -26,8 +26,8 @@
 
 constexpr int THREADS = SLAB_THREADS;
 constexpr int ROW_SLABS = CHANNEL_GROUPS * CHANNEL_BLOCKS * (LINE_ROWS / SLAB_CHANNELS);
-constexpr int CHANNEL_OPERATIONS = OPERATIONS / CHANNEL_BLOCKS;  // of a block of channels and a group of lines
-constexpr int BLOCK_LINES = ROWS / LINE_ROWS;                    // of a row block; of three there is room for another
+constexpr int CHANNEL_OPERATIONS = OPERATIONS / CHANNEL_BLOCKS;         // of a block of channels and a group of lines
+constexpr int BLOCK_LINES = ROWS / LINE_ROWS;                           // that a row block has room for
 constexpr int PLACES = LINE_GROUPS * CHANNEL_OPERATIONS * BLOCK_LINES;  // the taps, and those that do not exist
 constexpr int TAP_SLABS = ceil_div(PLACES, SLAB_TAPS);
 constexpr int STAGED = STACKED > 1 || SLAB_TAPS < TAPS ? SLAB_TAPS : TAPS;
@@ -71,8 +71,8 @@ __device__ __forceinline__ int existing_operations(int line_group) {
 }
 
 // The inverse of `find_operation`: the operation of a tap, counted from the first of the first group of lines as the
-// packed weights of one step are. Behind the last tap follow the operations that do not exist. With STACKED lines it is
-// no tap but a place, numbered as they lie, and which tap is there is found (`tap_of_place`).
+// packed weights of one step are. Behind the last tap follow the operations that do not exist. With STACKED lines `tap`
+// is a place, counted by operation, then line; `tap_of_place` finds its tap.
 __device__ __forceinline__ int place_of(int tap, int channel_block) {
   constexpr int LINE_GROUP = STEPS * OPERATIONS;
   if (STACKED > 1) return tap / BLOCK_LINES / OPERATIONS * LINE_GROUP + tap / BLOCK_LINES % OPERATIONS;
@@ -96,7 +96,7 @@ __device__ __forceinline__ int place_of(int tap, int channel_block) {
          d.count * h.count * (w.before - part * LINE_TAPS) + index;
 }
 
-// With STACKED lines: the tap at a place, which are numbered by operation, then line; -1 for none.
+// With STACKED lines: the tap at a place (counted by operation, then line); -1 for none.
 __device__ __forceinline__ int tap_of_place(int place) {
   const int operation = place / BLOCK_LINES, of_block = place % BLOCK_LINES;
   Operation found;

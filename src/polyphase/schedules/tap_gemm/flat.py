@@ -96,7 +96,7 @@ class FlatProduct:
 
     @property
     def slab_stages(self) -> int:
-        """Those of a slab: of what has neighbouring positions without end in both operands."""
+        """Stages of a slab: of positions that are one after the other in both operands."""
         if not self.in_place:
             return -(-self.positions // self.depth)
         return -(-math.prod(self.padded) // self.outer[1] // self.depth)

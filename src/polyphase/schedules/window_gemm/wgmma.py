@@ -42,7 +42,7 @@ from polyphase.schedules.window_gemm.window import (
 _SMALLER = 1536, 24, 16  # image side in 1-D, 2-D, 3-D of the second size at which configs are scored
 _LEAST_SPLIT = 8  # tiles of a weight gradient's split, at least
 _MOST_WAVES = 4  # of CTAs, that splits may make
-_PRELOADED = 4  # column tiles of which a weight gradient's flush loads earlier sums together, for each row tile
+_PRELOADED = 4  # row tiles times column tiles of which a weight gradient's flush loads earlier sums together
 _ENDS = 4  # what a CTA's prologue and epilogue take, in stages
 
 
