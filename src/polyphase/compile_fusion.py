@@ -195,9 +195,7 @@ class _Step(NamedTuple):
     name: str
     nodes: Sequence[Node]  # the last is its result
     step: fused.Step | None
-    operands: Sequence[
-        tuple[Node, tuple[int, ...] | None]
-    ] = ()  # with the shape that each is to be read in, if another
+    operands: Sequence[tuple[Node, tuple[int, ...] | None]] = ()  # with the shape to read each in, if it is another
 
 
 def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[Node]) -> list[_Step]:

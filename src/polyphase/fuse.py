@@ -6,7 +6,8 @@ channels, activations, dropouts and sums, as modules or as calls of PyTorch's fu
 no parameter moves and no code is rewritten: the layer keeps a list of what follows it and reads parameters at every
 call. What it returns says what is expected of it (`polyphase.pending`): a module passes on what expects it, and
 computes its own operation of anything else. All of that holds while the whole chain is in evaluation mode and without
-hooks; else each computes what it always did."""
+hooks; else each computes what it always did.
+"""
 
 from __future__ import annotations
 

@@ -227,8 +227,8 @@ def run(
         return output if batch is input else output.squeeze(0)
     if tracing or torch.is_grad_enabled():
         into.check(function.__name__, out, (input, weight, bias, *given), known.layer, batch is input)
-    if _may_write(known, out, (input, weight, bias, *given)):
-        return into.written(known.call, out, (batch, weight, bias), operands)
+    if (call := _writer(known, out, (input, weight, bias, *given))) is not None:
+        return into.written(call, out, (batch, weight, bias), operands)
     with torch.no_grad():
         return out.copy_(function(input, weight, bias, *constants, **_named(steps, None)))
 
@@ -247,13 +247,13 @@ def _overridden(
     return result
 
 
-def _may_write(known: _Known, out: Tensor, read: tuple[Tensor | None, ...]) -> bool:
-    """Whether kernels write to ``out`` itself."""
+def _writer(known: _Known, out: Tensor, read: tuple[Tensor | None, ...]) -> Callable[..., Tensor] | None:
+    """What writes to ``out`` itself; None where kernels may not."""
     if known.call is None or forward_ad._current_level >= 0:
-        return False
+        return None
     if out.is_inference() and not torch.is_inference_mode_enabled():
-        return False  # PyTorch's copy says that it is not allowed
-    return into.is_free(out, read)
+        return None  # PyTorch's copy says that it is not allowed
+    return known.call if into.is_free(out, read) else None
 
 
 def _named(steps: list[Step], out: Tensor | None) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import csv
 import multiprocessing
-import statistics
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -19,6 +17,7 @@ import torch
 from polyphase.bench.contestants import torch_call
 from polyphase.bench.layers import parse_layer
 from polyphase.bench.operands import make_operands
+from polyphase.bench.timing import Timer
 from polyphase.jit.launcher import Executable
 from polyphase.plan import planner
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -77,25 +76,11 @@ def compile_all(job: Job) -> None:
         executable(program, info)
 
 
-def timed(call: Callable[[], object], flushed: torch.Tensor) -> float:
-    """Milliseconds, the median of seven calls with an empty L2 cache."""
-    times: list[float] = []
-    for _ in range(9):
-        flushed.fill_(1.0)
-        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[2:])
-
-
-def rows_of(job: Job, info: DeviceInfo, flushed: torch.Tensor) -> list[list[str]]:
+def rows_of(job: Job, info: DeviceInfo, timer: Timer) -> list[list[str]]:
     problem, pass_ = problem_of(job), PASSES[job[1]]
     operands = make_operands(problem, GPU)
     reference = torch_call(problem, pass_, operands)
-    torch_ms, wanted = timed(reference, flushed), reference().double()
+    torch_ms, wanted = timer.measure(reference).ms, reference().double()
     result = torch.empty_like(wanted, dtype=operands.input.dtype)
     known = {"x": operands.input, "grad": operands.grad_output, "src": operands.grad_output, "dst": result}
     known["weight"] = operands.weight
@@ -109,7 +94,7 @@ def rows_of(job: Job, info: DeviceInfo, flushed: torch.Tensor) -> list[list[str]
         result.fill_(float("nan"))
         run(stream, addresses)
         error = ((result.double() - wanted).norm() / wanted.norm()).item()
-        ms = timed(partial(run, stream, addresses), flushed)
+        ms = timer.measure(partial(run, stream, addresses)).ms
         forecast = f"{candidate.seconds * 1e3:.4f}"
         rows.append([*job, candidate.describe(), f"{ms:.4f}", forecast, f"{torch_ms:.4f}", f"{error:.2e}"])
     return rows
@@ -123,12 +108,12 @@ def main() -> None:
     jobs = [(layer, each, dtype) for layer in LAYERS for each in LAYERS[layer] for dtype in ("float32", "bfloat16")]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_all, jobs))
-    info, flushed = DeviceInfo.of(GPU), torch.empty(48 << 20, device=GPU)
+    info, timer = DeviceInfo.of(GPU), Timer(GPU, repetitions=7)
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["layer", "pass", "dtype", "candidate", "ms", "predicted_ms", "torch_ms", "error_to_torch"])
         for job in jobs:
-            writer.writerows(rows_of(job, info, flushed))
+            writer.writerows(rows_of(job, info, timer))
             torch.cuda.empty_cache()
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import argparse
 import csv
 import multiprocessing
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ import torch
 from polyphase.bench.contestants import torch_call
 from polyphase.bench.layers import parse_layer
 from polyphase.bench.operands import make_operands
+from polyphase.bench.timing import Timer
 from polyphase.costs import trial
 from polyphase.jit.compiler import compile_kernel
 from polyphase.jit.launcher import Executable
@@ -136,21 +136,7 @@ def prepare(job: tuple[str, str]) -> tuple[list[Case], list[KernelSource]]:
     return found, [source for each in made if each for source in each[0].sources]
 
 
-def timed(call: Callable[[], object], flushed: torch.Tensor) -> float:
-    """Milliseconds, the median of five calls with an empty L2 cache."""
-    times: list[float] = []
-    for _ in range(6):
-        flushed.fill_(1.0)
-        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[1:])
-
-
-def rows_of(every: list[Case], info: DeviceInfo, flushed: torch.Tensor) -> Iterator[list[str]]:
+def rows_of(every: list[Case], info: DeviceInfo, timer: Timer) -> Iterator[list[str]]:
     layer, dtype, problem = every[0].layer, every[0].dtype, every[0].problem
     operands = make_operands(problem, GPU)
     wanted = torch_call(problem, Pass.FORWARD, operands)()
@@ -173,7 +159,7 @@ def rows_of(every: list[Case], info: DeviceInfo, flushed: torch.Tensor) -> Itera
         error = float((result - wanted).float().norm()) / norm
         before = other.setdefault(case.config, result.clone())
         same = torch.equal(before, result)
-        ms = timed(partial(run, stream, addresses), flushed)
+        ms = timer.measure(partial(run, stream, addresses)).ms
         settings = " ".join(f"{name}={getattr(case.config, name)}" for name in NAMES.split())
         stores = "sectors" if case.sectors else "pieces"
         written = result.numel() * result.element_size()
@@ -198,7 +184,7 @@ def main() -> None:
         sources = list(dict.fromkeys(source for _, several in prepared for source in several))
         list(pool.map(partial(compile_kernel, arch=info.arch), sources))
     print(f"{len(sources)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
-    flushed = torch.empty(48 << 20, device=GPU)
+    timer = Timer(GPU, repetitions=7)
     with open(given.csv, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         head = "layer dtype stored shared config cells shared_ends bytes ms tb_per_s error_to_torch equal"
@@ -206,7 +192,7 @@ def main() -> None:
         for every, _ in prepared:
             if time.monotonic() - began > given.seconds:
                 break
-            for row in rows_of(every, info, flushed):
+            for row in rows_of(every, info, timer):
                 writer.writerow(row)
                 print(*row, sep=", ", flush=True)
             torch.cuda.empty_cache()

@@ -10,9 +10,8 @@ import csv
 import itertools
 import multiprocessing
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +27,7 @@ from polyphase.bench.contestants import TorchVariant, torch_call, torch_flags
 from polyphase.bench.layers import parse_layer
 from polyphase.bench.operands import make_operands
 from polyphase.bench.oracle import sample
+from polyphase.bench.timing import Timer
 from polyphase.jit.compiler import compile_kernel
 from polyphase.jit.launcher import Executable
 from polyphase.jit.source import KernelSource
@@ -115,28 +115,14 @@ def prepare(problem: ConvTransposeProblem) -> tuple[list[Case], list[KernelSourc
     return found, [source for case in found for source in case.program.sources]
 
 
-def timed(call: Callable[[], object], flushed: torch.Tensor, count: int = 7) -> float:
-    """Milliseconds, the median of so many calls with an empty L2 cache."""
-    times: list[float] = []
-    for _ in range(count + 1):
-        flushed.fill_(1.0)
-        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[1:])
-
-
-def rows_of(every: list[Case], flushed: torch.Tensor) -> Iterator[list[str]]:
+def rows_of(every: list[Case], timer: Timer) -> Iterator[list[str]]:
     """What each case takes, beside float64 and PyTorch."""
     problem = every[0].problem
     operands = make_operands(problem, GPU)
     exact = sample(problem, Pass.FORWARD, operands, 4e9)
     call = torch_call(problem, Pass.FORWARD, operands)
     wanted = call()
-    torch_ms = timed(call, flushed, 3)
+    torch_ms = timer.measure(call).ms
     floor_ms = H200.floor_ms(problem)
     result = torch.empty_like(wanted)
     known = {"x": operands.input, "src": operands.input, "weight": operands.weight, "dst": result}
@@ -153,7 +139,7 @@ def rows_of(every: list[Case], flushed: torch.Tensor) -> Iterator[list[str]]:
         result.fill_(float("nan"))
         run(stream, addresses)
         comparison = exact.compare(result, wanted)
-        ms = timed(partial(run, stream, addresses), flushed)
+        ms = timer.measure(partial(run, stream, addresses)).ms
         order = "channels_last" if problem.channels_last else "nchw"
         yield [
             *(f"{problem}", problem.dtype, order, case.role, case.config, f"{case.predicted_ms:.4f}", f"{ms:.4f}"),
@@ -181,7 +167,7 @@ def main() -> None:
         sources = list(dict.fromkeys(source for _, several in prepared for source in several))
         list(pool.map(partial(compile_kernel, arch=info.arch), sources))
     print(f"{len(sources)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
-    flushed, began = torch.empty(48 << 20, device=GPU), time.monotonic()
+    timer, began = Timer(GPU, repetitions=7), time.monotonic()
     with open(given.csv, "w", newline="", encoding="utf-8") as file, torch_flags(TorchVariant.DEFAULT, False):
         writer = csv.writer(file)
         head = "layer dtype layout role config predicted_ms ms torch_ms floor_ms ok finite"
@@ -189,7 +175,7 @@ def main() -> None:
         for every, _ in prepared:
             if time.monotonic() - began > given.seconds:
                 break
-            for row in rows_of(every, flushed):
+            for row in rows_of(every, timer):
                 writer.writerow(row)
                 print(*row, sep=", ", flush=True)
             torch.cuda.empty_cache()

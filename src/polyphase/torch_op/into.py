@@ -64,13 +64,12 @@ def is_free(out: Tensor, read: Sequence[Tensor | None]) -> bool:
 
 
 def written(
-    call: Callable[..., Tensor] | None,
+    call: Callable[..., Tensor],
     out: Tensor,
     tensors: tuple[Tensor, Tensor, Tensor | None],
     operands: Sequence[Tensor],
 ) -> Tensor:
     """``out``, written by a call from `call_for`; ``tensors``: input, with a batch, weight and bias."""
-    assert call is not None
     call(*tensors, operands, out if out.dim() == tensors[0].dim() else out.unsqueeze(0))
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
