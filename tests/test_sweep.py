@@ -323,6 +323,20 @@ def test_rows_are_written_as_they_come_and_kept_by_the_next_run(
     assert len(read_csv(csv)) == 8
 
 
+def test_a_layer_is_measured_when_its_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[NamedLayer] = []
+    monkeypatch.setattr(command, "_TOGETHER", 2)
+    monkeypatch.setattr(command, "_compile", lambda layers, place: compiled.extend(layers))
+    layers = [NamedLayer(str(index), SMALL.problem) for index in range(5)]
+    assert [layer for layer in command._compiled(layers, torch.device("cuda")) if layer in compiled] == layers
+    assert compiled == layers
+    compiled.clear()
+    some = command._compiled(layers, torch.device("cuda"))
+    next(some)
+    some.close()
+    assert len(compiled) <= 4  # a run that stops early has not compiled all
+
+
 def _row(layer: str, ms: float, default: float, benchmark: float | None, **changes: Any) -> Record:
     record = Record(layer, layer, "forward", "float32", "nchw", ms=ms, torch_default_ms=default)
     record.torch_benchmark_ms, record.speedup, record.times_floor = benchmark, default / ms, ms

@@ -64,10 +64,11 @@ class GraphTimer:
             return self._timer.measure(calls[0])
         self._timer.synchronize()  # the operands are made on another stream
         with torch.cuda.stream(self._stream):
-            for call in (calls[0], *calls):
-                call()
+            calls[0]()
             seconds = self._timer.clock(calls[0])
-        count = max(1, min(count, int(LONGEST_SECONDS / seconds)))
+            count = max(1, min(count, int(LONGEST_SECONDS / seconds)))
+            for call in calls[1:count]:
+                call()
         graph = self._captured([calls[index % len(calls)] for index in range(count)])
         timing = self._timer.measure(graph.replay, warmups=1)
         graph.reset()

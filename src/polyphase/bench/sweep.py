@@ -2,7 +2,7 @@
 
 One process checks polyphase and times it and PyTorch by heuristics on the same operands; another times PyTorch in
 benchmark mode (`polyphase.bench.apart` says why). This one only waits, so that neither an error that CUDA does not
-recover from nor a call that never ends costs more than its own layer. Kernels are compiled before, by many processes.
+recover from nor a call that never ends costs more than its own layer. Kernels are compiled before.
 """
 
 from __future__ import annotations

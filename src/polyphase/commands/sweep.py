@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from polyphase.bench.records import Record
 
 _WORST = 12  # layers that are named
+_TOGETHER = 32  # layers whose kernels are compiled together: enough of them for every core
 
 
 def sweep(
@@ -54,10 +56,8 @@ def sweep(
     ]
     progress = make_console(stderr=True)
     try:
-        if place.type == "cuda":
-            _compile(progress, wanted, place)
-        with closing(Sweep(place, dtypes, strict_fp32)) as runner:
-            for index, layer in enumerate(wanted):
+        with closing(Sweep(place, dtypes, strict_fp32)) as runner, closing(_compiled(wanted, place)) as layers_ready:
+            for index, layer in enumerate(layers_ready):
                 passed = time.monotonic() - started
                 if seconds is not None and passed > seconds:
                     console.print(f"{len(wanted) - index} of {len(wanted)} were left out: {seconds:.0f} s are over")
@@ -88,15 +88,28 @@ def tell(console: Console, records: Sequence[Record]) -> None:
         raise typer.Exit(1)
 
 
-def _compile(progress: Console, layers: Sequence[NamedLayer], place: torch.device) -> None:
-    """Has the kernels of all layers on disk before the first is measured."""
+def _compiled(layers: Sequence[NamedLayer], place: torch.device) -> Generator[NamedLayer, None, None]:
+    """The layers, each when its kernels are on disk. Those of the next `_TOGETHER` are compiled meanwhile.
+
+    What is timed is GPU time alone, so that compilers beside it cost it nothing.
+    """
+    if place.type != "cuda":
+        yield from layers
+        return
+    parts = [layers[first : first + _TOGETHER] for first in range(0, len(layers), _TOGETHER)]
+    with ThreadPoolExecutor(1) as ahead:
+        compiled = [ahead.submit(_compile, part, place) for part in parts[:1]]
+        for number, part in enumerate(parts):
+            compiled.pop().result()
+            compiled += [ahead.submit(_compile, part, place) for part in parts[number + 1 : number + 2]]
+            yield from part
+
+
+def _compile(layers: Sequence[NamedLayer], place: torch.device) -> None:
+    """Has the kernels of all layers on disk."""
     from polyphase.bench.sweep import sources
     from polyphase.jit.ahead import compile_ahead
     from polyphase.problem.device import DeviceInfo
 
-    info, started = DeviceInfo.of(place), time.monotonic()
-    found = dict.fromkeys(source for some in sources(layers, info, os.cpu_count() or 1) for source in some)
-    progress.print(f"{len(layers)} layers planned in {time.monotonic() - started:.0f} s, {len(found)} kernels")
-    started = time.monotonic()
-    compile_ahead(found, info.arch)
-    progress.print(f"kernels compiled in {time.monotonic() - started:.0f} s")
+    info = DeviceInfo.of(place)
+    compile_ahead([source for some in sources(layers, info, os.cpu_count() or 1) for source in some], info.arch)
