@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python benchmarks/blocks.py                  # writes benchmarks/results/blocks.csv, in five minutes
 
-Each block runs in inference: by PyTorch, with its layers swapped (`accelerate`), and fused (`accelerate(fuse=True)`, or
-`polyphase.fused` where `forward` calls functions); eager, by `torch.compile`, as a CUDA graph of either. Outputs are
-compared with float64 on part of the batch: a block that is further from it than PyTorch's own by more than its dtype
-allows is ``wrong``, and the exit status 1. Kernels are compiled before anything is timed, in processes.
+Each block runs in inference: by PyTorch, with its layers swapped (`accelerate`), and fused (`accelerate(fuse=True)`);
+eager, by `torch.compile`, as a CUDA graph of either. Outputs are compared with float64 on part of the batch: a block
+that is further from it than PyTorch's own by more than its dtype allows is ``wrong``, and the exit status 1. Kernels
+are compiled before anything is timed, in processes. KernelBench's problems are those of `kernelbench_level2.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
+from kernelbench_level2 import LEVEL2
 from shared import ROOT, copy_rate, error, problems_met, sources_of, timed, write
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fused
 from polyphase.bench import environment
 from polyphase.bench.report import make_console
 from polyphase.bench.timing import Timer
@@ -62,42 +61,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Block:
-    """A block: how it is built, the shapes that it is given, and how it is written with `polyphase.fused`, if by hand.
-
-    ``by_hand`` takes the module and its inputs; without it `accelerate` finds the chains.
-    """
+    """A block: how it is built, and the shapes that it is given."""
 
     build: Callable[[], nn.Module]
     inputs: tuple[tuple[int, ...], ...]
-    by_hand: Callable[..., Tensor] | None = None
-
-
-class Problem(nn.Module):
-    """A layer and what KernelBench's problem of that number does to its output."""
-
-    def __init__(self, layer: nn.Module, behind: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.conv_transpose = layer
-        self.behind = behind
-        self.tensor = nn.Parameter(torch.randn(shapes[0])) if shapes else None
-
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        """The output, with further inputs of the problem."""
-        y = self.conv_transpose(x)
-        return self.behind(y, *more) if self.tensor is None else self.behind(y, *more, self.tensor)
-
-
-def by_hand(steps: Callable[..., list[fused.Step | str]]) -> Callable[..., Tensor]:
-    """A `Problem` in one call, of the steps that its tensors give."""
-
-    def run(module: Any, x: Tensor, *more: Tensor) -> Tensor:
-        layer = module.conv_transpose
-        function = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}[len(layer.stride)]
-        constants = layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
-        tensors = () if module.tensor is None else (module.tensor,)
-        return function(x, layer.weight, layer.bias, *constants, epilogue=steps(*more, *tensors))
-
-    return run
 
 
 class LayerNorm2d(nn.Module):
@@ -156,93 +123,13 @@ def sam() -> nn.Module:
     return nn.Sequential(*first, nn.ConvTranspose2d(64, 32, 2, 2), nn.GELU())
 
 
-def _channels(tensor: Tensor) -> Tensor:
-    return tensor.flatten()
-
-
-def _leaky_twice(factor: Tensor) -> list[fused.Step | str]:
-    leaky = fused.activation("leaky_relu", 0.2)
-    return [leaky, fused.scale_shift(_channels(factor)), leaky]
-
-
 BLOCKS: dict[str, Block] = {
     "DCGAN generator, batch 256": Block(dcgan, ((256, 100, 1, 1),)),
     "pose head, batch 64": Block(pose, ((64, 2048, 8, 6),)),
     "Mask R-CNN head, 400 boxes": Block(mask, ((400, 256, 14, 14),)),
     "U-Net up, batch 16": Block(UpBlock, ((16, 128, 256, 256), (16, 64, 512, 512))),
     "SAM upscaling, batch 16": Block(sam, ((16, 256, 64, 64),)),
-    "KernelBench 2-2": Block(
-        lambda: Problem(
-            nn.ConvTranspose2d(64, 64, 3, 2, 1, 1),
-            lambda y, b: torch.clamp(torch.clamp(y + b, 0.0, 1.0) * 2.0, 0.0, 1.0) / 2.0,
-            (64, 1, 1),
-        ),
-        ((128, 64, 128, 128),),
-        by_hand(
-            lambda b: [
-                fused.scale_shift(shift=_channels(b)),
-                fused.activation("clamp", 0.0, 1.0),
-                fused.scale_shift(2.0),
-                fused.activation("clamp", 0.0, 1.0),
-                fused.scale_shift(0.5),
-            ]
-        ),
-    ),
-    "KernelBench 2-5": Block(
-        lambda: Problem(nn.ConvTranspose2d(64, 64, 4, 2, 1, 1), lambda y, b: torch.tanh(y - b), (64, 1, 1)),
-        ((32, 64, 256, 256),),
-        by_hand(lambda b: [fused.scale_shift(shift=-_channels(b)), "tanh"]),
-    ),
-    "KernelBench 2-16": Block(
-        lambda: Problem(nn.ConvTranspose2d(64, 64, 3, 2, 1, 1), lambda y: F.hardtanh(F.mish(y) + 0.5, -1.0, 1.0) * 2.0),
-        ((128, 64, 128, 128),),
-        by_hand(
-            lambda: ["mish", fused.scale_shift(shift=0.5), fused.activation("clamp", -1.0, 1.0), fused.scale_shift(2.0)]
-        ),
-    ),
-    "KernelBench 2-20": Block(
-        lambda: Problem(nn.ConvTranspose3d(32, 64, 3, 2, 1, 1), lambda y, b: ((y + b) + y) * y + y, (64, 1, 1, 1)),
-        ((16, 32, 16, 32, 32),),
-        by_hand(
-            lambda b: [
-                fused.scale_shift(shift=_channels(b)),
-                fused.add_value(),
-                fused.multiply_value(),
-                fused.add_value(),
-            ]
-        ),
-    ),
-    "KernelBench 2-26": Block(
-        lambda: Problem(nn.ConvTranspose3d(32, 64, 3, 2, 1, 1), lambda y, added: (y + added) * F.hardswish(y + added)),
-        ((128, 32, 16, 16, 16), (128, 64, 32, 32, 32)),
-        by_hand(lambda added: [fused.add(added), "hardswish", fused.multiply_value(1)]),
-    ),
-    "KernelBench 2-74": Block(
-        lambda: Problem(
-            nn.ConvTranspose3d(16, 32, 3, 2, 1, 1),
-            lambda y, factor: F.max_pool3d(F.leaky_relu(F.leaky_relu(y, 0.2) * factor, 0.2), 2),
-            (32, 1, 1, 1),
-        ),
-        ((16, 16, 16, 32, 32),),
-        lambda module, x: F.max_pool3d(by_hand(_leaky_twice)(module, x), 2),
-    ),
-    "KernelBench 2-93": Block(
-        lambda: Problem(nn.ConvTranspose2d(64, 128, 4, 2), lambda y: F.gelu(torch.clamp(y + 0.5, max=0.0)) * 2.0),
-        ((128, 64, 64, 64),),
-        by_hand(
-            lambda: [
-                fused.scale_shift(shift=0.5),
-                fused.activation("clamp", float("-inf"), 0.0),
-                "gelu",
-                fused.scale_shift(2.0),
-            ]
-        ),
-    ),
-    "KernelBench 2-100": Block(
-        lambda: Problem(nn.ConvTranspose3d(64, 128, 3, 2, 1), lambda y: torch.clamp(y, min=-1.0) / 2.0),
-        ((16, 64, 24, 48, 48),),
-        by_hand(lambda: [fused.activation("clamp", -1.0, float("inf")), fused.scale_shift(0.5)]),
-    ),
+    **{f"KernelBench 2-{number}": Block(problem.build, problem.inputs) for number, problem in LEVEL2.items()},
 }
 
 
@@ -251,17 +138,10 @@ def built(block: Block) -> nn.Module:
     torch.manual_seed(0)
     model = block.build()
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.register_buffer("running_mean", torch.rand(module.num_features) - 0.5)
             module.register_buffer("running_var", torch.rand(module.num_features) + 0.5)
     return model.eval().requires_grad_(False)
-
-
-def fuse(block: Block, model: nn.Module) -> Callable[..., Tensor]:
-    """The block with what stands behind its layers computed by them."""
-    run = block.by_hand
-    polyphase.accelerate(model, fuse=run is None)
-    return model if run is None else lambda *inputs: run(model, *inputs)
 
 
 def kernels_of(block: Block, dtype: torch.dtype, device: DeviceInfo) -> list[Any]:
@@ -270,10 +150,8 @@ def kernels_of(block: Block, dtype: torch.dtype, device: DeviceInfo) -> list[Any
     met: list[ConvTransposeProblem] = []
     for fusing in (False, True):
         model = built(block).to("meta", dtype)
-        call = fuse(block, model) if fusing else model
-        if not fusing:
-            polyphase.accelerate(model)
-        met += problems_met(partial(call, *inputs), dtype)
+        polyphase.accelerate(model, fuse=fusing)
+        met += problems_met(partial(model, *inputs), dtype)
     return sources_of(met, device, (Pass.FORWARD,))
 
 
@@ -285,9 +163,9 @@ def measured(name: str, block: Block, dtype: torch.dtype, timer: Timer, rate: fl
     few = [each[:2].double() for each in inputs]
     wanted = copy.deepcopy(model).cuda().double()(*few)
     calls: dict[str, Callable[..., Tensor]] = {"torch": copy.deepcopy(model).to("cuda", dtype)}
-    swapped = copy.deepcopy(model).to("cuda", dtype)
-    polyphase.accelerate(swapped)
-    calls |= {"swapped": swapped, "fused": fuse(block, copy.deepcopy(model).to("cuda", dtype))}
+    for who in ("swapped", "fused"):
+        calls[who] = accelerated = copy.deepcopy(model).to("cuda", dtype)
+        polyphase.accelerate(accelerated, fuse=who == "fused")
     errors = {who: error(call(*inputs), wanted) for who, call in calls.items()}
     allowed = 2 * errors["torch"] + 4 * torch.finfo(dtype).eps
     wrong = [who for who in ("swapped", "fused") if not errors[who] <= allowed]

@@ -80,7 +80,17 @@ CHAINS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
         lambda m, y, x: torch.sigmoid(y * m.factor + x.mean((2, 3)).mean(1)[:, None, None, None].expand(-1, 4, 1, 1)),
         ["conv_transpose → mul → add → sigmoid"],
     ),
-    "two readers": (lambda m, y, x: F.relu(y) + y, []),
+    "an earlier value": (
+        lambda m, y, x: ((z := m.norm(y)) * torch.sigmoid(z) + y).tanh(),
+        ["conv_transpose → batch_norm → sigmoid → mul → add → tanh"],
+    ),
+    "a part without another reader": (lambda m, y, x: F.relu(z := m.norm(y)) - z, ["conv_transpose → batch_norm"]),
+    "two readers": (lambda m, y, x: F.relu(y) - y, []),
+    "changed and read again": (lambda m, y, x: (z := torch.relu_(y), z * y)[1], []),
+    "an output's copy": (
+        lambda m, y, x: (y - m.factor) * y.clone().detach(),
+        ["conv_transpose → sub → clone → detach → mul"],
+    ),
     "the input changes": (lambda m, y, x: (F.relu(y * m.factor), x.add_(1))[0], ["conv_transpose → mul → relu"]),
     "the input changes before": (lambda m, y, x: (x.add_(1), F.relu(y))[1], []),
     "changed by a flag's position": (lambda m, y, x: (F.relu(x, True), F.relu(y))[1], []),

@@ -36,13 +36,13 @@ CHAINS = {
     "mish_add_hardtanh": ["up → mish() → add() → hardtanh() → mul()"],
     "norm_tanh_pool": ["up → norm → tanh"],
     "relu_group_norm": ["up → relu"],
-    "second_input": ["up → add()"],
+    "residual_twice": ["up → clone() → detach() → add() → add() → mul() → add()"],
+    "second_input": ["up → add() → hardswish() → mul()"],
     "signal_chain": ["first.0 → first.1 → first.2", "second → add() → relu()"],
     "softmax_bias_sigmoid": [],
 }
 UNFUSED = {
     "mean_logsumexp": "up: alone; mean reads it",
-    "residual_twice": "up: alone; ",
     "shape_decides": "emitted without fusion: torch.fx does not trace its forward (TraceError: symbolically traced",
     "softmax_bias_sigmoid": "up: alone; softmax reads it",
 }

@@ -63,6 +63,8 @@ ALONE = {
     "scale, wide": Operation("scale_shift", (), both(CHANNEL, True)[:1]),
     "shift per sample": Operation("scale_shift", (), both(SAMPLE)[1:]),
     "scale and shift per sample": Operation("scale_shift", (), both(SAMPLE)),
+    "less": Operation("scale_shift", (), (Operand("less", CHANNEL),)),
+    "scale, shift and less per sample": Operation("scale_shift", (), (*both(CHANNEL), Operand("less", SAMPLE))),
     "normalize": Operation("normalize", (0.5,), MOMENTS),
     "normalize, no weight": Operation("normalize", (0.5,), MOMENTS[:2]),
     "prelu": Operation("prelu", (), (Operand("slope", CHANNEL),)),
@@ -150,7 +152,7 @@ def finished(problem: ConvTransposeProblem, sums: Tensor, of: dict[str, Tensor])
         elif kind == "affine":
             v = v * constants[0] + constants[1]
         elif kind == "scale_shift":
-            v = v * read.get("scale", 1) + read.get("shift", 0)
+            v = v * read.get("scale", 1) + read.get("shift", 0) - read.get("less", 0)
         elif kind == "normalize":
             v = (v - read["mean"]) / (read["variance"] + constants[0]).sqrt()
             v = v * read.get("weight", 1) + read.get("offset", 0)

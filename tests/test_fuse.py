@@ -35,7 +35,7 @@ class Head(nn.Module):
         """(N, 6, H, W) to (N, 3, 8·H, 8·W)."""
         x = torch.relu(self.functional(self.up(x)))
         y = self.skipped(x)
-        x = self.act(y) + y
+        x = self.act(y) - y
         return self.tanh(self.last(self.twice(self.twice(x))))
 
 

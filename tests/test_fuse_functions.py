@@ -45,6 +45,12 @@ BEHIND: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "dropout": (lambda m, y, x: F.dropout(F.hardtanh(y), training=m.training), ("hardtanh()", "dropout()")),
     "residual": (lambda m, y, x: F.silu(m.skip(x) + y), ("add()", "silu()")),
     "residual in place": (lambda m, y, x: y.add_(m.skip(x)), ("add()",)),
+    "less": (lambda m, y, x: torch.tanh(y - m.slope.view(4, 1, 1)), ("sub()", "tanh()")),
+    "an earlier value": (lambda m, y, x: y * torch.sigmoid(y) + y, ("sigmoid()", "mul()", "add()")),
+    "copies": (
+        lambda m, y, x: ((z := y.clone().detach(), y + m.slope.view(4, 1, 1))[1] + z) * z,
+        ("clone()", "detach()", "add()", "add()", "mul()"),
+    ),
 }
 
 
@@ -68,7 +74,7 @@ def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(x), plain(x))
         assert type(model(x)) is Tensor
-    assert len(computed[-1]) == len(taken) + 1 - ("dropout()" in taken)
+    assert len(computed[-1]) == 1 + len([each for each in taken if each not in ("dropout()", "clone()", "detach()")])
     # With derivatives, in training, and restored it is what it was.
     for mode in (True, False):
         model.train(mode), plain.train(mode)
@@ -85,6 +91,9 @@ def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 REASONS: dict[str, tuple[Callable[..., Any], str]] = {
     "reads its size": (lambda m, y, x: F.pad(F.relu(y), (0, y.shape[-1])), "2 read the result"),
     "another function": (lambda m, y, x: torch.softmax(y, 1), "softmax reads it, which no epilogue computes"),
+    "another value less": (lambda m, y, x: F.relu(y) - y, "2 read the result"),
+    "changed and read again": (lambda m, y, x: (y.add_(1), y.tanh() * y)[1], "3 read the result"),
+    "two branches": (lambda m, y, x: F.relu(y) * torch.tanh(y), "2 read the result"),
     "twice": (lambda m, y, x: y + y, "add reads it with arguments that no epilogue takes"),
     "a tensor of limits": (lambda m, y, x: torch.clamp(y, m.slope.sum()), "clamp reads it with arguments that no ep"),
     "in place between": (lambda m, y, x: (x.relu_(), F.relu(y))[1], "relu_ changes a tensor in place before relu()"),
@@ -101,6 +110,30 @@ def test_reasons(name: str) -> None:
     block = polyphase.accelerate(model, fuse=True).blocks[0]
     assert block.fused == ("norm",)
     assert reason in block.reason
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_modules_whose_value_is_read_again(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.gate = nn.ConvTranspose1d(3, 4, 2), nn.BatchNorm1d(4), nn.Sigmoid()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.up(x))
+            return self.gate(y) * y
+
+    model, x = Gate().eval(), torch.randn(2, 3, 5)
+    expected = model(x)
+    (block,) = polyphase.accelerate(model, fuse=True).blocks
+    assert block.fused == ("norm", "gate", "mul()")
+    calls = []
+    original = fused.conv_transpose1d
+    monkeypatch.setitem(fuse._FUSED, 1, lambda *args, **more: (calls.append(more), original(*args, **more))[1])
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(model(x), expected)
+    assert [len(call["epilogue"]) for call in calls] == [1 if grad else 3]  # and the layer is computed once
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
 
 
 def test_only_one_of_two_takes_a_sum() -> None:

@@ -28,6 +28,7 @@ EPILOGUES: dict[str, tuple[Callable[..., list[fused.Step | str]], Callable[..., 
         ("C", "C"),
     ),
     "scale per sample": (lambda a: [fused.scale_shift(a)], lambda v, a: v * _per(a, v), ("N C",)),
+    "less": (lambda a, b: [fused.subtract(a), fused.subtract(b)], lambda v, a, b: v - _per(a, v) - b, ("C", "1")),
     "numbers": (lambda: [fused.scale_shift(2.0, -0.5)], lambda v: v * 2.0 - 0.5, ()),
     "batch norm, relu": (
         lambda m, s, w, b: [fused.batch_norm(m, s, w, b), "relu"],

@@ -2,7 +2,7 @@
 
 Inductor fuses nothing into an operator that is not its own. So the graph is changed before it comes to that: where
 polyphase's operator is followed by batch norms in evaluation mode, layer norms over channels, activations, factors and
-sums, each read by the next alone, all of them become one call of ``polyphase::conv_transpose_epilogue``. Graphs are
+sums, which nothing else reads, all of them become one call of ``polyphase::conv_transpose_epilogue``. Graphs are
 changed at Inductor's hook before derivatives (`torch._inductor.config.pre_grad_custom_pass`), where norms and
 activations are still whole.
 """
@@ -21,7 +21,20 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from polyphase import elementwise, fused, layer_norms
-from polyphase.elementwise import change_between, changes_other, name_of, per, read, read_as, step_of
+from polyphase.elementwise import (
+    change_between,
+    changes_other,
+    changes_what_is_read,
+    is_closed,
+    is_in_place,
+    name_of,
+    next_reader,
+    per,
+    read_as,
+    read_next,
+    step_of,
+    step_of_value,
+)
 from polyphase.layer_norms import layer_norm_of
 from polyphase.problem.epilogue import decoded, encoded
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
@@ -83,9 +96,9 @@ def enable_compile_fusion() -> CompileFusion:
 
     It is for graphs that Inductor compiles from now on, in the whole process, until ``disable()``, or to the end of a
     ``with``: a model is compiled when it is first called. Taken in are batch norms in evaluation mode, layer norms over
-    channels where a kernel computes them, activations, sums with tensors of the output's shape, and factors and sums
-    per channel, while each is the only one that reads what is before it, and dtypes are the output's. Graphs that
-    record derivatives stay as they are.
+    channels where a kernel computes them, activations, sums with tensors of the output's shape, factors and sums per
+    channel, and sums and products with an earlier value (``y·sigmoid(y)``), while nothing else reads what is between,
+    and dtypes are the output's. Graphs that record derivatives stay as they are.
 
     Returns:
         The pass: a context, with ``disable()`` and the ``chains`` that it has found.
@@ -193,6 +206,7 @@ class _Step(NamedTuple):
     """An operation in a graph: its step on fake tensors, if any, and the nodes that stand for it and its operands."""
 
     name: str
+    number: int  # how many operations are before its result
     nodes: Sequence[Node]  # the last is its result
     step: fused.Step | None
     operands: Sequence[tuple[Node, tuple[int, ...] | None]] = ()  # with the shape to read each in, if it is another
@@ -201,55 +215,70 @@ class _Step(NamedTuple):
 def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[Node]) -> list[_Step]:
     """What the layer can compute behind it."""
     steps: list[_Step] = []
-    node = layer
-    while (step := _next(node, layer, steps)) is not None:
-        chain = {*step.nodes, *(each for one in steps for each in one.nodes)}
+    chain, numbers = [layer], {layer: 0}
+    while (step := _next(chain, numbers, order, steps)) is not None:
+        further = {*chain, *step.nodes}
         if any(each in taken or each not in order for each in step.nodes):
             break  # the last: what another layer's chain has become
         between = nodes[order[layer] + 1 : order[step.nodes[-1]]]
-        if change_between(between, chain | taken, lambda each: None) is not None:
+        if change_between(between, further | taken, lambda each: None) is not None:
             break
         if any(getattr(each.target, "__name__", "") in _MODES for each in between):
             break  # the layer would be computed where the mode is another, and be recorded for derivatives
         steps.append(step)
-        node = step.nodes[-1]
-    while steps and steps[-1].step is None:  # a dropout at the end is nothing to compute
-        steps.pop()
+        chain += step.nodes
+        numbers[chain[-1]] = step.number
+    # A dropout at the end is nothing to compute.
+    while steps and (steps[-1].step is None or not is_closed(chain)):
+        del chain[-len(steps.pop().nodes) :]
     return steps
 
 
-def _next(value: Node, layer: Node, steps: Sequence[_Step]) -> _Step | None:
-    """The operation that all readers of ``value`` make up; None if an epilogue cannot have it behind ``steps``."""
-    step = None
-    if len(value.users) == 1 and (reader := next(iter(value.users))).op in ("call_function", "call_method"):
-        step = _step_of(reader, value, layer)
-    step = step or _layer_norm(value, layer)
+def _next(chain: list[Node], numbers: dict[Node, int], order: dict[Node, int], steps: Sequence[_Step]) -> _Step | None:
+    """The operation that the next readers of a chain make up; None if an epilogue cannot have it behind ``steps``.
+
+    ``numbers``: of the chain's values, as `read_next` has them.
+    """
+    layer, reader, step = chain[0], next_reader(chain, order), None
+    if reader is not None and reader.op in ("call_function", "call_method"):
+        again = changes_what_is_read(reader, chain, is_in_place(reader.target, reader.kwargs))
+        step = None if again else _step_of(reader, layer, numbers)
+    step = step or _layer_norm(chain[-1], layer, numbers)
     return step if step is not None and _is_valid(layer, [*steps, step]) else None
 
 
-def _layer_norm(value: Node, layer: Node) -> _Step | None:
+def _layer_norm(value: Node, layer: Node, numbers: dict[Node, int]) -> _Step | None:
+    if numbers[value] != max(numbers.values()):
+        return None
     norm = layer_norm_of(value, _value(layer).shape[1], _value)
     if norm is None or any(getattr(_value(node), "requires_grad", False) for node in norm.nodes):
         return None
     vectors = {role: _value(node) for role, node in norm.operands}
     step = fused.layer_norm(vectors.get("weight"), vectors.get("offset"), norm.eps)
-    return _Step("layer_norm", norm.nodes, step, [(node, None) for _, node in norm.operands])
+    number = numbers[value] + 1
+    return _Step("layer_norm", number, norm.nodes, step, [(node, None) for _, node in norm.operands])
 
 
-def _step_of(call: Node, value: Node, layer: Node) -> _Step | None:
-    """What a call computes of ``value``; None if no epilogue computes it."""
+def _step_of(call: Node, layer: Node, numbers: dict[Node, int]) -> _Step | None:
+    """What a call computes of the values with these ``numbers``; None if no epilogue computes it."""
     size, output = _value(layer).shape, _value(layer)
     result = _value(call)
     if not isinstance(result, Tensor) or result.dtype != output.dtype or result.requires_grad:
         return None
+    number, name = max(numbers.values()) + 1, name_of(call.target)
     if call.target is torch.nn.functional.batch_norm:
-        return _norm(call, value)
-    name = name_of(call.target)
-    reading = read(name, value, call.args, call.kwargs) if name else None
-    if reading is None or changes_other(call.target, value, call.args, call.kwargs):
+        return _norm(call, numbers)
+    found = read_next(name, call, numbers) if name else None
+    if found is None or changes_other(call.target, found[1], call.args, call.kwargs):
         return None
+    reading, value = found
+    if not reading.kind:
+        return _Step(name, numbers[value], (call,), None)
     if reading.other is None:
-        return _Step(name, (call,), fused.Step(reading.kind, reading.constants) if reading.kind else None)
+        return _Step(name, number, (call,), fused.Step(reading.kind, reading.constants))
+    if reading.other in numbers:
+        again = step_of_value(reading, numbers[reading.other])
+        return None if again is None else _Step(name, number, (call,), again)
     other = _value(reading.other)
     if not isinstance(reading.other, Node) or not isinstance(other, Tensor) or other.dtype != output.dtype:
         return None
@@ -258,21 +287,22 @@ def _step_of(call: Node, value: Node, layer: Node) -> _Step | None:
         return None
     shape = read_as(kind, size)
     step = step_of(reading, other if shape is None else other.reshape(shape), kind)
-    return _Step(name, (call,), step, [(reading.other, shape)])
+    return _Step(name, number, (call,), step, [(reading.other, shape)])
 
 
-def _norm(call: Node, value: Node) -> _Step | None:
+def _norm(call: Node, numbers: dict[Node, int]) -> _Step | None:
     """A batch norm in evaluation mode."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {"weight": None, "bias": None, "training": False, "eps": 1e-5, **dict(zip(names, call.args)), **call.kwargs}
     tensors = [given.get(name) for name in ("running_mean", "running_var", "weight", "bias")]
-    if given["training"] is not False or given["input"] is not value or type(given["eps"]) is not float:
+    number = numbers.get(given["input"], -1)  # type: ignore[arg-type]
+    if given["training"] is not False or number != max(numbers.values()) or type(given["eps"]) is not float:
         return None
     if any(each is not None and not isinstance(_value(each), Tensor) for each in tensors) or None in tensors[:2]:
         return None
     mean, variance, weight, bias = map(_value, tensors)
     step = fused.batch_norm(mean, variance, weight, bias, given["eps"])
-    return _Step("batch_norm", (call,), step, [(each, None) for each in tensors if isinstance(each, Node)])
+    return _Step("batch_norm", number + 1, (call,), step, [(each, None) for each in tensors if isinstance(each, Node)])
 
 
 def _known_equal(one: Any, other: Any) -> bool:
@@ -287,9 +317,10 @@ def _known_equal(one: Any, other: Any) -> bool:
 def _text(layer: Node, steps: Sequence[_Step]) -> str:
     """The epilogue of these steps behind the layer's own. Raises what `polyphase.fused` raises for wrong operands."""
     input, size = _value(layer.args[0]), _value(layer).shape
-    epilogue = fused._checked("conv_transpose", [each.step for each in steps if each.step], input, size, True)
-    text = encoded(epilogue)
-    return f"{layer.args[4]};{text}" if layer.target is conv_transpose_epilogue else text
+    found = fused._checked("conv_transpose", [each.step for each in steps if each.step], input, size, True)
+    if layer.target is not conv_transpose_epilogue:
+        return encoded(found)
+    return encoded(decoded(layer.args[4]).then(found))  # type: ignore[arg-type]
 
 
 def _is_valid(layer: Node, steps: Sequence[_Step]) -> bool:

@@ -22,9 +22,9 @@ _NUMBER = (int, float)
 
 
 class Reading(NamedTuple):
-    """An operation of `polyphase.problem.epilogue`, or none where ``kind`` is "": a dropout in evaluation mode.
+    """An operation of `polyphase.problem.epilogue`, or none where ``kind`` is "": one of `COPIES`, a dropout at rest.
 
-    ``other``: the tensor of "add" and "multiply", and the slope of "prelu".
+    ``other``: the tensor of "add", "subtract" and "multiply", and the slope of "prelu".
     """
 
     kind: str
@@ -53,6 +53,8 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
     "mul": {"other": None},
     "div": {"other": None, "rounding_mode": None},
     "dropout": {"p": 0.5, "training": True, "inplace": False},
+    "clone": {},
+    "detach": {},
 }
 _OPERATORS = {"__add__": "add", "__radd__": "add", "__iadd__": "add", "__sub__": "sub", "__isub__": "sub",
               "__mul__": "mul", "__rmul__": "mul", "__imul__": "mul", "__truediv__": "div",
@@ -87,6 +89,10 @@ _FUNCTIONS = _functions()
 
 #: What a layer may write its output for, as a slice of channels of the result.
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+
+
+#: What gives a value once more, where no derivatives are recorded.
+COPIES = ("clone", "detach")
 
 
 def concatenated(args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> Sequence[Any] | None:
@@ -164,6 +170,25 @@ def _may_change(node: Any) -> Sequence[Any]:
     return node.all_input_nodes[:1] if flag or is_in_place(target, kwargs) else ()
 
 
+def next_reader(chain: Collection[Any], order: Mapping[Any, int]) -> Any:
+    """The first of the nodes that read a layer's node or one of its chain behind it, and are none of these; or None.
+
+    ``order``: of the graph's nodes. One that is not in it comes first.
+    """
+    readers = {reader for node in chain for reader in node.users}.difference(chain)
+    return min(readers, key=lambda each: order.get(each, -1), default=None)
+
+
+def is_closed(chain: Sequence[Any]) -> bool:
+    """Whether nothing but the chain itself reads its values, the last apart."""
+    return all(reader in chain for node in chain[:-1] for reader in node.users)
+
+
+def changes_what_is_read(call: Any, chain: Collection[Any], in_place: bool) -> bool:
+    """Whether a call that changes the last value of a chain in place is not the last to read it, or another value."""
+    return in_place and any(reader is not call and reader not in chain for node in chain for reader in node.users)
+
+
 def changes_other(target: Any, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call changes in place a tensor that it reads beside ``value``: ``skip += y``."""
     return bool(args) and args[0] is not value and is_in_place(target, kwargs)
@@ -197,6 +222,21 @@ def read(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if any(each is value for each in given.values()):
         return None
     return _READERS.get(name, _plain)(name, given)
+
+
+def read_next(name: str, call: Any, numbers: Mapping[Any, int]) -> tuple[Reading, Any] | None:
+    """What a call in a graph computes of a chain's last value (a copy: of any), and the node that it has for that.
+
+    ``numbers``: how many operations are before the value of each node of the chain. None where that is no operation of
+    an epilogue.
+    """
+    last = max(numbers.values())
+    for value in call.all_input_nodes:
+        if value in numbers and (numbers[value] == last or name in COPIES):
+            reading = read(name, value, call.args, call.kwargs)
+            if reading is not None:
+                return reading, value
+    return None
 
 
 def _numbers(*values: Any) -> bool:
@@ -233,7 +273,9 @@ def _add(name: str, given: dict[str, Any]) -> Reading | None:
     sign = -1.0 if name == "sub" else 1.0
     if _numbers(other):
         return Reading("affine", (1.0, sign * alpha * other))
-    return None if _is_number(other) or name == "sub" or alpha != 1 else Reading("add", (), other)
+    if _is_number(other) or alpha != 1:
+        return None
+    return Reading("subtract" if name == "sub" else "add", (), other)
 
 
 def _mul(name: str, given: dict[str, Any]) -> Reading | None:
@@ -255,9 +297,13 @@ def _dropout(name: str, given: dict[str, Any]) -> Reading | None:
     return Reading("") if given["training"] is False else None
 
 
+def _copy(name: str, given: dict[str, Any]) -> Reading:
+    return Reading("")
+
+
 _READERS: dict[str, Callable[[str, dict[str, Any]], Reading | None]] = {
     "relu6": _clamp, "hardtanh": _clamp, "clamp": _clamp, "gelu": _gelu, "add": _add, "sub": _add, "mul": _mul,
-    "div": _mul, "prelu": _prelu, "dropout": _dropout,
+    "div": _mul, "prelu": _prelu, "dropout": _dropout, "clone": _copy, "detach": _copy,
 }  # fmt: skip
 
 
@@ -293,4 +339,12 @@ def step_of(reading: Reading, tensor: Tensor, per_what: str) -> fused.Step:
         return fused.prelu(tensor)
     if reading.kind == "multiply":
         return fused.scale_shift(tensor)
+    if reading.kind == "subtract":
+        return fused.subtract(tensor)
     return fused.add(tensor) if per_what == ELEMENT else fused.scale_shift(shift=tensor)
+
+
+def step_of_value(reading: Reading, number: int) -> fused.Step | None:
+    """A reading whose ``other`` is an earlier value of the same chain, what operation ``number`` is given; or None."""
+    of = {"add": fused.add_value, "multiply": fused.multiply_value}.get(reading.kind)
+    return None if of is None else of(number)

@@ -1,12 +1,13 @@
 """Chains of a built model that a transposed convolution computes in its own kernel: ``accelerate(model, fuse=True)``.
 
-A chain is a transposed convolution and what reads its output alone, one after the other: batch norms, layer norms over
-channels, activations, dropouts and sums, as modules or as calls of PyTorch's functions. It is found by symbolic tracing
-(`torch.fx`) of the model, or of the parts of it that can be traced, as they run in evaluation mode. Nothing is copied,
-no parameter moves and no code is rewritten: the layer keeps a list of what follows it and reads parameters at every
-call. What it returns says what is expected of it (`polyphase.pending`): a module passes on what expects it, and
-computes its own operation of anything else. All of that holds while the whole chain is in evaluation mode and without
-hooks; else each computes what it always did.
+A chain is a transposed convolution and what reads its output, where nothing else does, one after the other: batch
+norms, layer norms over channels, activations, dropouts, sums, and products and sums with an earlier value of the chain,
+as modules or as calls of PyTorch's functions. It is found by symbolic tracing (`torch.fx`) of the model, or of the
+parts of it that can be traced, as they run in evaluation mode. Nothing is copied, no parameter moves and no code is
+rewritten: the layer keeps a list of what follows it and reads parameters at every call. What it returns says what is
+expected of it (`polyphase.pending`): a module passes on what expects it, and computes its own operation of anything
+else. All of that holds while the whole chain is in evaluation mode and without hooks; else each computes what it always
+did.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from polyphase import functional, fused
+from polyphase.elementwise import COPIES
 from polyphase.fuse_trace import LAYERS, Trace, call_name, graphs, shared_modules
 from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, step_of_module
 from polyphase.modules import APART_FOR, StandIn
@@ -253,8 +255,7 @@ def fuse(model: Module) -> tuple[Block, ...]:
                 continue
             chain, reason = trace.chain_of(node)
             if chain:
-                places = [_place(root, str(each.target)) for each in (node, *chain) if each.op == "call_module"]
-                _join(layer, [call_name(each) or root.get_submodule(str(each.target)) for each in chain], places)
+                _join(root, [node, *chain])
             taken = (f"{call_name(each)}()" if call_name(each) else f"{prefix}{each.target}" for each in chain)
             blocks.append(Block(name, tuple(taken), reason))
     missing = (name for name, each in model.named_modules() if _is_layer(each) and id(each) not in seen)
@@ -288,18 +289,21 @@ def _place(root: Module, path: str) -> tuple[weakref.ref[Module], str, Module]:
     return weakref.ref(root.get_submodule(holder)), name, root.get_submodule(path)
 
 
-def _join(
-    layer: Module, parts: Sequence[Module | str], places: Sequence[tuple[weakref.ref[Module], str, Module]]
-) -> None:
-    """Have a layer compute modules and calls of these kinds behind it."""
-    # A Softplus waits as calls do: under autocast it may have to compute for itself.
-    calls = [place for place, part in enumerate(parts) if isinstance(part, (str, torch.nn.Softplus))]
-    first = calls[0] if calls else len(parts)
+def _join(root: Module, chain: Sequence[torch.fx.Node]) -> None:
+    """Have a layer, the module of the first of these nodes of ``root``, compute what the others call behind it."""
+    places = [_place(root, str(each.target)) for each in chain if each.op == "call_module"]
+    called = [each for each in chain if call_name(each) not in COPIES]
+    layer, *parts = [call_name(each) or root.get_submodule(str(each.target)) for each in called]
+    # With derivatives it computes modules alone, up to a value that is read twice. A Softplus waits as calls do: under
+    # autocast it may have to compute for itself.
+    waits = [place for place, part in enumerate(parts) if isinstance(part, (str, torch.nn.Softplus))]
+    again = [place for place, value in enumerate(called[:-1]) if len(value.users) > 1]
+    first = min([len(parts), *waits, *again])
     modules: Any = tuple(parts[:first])
-    dims = len(layer.stride) + 2  # type: ignore[arg-type]
+    dims = len(layer.stride) + 2  # type: ignore[union-attr, arg-type]
     normalizes = any(reader_of(each, dims) is layer_norm for each in modules)
-    chain = Chain(layer, modules, tuple(parts[first:]), tuple(places), normalizes)
-    vars(layer)["_chain"] = chain
-    for module in chain.all_modules:
+    joined = Chain(layer, modules, tuple(parts[first:]), tuple(places), normalizes)  # type: ignore[arg-type]
+    vars(layer)["_chain"] = joined
+    for module in joined.all_modules:
         module.__class__ = _taken_class(type(module))
-        vars(module)["_chain"] = chain
+        vars(module)["_chain"] = joined

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from polyphase.elementwise import CONCATENATIONS, change_between, changes_other, concatenated, name_of, read
+from polyphase.elementwise import (
+    CONCATENATIONS,
+    COPIES,
+    change_between,
+    changes_other,
+    changes_what_is_read,
+    concatenated,
+    is_closed,
+    is_in_place,
+    name_of,
+    next_reader,
+    read_next,
+    step_of_value,
+)
 from polyphase.module_steps import has_hooks, norm, normalized_dims, reader_of
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 
@@ -85,31 +98,52 @@ class Trace:
             return found, "it is called more than once"
         if self._module(layer)._forward_hooks:
             return found, "it has forward hooks, which see its own output"
-        node = layer
-        while True:
-            readers = list(node.users)
-            if len(readers) != 1:
-                return found, f"{len(readers)} read the result" if readers else "nothing reads the result"
-            (reader,) = readers
-            if reader.op == "output":
-                return found, "it is the result of what was traced"
-            if reader.op == "call_module":
-                dims = _dims(self._module(layer))
-                reason = _why_not(self._module(reader), dims, reader, self._calls, self._shared)
-                reason = reason and f"{reader.target} {reason}"
-            else:
-                reason = self._why_no_call(layer, node, reader)
-            if reason:
-                return found, reason
-            found.append(reader)
-            self._taken.add(reader)
-            if call_name(reader) == "cat":
-                return found, "its output is a part of the result"
-            node = reader
+        numbers, reason = {layer: 0}, ""
+        while not reason:
+            reader = next_reader(numbers, self._order)
+            reason = self._why_no_reader(numbers, reader)
+            if not reason:
+                name = call_name(reader)
+                numbers[reader] = max(numbers.values()) + 1
+                if name in COPIES:
+                    numbers[reader] = numbers[reader.all_input_nodes[0]]
+                reason = "its output is a part of the result" if name == "cat" else ""
+        chain = list(numbers)
+        while not is_closed(chain) or call_name(chain[-1]) in COPIES:
+            chain.pop()
+        if len(chain[-1].users) > 1:
+            reason = f"{len(chain[-1].users)} read the result"
+        found = chain[1:]
+        self._taken.update(found)
+        return found, reason
 
-    def _why_no_call(self, layer: torch.fx.Node, value: torch.fx.Node, call: torch.fx.Node) -> str:
-        """Why a call of ``value`` cannot be computed by the layer, or ""."""
-        name = call_name(call)
+    def _why_no_reader(self, numbers: dict[torch.fx.Node, int], reader: torch.fx.Node | None) -> str:
+        """Why the next node that reads a value of a chain cannot be a part of it, or "".
+
+        ``numbers``: of the values of its nodes, as `read_next` has them.
+        """
+        layer, value = next(iter(numbers)), next(reversed(numbers))
+        if reader is None:
+            return "nothing reads the result"
+        if reader.op == "output":
+            return "it is the result of what was traced"
+        if reader.op == "call_module":
+            if value not in reader.args:
+                return "its readers need an earlier value first"
+            module, dims = self._module(reader), _dims(self._module(layer))
+            in_place = bool(getattr(module, "inplace", False))
+            reason = _why_not(module, dims, reader, self._calls, self._shared)
+            reason = reason and f"{reader.target} {reason}"
+        else:
+            in_place = is_in_place(reader.target, reader.kwargs)
+            reason = self._why_no_call(numbers, reader)
+        if not reason and changes_what_is_read(reader, numbers, in_place):
+            return "it changes in place what is read again"
+        return reason
+
+    def _why_no_call(self, numbers: dict[torch.fx.Node, int], call: torch.fx.Node) -> str:
+        """Why a call cannot be computed of the last value of a chain by the layer, or ""."""
+        layer, value, name = next(iter(numbers)), next(reversed(numbers)), call_name(call)
         if not name:
             name = getattr(call.target, "__name__", str(call.target))
             return f"{name} reads it, which no epilogue computes"
@@ -117,23 +151,26 @@ class Trace:
             parts = concatenated(call.args, call.kwargs, _dims(self._module(layer)))
             if parts is None or sum(each is value for each in parts) != 1:
                 return "cat does not join it once along channels"
-            return self._why_not_later(layer, call, name)
+            return self._why_not_later(numbers, call, name)
         if call in self._taken:
             return f"another layer computes {name}()"
-        if changes_other(call.target, value, call.args, call.kwargs):
+        found = read_next(name, call, numbers)
+        if changes_other(call.target, value if found is None else found[1], call.args, call.kwargs):
             return f"{name} changes another tensor in place"
-        if read(name, value, call.args, call.kwargs) is None:
+        again = found is not None and found[0].other in numbers
+        if found is None or (again and step_of_value(found[0], 0) is None):
             return f"{name} reads it with arguments that no epilogue takes"
-        return self._why_not_later(layer, call, name)
+        return self._why_not_later(numbers, call, name)
 
-    def _why_not_later(self, layer: torch.fx.Node, call: torch.fx.Node, name: str) -> str:
+    def _why_not_later(self, chain: Iterable[torch.fx.Node], call: torch.fx.Node, name: str) -> str:
         """Why the layer cannot be computed when a function is called, or ""."""
+        layer, taken = next(iter(chain)), self._taken.union(chain)
         path = str(layer.target).split(".")
         parents = (self._root.get_submodule(".".join(path[:depth])) for depth in range(1, len(path)))
         if any(parent._forward_hooks for parent in parents):
             return f"hooks would see it before {name}()"
         between = self._nodes[self._order[layer] + 1 : self._order[call]]
-        changing = change_between(between, self._taken, self._module_of)
+        changing = change_between(between, taken, self._module_of)
         return "" if changing is None else f"{changing} changes a tensor in place before {name}() is called"
 
 

@@ -82,6 +82,11 @@ def scale_shift(scale: Tensor | float | None = None, shift: Tensor | float | Non
     raise TypeError("scale_shift takes numbers or tensors, not one of each; scale, or shift, or both")
 
 
+def subtract(less: Tensor) -> Step:
+    """``v - less``, of shape ``(C,)`` or ``(N, C)``, also with trailing sizes of 1, or of one element."""
+    return Step("scale_shift", (), (("less", less),))
+
+
 def batch_norm(
     running_mean: Tensor,
     running_var: Tensor,
@@ -408,9 +413,9 @@ def _per(what: str, role: str, tensor: Tensor, shape: tuple[int, ...]) -> str:
     ones = (1,) * (len(shape) - 2)
     if size in ((shape[1],), (1, shape[1]), (1, shape[1], *ones)):
         return CHANNEL
-    if size in ((), (1,)) and role in ("scale", "shift", "slope"):
+    if size in ((), (1,)) and role in ("scale", "shift", "less", "slope"):
         return ONE
-    if size in (shape[:2], (*shape[:2], *ones)) and role in ("scale", "shift"):
+    if size in (shape[:2], (*shape[:2], *ones)) and role in ("scale", "shift", "less"):
         return SAMPLE
     raise RuntimeError(f"{what} must have shape ({shape[1]},), one element for each channel, got {size}")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from polyphase import fused
 from polyphase.elementwise import (
     CONCATENATIONS,
+    COPIES,
     Reading,
     changes_other,
     concatenated,
@@ -34,6 +36,7 @@ from polyphase.elementwise import (
     read,
     read_as,
     step_of,
+    step_of_value,
 )
 from polyphase.module_steps import step_of_module
 from polyphase.problem.layouts import ALIGNMENT
@@ -121,10 +124,10 @@ class Pending(Tensor):
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A function of it: recorded if it is the next one expected, else computed of tensors."""
         name = name_of(function)
+        if name in COPIES and self._value is None and self._read(name, args, kwargs) is not None:
+            return Pending.of(self._waiting, self._steps, self._versions, self._place)
         if name and self._expects(name) and not changes_other(function, self, args, kwargs):
             reading = self._read(name, args, kwargs)
-            if reading is not None and type(reading.other) is Pending:
-                reading = reading._replace(other=reading.other.tensor())
             step = None if reading is None else self._step(reading)
             if step is not None:
                 return self._next(step if step.kind else None, is_in_place(function, kwargs))
@@ -151,6 +154,10 @@ class Pending(Tensor):
         other, waiting = reading.other, self._waiting
         if other is None:
             return None if _is_wider(reading.kind) else fused.Step(reading.kind, reading.constants)
+        if type(other) is Pending:
+            if other._waiting is waiting and self._follows(other):
+                return step_of_value(reading, len(other._steps))
+            other = other.tensor()
         if not isinstance(other, Tensor) or (other.requires_grad and torch.is_grad_enabled()):
             return None
         size = waiting.size()
@@ -160,15 +167,20 @@ class Pending(Tensor):
         shape = read_as(found, size)
         return step_of(reading, other if shape is None else other.reshape(shape), found)
 
+    def _follows(self, other: Pending) -> bool:
+        """Whether it is what later calls of the same output have made of ``other``."""
+        return len(other._steps) <= len(self._steps) and all(map(is_, self._steps, other._steps))
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """What PyTorch's functions call for it."""
         kwargs = kwargs or {}
-        if args and type(args[0]) is Pending:
-            return args[0]._call(function, args, kwargs)
-        first = next((each for each in (*args, *kwargs.values()) if type(each) is Pending), None)
+        first = args[0] if args and type(args[0]) is Pending else None
+        for each in (*args[1:], *kwargs.values()) if args else kwargs.values():
+            if type(each) is Pending and (first is None or each._place > first._place):
+                first = each  # which the other, an earlier value, may be read with
         if first is None:  # within a list, as of torch.cat
             joined = _joined(args, kwargs) if function in CONCATENATIONS else None
             return joined if joined is not None else function(*_computed(args), **_computed(kwargs))

@@ -12,7 +12,7 @@ import builtins
 import copy
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node, Tracer
 
 from polyphase import elementwise, fuse, fused
+from polyphase.elementwise import COPIES, is_closed
 from polyphase.fuse_trace import Trace, call_name, shared_modules
 from polyphase.module_steps import STEPS
 from polyphase.problem import ConvTransposeProblem
@@ -201,35 +202,40 @@ class _Forward:
 
     def _joined(self, layer: Node, nodes: list[Node]) -> tuple[list[str], str]:
         """Note as many nodes behind a layer as its kernel computes here: their names, and why there are no more."""
-        steps: list[fused.Step] = []
-        operands: list[str] = []
-        taken: list[Node] = []
+        steps: list[list[fused.Step]] = []  # none or one of each node
+        operands: list[list[str]] = []
+        numbers = {layer: 0}  # of operations before each value
         why, problem = "", self._layers[str(layer.target)]
-        value = layer
         for node in nodes:
-            why = self._why_not(node, value, layer, taken)
+            why = self._why_not(node, layer, numbers)
             reads: dict[tuple[int, str], Any] = {}
             with _reading(reads):
-                found = None if why else self._step_of(node, value, layer)
-            epilogue = None if found is None else self._epilogue([*steps, *found[0]], layer)
-            if found is None or epilogue is None:
+                found = None if why else self._step_of(node, layer, numbers)
+            before = [each for some in steps for each in some]
+            if found is None or self._epilogue([*before, *found[0]], layer) is None:
                 name = node.target if node.op == "call_module" else call_name(node)
                 why = f"{name}: {why or 'its operands are not of the kinds that an epilogue reads'}"
                 break
             self._reads.update(reads)
-            steps, operands, taken, value = [*steps, *found[0]], [*operands, *found[1]], [*taken, node], node
+            steps, operands = [*steps, found[0]], [*operands, found[1]]
+            numbers[node] = (
+                numbers[node.all_input_nodes[0]] if call_name(node) in COPIES else len(before) + len(found[0])
+            )
+        while not is_closed([layer, *nodes[: len(steps)]]):
+            steps.pop()
+        taken, whole = nodes[: len(steps)], [each for some in steps for each in some]
+        if not whole:
+            return [], why
+        epilogue = self._epilogue(whole, layer)
+        assert epilogue is not None
         names = [f"{call_name(node)}()" if call_name(node) else str(node.target) for node in taken]
-        if steps:
-            epilogue = self._epilogue(steps, layer)
-            assert epilogue is not None
-            self.chains[taken[-1]] = Chain(str(layer.target), tuple(names), replace(problem, epilogue=epilogue))
-            self._parts[taken[-1]] = [layer, *taken], operands
-        return names if steps else [], why
+        self.chains[taken[-1]] = Chain(str(layer.target), tuple(names), replace(problem, epilogue=epilogue))
+        written = [each for some in operands[: len(steps)] for each in some]
+        self._parts[taken[-1]] = [layer, *taken], written
+        return names, why
 
-    def _why_not(self, node: Node, value: Node, layer: Node, taken: list[Node]) -> str:
-        """Why a node cannot be computed of ``value`` with the layer and what is between, or ""."""
-        if len(value.users) != 1:
-            return f"{len(value.users)} read what it reads"
+    def _why_not(self, node: Node, layer: Node, taken: Collection[Node]) -> str:
+        """Why a node cannot be computed with the layer and what is between, or ""."""
         if call_name(node) == "cat":
             return "in an emitted file PyTorch joins tensors"
         module = self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -248,7 +254,7 @@ class _Forward:
             return bool(getattr(self._model.get_submodule(str(node.target)), "inplace", False))
         return node.op in ("call_function", "call_method") and bool(elementwise._may_change(node))
 
-    def _step_of(self, node: Node, value: Node, layer: Node) -> tuple[list[fused.Step], list[str]] | None:
+    def _step_of(self, node: Node, layer: Node, numbers: dict[Node, int]) -> tuple[list[fused.Step], list[str]] | None:
         """What a node computes, none or one step, and its operands as they are written; None for what none computes."""
         output = layer.meta["value"]
         if node.op == "call_module":
@@ -256,11 +262,15 @@ class _Forward:
             step = STEPS[type(module)](module)
             names = [] if step is None else [self._tensors[id(tensor)] for _, tensor in step.tensors]
             return ([] if step is None else [step]), names
-        reading = elementwise.read(call_name(node), value, node.args, node.kwargs)
-        if reading is None:
+        read = elementwise.read_next(call_name(node), node, numbers)
+        if read is None:
             return None
+        reading, _ = read
         if reading.other is None:
             return ([fused.Step(reading.kind, reading.constants)] if reading.kind else []), []
+        if reading.other in numbers:
+            again = elementwise.step_of_value(reading, numbers[reading.other])
+            return None if again is None else ([again], [])
         other: Any = reading.other.meta.get("value") if isinstance(reading.other, Node) else None
         if not isinstance(other, Tensor) or other.dtype != output.dtype:
             return None

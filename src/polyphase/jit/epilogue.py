@@ -152,7 +152,8 @@ def _next(i: int, operation: Operation) -> str:
         )
     if kind == "scale_shift":
         scaled = f"{value} * {read['scale']}" if "scale" in read else value
-        return f"{scaled} + {read['shift']}" if "shift" in read else scaled
+        shifted = f"{scaled} + {read['shift']}" if "shift" in read else scaled
+        return f"{shifted} - {read['less']}" if "less" in read else shifted
     if kind == "normalize":
         return f"{value} * of.factor_{i} + of.added_{i}"
     if kind == "layer_norm":

@@ -7,7 +7,7 @@ in the accumulator's type from the sum on, and are rounded once, behind the last
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ ONE, CHANNEL, SAMPLE, ELEMENT = "one", "channel", "sample", "element"
 
 # The operands of the operations that have some, those that may be missing in brackets.
 _OPERANDS = {
-    "scale_shift": ("[scale]", "[shift]"),
+    "scale_shift": ("[scale]", "[shift]", "[less]"),
     "normalize": ("mean", "variance", "[weight]", "[offset]"),
     "layer_norm": ("[weight]", "[offset]"),
     "prelu": ("slope",),
@@ -59,7 +59,7 @@ class Operation:
     ========================================  =====================================================================
     a name of `ACTIVATIONS`                   the activation as `torch.nn.functional` has it, of its ``constants``
     ``"affine"``                              ``v·constants[0] + constants[1]``
-    ``"scale_shift"``                         ``v·scale + shift``, of operands; one of them may be missing
+    ``"scale_shift"``                         ``v·scale + shift - less``, of operands, at least one of them
     ``"normalize"``                           ``(v - mean) / sqrt(variance + constants[0]) · weight + offset``
     ``"layer_norm"``                          the same, of the mean and variance of the channels of each pixel
     ``"prelu"``                               ``v`` where it is positive, else ``v·slope``
@@ -125,6 +125,12 @@ class Epilogue:
 
     def __bool__(self) -> bool:
         return bool(self.operations)
+
+    def then(self, later: Epilogue) -> Epilogue:
+        """The operations, and behind them ``later``'s, whose values are counted from there on."""
+        count = len(self.operations)
+        moved = (replace(each, of=each.of + count) if each.kind in _OF_VALUES else each for each in later.operations)
+        return replace(self, operations=(*self.operations, *moved))
 
     @property
     def named_operands(self) -> dict[str, Operand]:

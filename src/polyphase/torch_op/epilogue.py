@@ -66,7 +66,8 @@ def apply(operation: Operation, place: int, values: Callable[[int], Tensor], of:
         return v * constants[0] + constants[1]
     if kind == "scale_shift":
         v = v * read["scale"] if "scale" in read else v
-        return v + read["shift"] if "shift" in read else v
+        v = v + read["shift"] if "shift" in read else v
+        return v - read["less"] if "less" in read else v
     if kind == "normalize":
         v = (v - read["mean"]) * (read["variance"] + constants[0]).rsqrt()
         v = v * read["weight"] if "weight" in read else v
@@ -218,6 +219,8 @@ def _of_operands(
         found["slope"] = torch.where(v > 0, torch.zeros_like(v), v) * g
     else:
         found["shift"] = found["residual"] = g
+        if "less" in wanted:
+            found["less"] = -g
         if "scale" in wanted:
             found["scale"] = g * values(place)
     return {role: gradient for role, gradient in found.items() if role in wanted}
