@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fuse, fused
+from polyphase import fuse, fused, pending
 
 
 class UNet(nn.Module):
@@ -142,3 +142,18 @@ def test_reasons(name: str) -> None:
 def test_what_changes_before_it_is_joined() -> None:
     blocks = {each.name: each for each in polyphase.accelerate(UNet(_changed), fuse=True).blocks}
     assert blocks["other"].reason == "relu_ changes a tensor in place before cat() is called"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(2, 4, 8, 8), (2, 3, 5, 7), (1, 5, 4, 4)])
+def test_a_slice_is_copied(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending, "_COPIED_AT_ONCE", 0)
+    part = torch.randn(shape).to(dtype)
+    for before in (1, 4):
+        result = torch.full((shape[0], before + shape[1] + 2, *shape[2:]), 7.0, dtype=dtype)
+        slices = result.split([before, shape[1], 2], 1)
+        pending._copy(part, slices[1])
+        assert torch.equal(slices[1], part)
+        assert (slices[0] == 7).all() and (slices[2] == 7).all()
+        pending._copy(part.transpose(-1, -2).contiguous().transpose(-1, -2), slices[1].zero_())
+        assert torch.equal(slices[1], part)
