@@ -154,6 +154,6 @@ def test_a_slice_is_copied(dtype: torch.dtype, shape: tuple[int, ...], monkeypat
         slices = result.split([before, shape[1], 2], 1)
         pending._copy(part, slices[1])
         assert torch.equal(slices[1], part)
-        assert (slices[0] == 7).all() and (slices[2] == 7).all()
+        assert all((each == 7).all() for each in (slices[0], slices[2]))
         pending._copy(part.transpose(-1, -2).contiguous().transpose(-1, -2), slices[1].zero_())
         assert torch.equal(slices[1], part)

@@ -12,6 +12,7 @@ _NONE = """\
 #define EPILOGUE_PARAMETERS                                                  // of a kernel, behind its bias
 #define EPILOGUE_OPERANDS(bias, dst, sample_stride) ((const scalar_t*)bias)  // what `channel_terms` takes
 #define EPILOGUE_READS_PLACES 0  // whether operations ask where an output lies
+#define EPILOGUE_RESIDUALS 0     // tensors of the output's shape that they read
 """
 
 
@@ -35,6 +36,7 @@ def operations_text(epilogue: Epilogue) -> str:
         f"#define EPILOGUE_CHANNELS {epilogue.channels}",
         f"#define EPILOGUE_CHANNEL(of_kernel) {_channel(epilogue)}",
         f"#define EPILOGUE_READS_PLACES {bool(later):d}",
+        f"#define EPILOGUE_RESIDUALS {len(epilogue.residuals)}",
         f"#define EPILOGUE_PER_SAMPLE {epilogue.per_sample:d}",
         f"#define EPILOGUE_NORMALIZES {epilogue.normalizes:d}",
         "struct OperationOperands {",
@@ -102,6 +104,10 @@ def _prefetch(epilogue: Epilogue) -> list[str]:
         "__device__ __forceinline__ void prefetch_residuals(const OperationTerms& of, long long place) {",
         *(f"  prefetch_l2(of.{name} + place);" for name in epilogue.residuals),
         "}",
+        "// The first of the residuals, which a kernel may read before it has the value.",
+        "__device__ __forceinline__ const scalar_t* first_residual(const OperationTerms& of) {",
+        f"  return {f'of.{epilogue.residuals[0]}' if epilogue.residuals else 'nullptr'};",
+        "}",
     ]
 
 
@@ -113,7 +119,7 @@ def _normalized_value(epilogue: Epilogue) -> list[str]:
                 f"#define EPILOGUE_EPSILON {_number(operation.constants[0])}",
                 "__device__ __forceinline__ accum_t normalized_value(accum_t v0, const OperationTerms& of,",
                 "                                                    int channel, long long sample, long long place,",
-                "                                                    bool exists) {",
+                "                                                    bool exists, const accum_t* residual) {",
                 *_values(epilogue, i),
             ]
     return []
@@ -124,7 +130,7 @@ def _operations(epilogue: Epilogue) -> list[str]:
     return [
         "__device__ __forceinline__ accum_t operations(accum_t v0, const OperationTerms& of, int channel,",
         "                                              long long sample, long long place, bool exists,",
-        "                                              accum_t mean, accum_t factor) {",
+        "                                              const accum_t* residual, accum_t mean, accum_t factor) {",
         *_values(epilogue, len(epilogue.operations)),
     ]
 
@@ -132,13 +138,14 @@ def _operations(epilogue: Epilogue) -> list[str]:
 def _values(epilogue: Epilogue, last: int) -> list[str]:
     """The values up to the one before operation ``last``, which is returned."""
     steps = list(enumerate(epilogue.operations))[:last]
-    return [*(f"  const accum_t v{i + 1} = {_next(i, each)};" for i, each in steps), f"  return v{last};", "}"]
+    first = (epilogue.residuals or ("",))[0]
+    return [*(f"  const accum_t v{i + 1} = {_next(i, each, first)};" for i, each in steps), f"  return v{last};", "}"]
 
 
-def _next(i: int, operation: Operation) -> str:
+def _next(i: int, operation: Operation, first_residual: str) -> str:
     """The value behind an operation, of the one before it."""
     value, kind = f"v{i}", operation.kind
-    read = {operand.role: _read(i, operand) for operand in operation.operands}
+    read = {operand.role: _read(i, operand, first_residual) for operand in operation.operands}
     if kind == "clamp":
         least, most = operation.constants
         value = value if least == -math.inf else f"at_least({value}, {_number(least)})"
@@ -166,12 +173,13 @@ def _next(i: int, operation: Operation) -> str:
     return f"{value} {'+' if kind == 'add_value' else '*'} v{operation.of}"
 
 
-def _read(i: int, operand: Operand) -> str:
+def _read(i: int, operand: Operand, first_residual: str) -> str:
     name = f"of.{operand.role}_{i}"
     if operand.per in (ONE, CHANNEL):
         return name
     at = "place" if operand.per == ELEMENT else "sample * EPILOGUE_CHANNELS + channel"
-    return f"(exists ? widen(read({name} + {at})) : (accum_t)0)"
+    value = f"(exists ? widen(read({name} + {at})) : (accum_t)0)"
+    return f"(residual ? *residual : {value})" if f"{operand.role}_{i}" == first_residual else value
 
 
 def _number(value: float) -> str:

@@ -67,17 +67,23 @@ __device__ __forceinline__ accum_t add_bias(accum_t sum, float scale, const Chan
   return HAS_BIAS ? fmaf((float)sum, scale, (float)terms.bias) : sum * scale;
 }
 
-// The operations alone, of a sum with its bias.
+// Where the first residual of the output at `to` lies.
+__device__ __forceinline__ const scalar_t* residual_at(const ChannelTerms& terms, const scalar_t* to) {
+  return first_residual(terms.operations) + (to - terms.dst);
+}
+
+// The operations alone, of a sum with its bias; its first residual is `residual`, where that is known.
 __device__ __forceinline__ accum_t operate(accum_t value, const ChannelTerms& terms, const scalar_t* to,
-                                           const Normal& normal = {}) {
+                                           const Normal& normal = {}, const accum_t* residual = nullptr) {
   const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
   const long long sample = EPILOGUE_PER_SAMPLE && to ? place / terms.sample_stride : 0;
-  return operations(value, terms.operations, terms.channel, sample, place, to != nullptr, normal.mean, normal.factor);
+  return operations(value, terms.operations, terms.channel, sample, place, to != nullptr, residual, normal.mean,
+                    normal.factor);
 }
 
 __device__ __forceinline__ accum_t finish(accum_t sum, const ChannelTerms& terms, const scalar_t* to,
-                                          const Normal& normal = {}) {
-  return operate(add_bias(sum, terms), terms, to, normal);
+                                          const Normal& normal = {}, const accum_t* residual = nullptr) {
+  return operate(add_bias(sum, terms), terms, to, normal, residual);
 }
 
 #if EPILOGUE_NORMALIZES
@@ -85,7 +91,7 @@ __device__ __forceinline__ accum_t finish(accum_t sum, const ChannelTerms& terms
 __device__ __forceinline__ accum_t normalized_value(accum_t sum, const ChannelTerms& terms, const scalar_t* to) {
   const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
   const long long sample = EPILOGUE_PER_SAMPLE && to ? place / terms.sample_stride : 0;
-  return normalized_value(add_bias(sum, terms), terms.operations, terms.channel, sample, place, to != nullptr);
+  return normalized_value(add_bias(sum, terms), terms.operations, terms.channel, sample, place, to != nullptr, nullptr);
 }
 #endif
 
@@ -116,7 +122,9 @@ __device__ __forceinline__ accum_t add_bias(accum_t sum, ChannelTerms terms) {
   return HAS_BIAS ? sum + terms.bias : sum;
 }
 __device__ __forceinline__ accum_t operate(accum_t value, ChannelTerms, const scalar_t*) { return value; }
-__device__ __forceinline__ accum_t finish(accum_t sum, ChannelTerms terms, const scalar_t*, Normal = {}) {
+__device__ __forceinline__ const scalar_t* residual_at(ChannelTerms, const scalar_t*) { return nullptr; }
+__device__ __forceinline__ accum_t finish(accum_t sum, ChannelTerms terms, const scalar_t*, Normal = {},
+                                          const accum_t* = nullptr) {
   return add_bias(sum, terms);
 }
 __device__ __forceinline__ void prefetch(ChannelTerms, const scalar_t*) {}

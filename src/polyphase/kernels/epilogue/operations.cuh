@@ -11,3 +11,4 @@
 #define EPILOGUE_PARAMETERS                                                  // of a kernel, behind its bias
 #define EPILOGUE_OPERANDS(bias, dst, sample_stride) ((const scalar_t*)bias)  // what `channel_terms` takes
 #define EPILOGUE_READS_PLACES 0  // whether operations ask where an output lies
+#define EPILOGUE_RESIDUALS 0     // tensors of the output's shape that they read

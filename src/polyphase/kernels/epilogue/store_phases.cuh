@@ -200,16 +200,57 @@ struct Epilogue {
                      [j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS];
     if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half);
   }
-  // The elements of cell pair `j` of a piece, the line's from `first` on, in a thread's row of a row block.
+  // The elements of cell pair `j` of a piece, the line's from `first` on, in a thread's row of a row block. Their
+  // first residuals are `residuals`, or are read here.
   template <int LINE>
   __device__ __forceinline__ void finish_run(float (&value)[2 * COLUMNS], int piece, int j, int block, int half,
-                                             int depth, int height, int first) const {
+                                             int depth, int height, int first,
+                                             const Bits<STAGED>* residuals = nullptr) const {
     const Places to = places(piece, j, block, half, depth, height, first);
     run<LINE>(value, block, piece * (PIECE / 8) + j, half);
 #pragma unroll
-    for (int i = 0; i < 2 * COLUMNS; ++i)
-      value[i] = finish(value[i], terms[block][half], to.of(i / COLUMNS, i % COLUMNS),
-                        EPILOGUE_NORMALIZES ? normals()[first_pixel(j) + i] : Normal{});
+    for (int i = 0; i < 2 * COLUMNS; ++i) {
+      accum_t residual = 0;
+      if (residuals) residual = widen(((const scalar_t*)(residuals + i / STAGED))[i % STAGED]);
+      value[i] =
+          finish(value[i], terms[block][half], to.of(i / COLUMNS, i % COLUMNS),
+                 EPILOGUE_NORMALIZES ? normals()[first_pixel(j) + i] : Normal{}, residuals ? &residual : nullptr);
+    }
+  }
+
+  // The first residuals of a thread's pair of cells, in the order of their results: COUNT at a time, where these are
+  // neighbours.
+  template <int COUNT>
+  __device__ __forceinline__ void load_residuals(Bits<COUNT> (&values)[2 * COLUMNS / COUNT], const ChannelTerms& of,
+                                                 const Places& to) const {
+#pragma unroll
+    for (int i = 0; i < 2 * COLUMNS; i += COUNT) {
+      const scalar_t* const place = to.of(i / COLUMNS, i % COLUMNS);
+      const scalar_t* const last = to.of((i + COUNT - 1) / COLUMNS, (i + COUNT - 1) % COLUMNS);
+      const scalar_t* const from = residual_at(of, place);
+      const bool neighbours = place && last && last - place == COUNT - 1 && (size_t)from % sizeof(Bits<COUNT>) == 0;
+      if constexpr (COUNT > 1) load_global_if(neighbours, from, values[i / COUNT]);
+      if (COUNT == 1 || !neighbours) {
+        alignas(16) scalar_t each[COUNT];
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+          const scalar_t* const one = to.of((i + k) / COLUMNS, (i + k) % COLUMNS);
+          each[k] = one ? read(residual_at(of, one)) : scalar_t{};
+        }
+        values[i / COUNT] = *(const Bits<COUNT>*)each;
+      }
+    }
+  }
+
+  // Those of a piece, in a thread's row of a row block: all are on their way before the first is used.
+  template <int PAIRS, int COUNT>
+  __device__ __forceinline__ void load_residuals(Bits<COUNT> (&values)[PAIRS][2 * COLUMNS / COUNT], int piece,
+                                                 int block, int half, int depth, int height, int first) const {
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+      if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
+      load_residuals<COUNT>(values[j], terms[block][half], places(piece, j, block, half, depth, height, first));
+    }
   }
 
   // Of the pixels of a warpgroup's piece, behind the moments that each warp has of them, behind all targets.
@@ -354,12 +395,15 @@ struct Epilogue {
         const int first_channel = channel(block, 8 * half);
         if ((DST_CHANNELS % GROUP_CHANNELS || STACKED == 3) && first_channel >= DST_CHANNELS) continue;
         Bits<STAGED> values[PIECE / 8][2 * COLUMNS / STAGED];
+        if constexpr (EPILOGUE_RESIDUALS > 0)
+          load_residuals<PIECE / 8, STAGED>(values, piece, block, half, depth, height, first);
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
           float value[2 * COLUMNS];
           alignas(16) result_t narrowed[2 * COLUMNS];
-          finish_run<LINE>(value, piece, j, block, half, depth, height, first);
+          finish_run<LINE>(value, piece, j, block, half, depth, height, first,
+                           EPILOGUE_RESIDUALS > 0 ? values[j] : nullptr);
 #pragma unroll
           for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
 #pragma unroll

@@ -62,6 +62,21 @@ __device__ __forceinline__ void load_global_if(bool exists, const T* from, Vecto
       : "l"(from), "r"((int)exists));
 }
 
+template <class T>
+__device__ __forceinline__ void load_global_if(bool exists, const T* from, Vector<unsigned, 4>& value) {
+  asm volatile(
+      "{ .reg .pred exists;\n"
+      "setp.ne.b32 exists, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@exists ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4]; }"
+      : WRITTEN_EARLY "r"(value.value[0]), WRITTEN_EARLY "r"(value.value[1]), WRITTEN_EARLY "r"(value.value[2]),
+        WRITTEN_EARLY "r"(value.value[3])
+      : "l"(from), "r"((int)exists));
+}
+
 // A line to the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
