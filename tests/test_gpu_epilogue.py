@@ -157,6 +157,13 @@ def test_a_residual_that_lies_otherwise() -> None:
     assert torch.equal(found.cpu(), torch.relu(4 + residual))
 
 
+def test_a_residual_that_is_not_aligned() -> None:
+    x, w, residual = torch.ones(2, 64, 4, 4), torch.ones(64, 64, 2, 2), torch.randn(2, 64, 8, 8)
+    further = torch.empty(residual.numel() + 1, device=DEVICE)[1:].view(residual.shape).copy_(residual)
+    found = fused.conv_transpose2d(x.to(DEVICE), w.to(DEVICE), None, 2, epilogue=[fused.add(further), "relu"])
+    assert torch.equal(found.cpu(), torch.relu(64 + residual))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_frozen_model_is_the_same(dtype: torch.dtype) -> None:
     """Bit for bit, after a change of weights, and in a graph."""

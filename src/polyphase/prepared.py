@@ -14,6 +14,7 @@ from polyphase.jit.launcher import Executable
 from polyphase.kept import KEPT, Kept, Packed, kept_of, state_of
 from polyphase.problem.epilogue import NONE, Epilogue
 from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import ALIGNMENT
 from polyphase.program.kept import KeptProgram, kept_program
 from polyphase.program.program import Program
 from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, WORKSPACE, X
@@ -143,10 +144,10 @@ class Call:
         return self._launch if packed is None else partial(self._kept, packed, state_of(weight))
 
     def _as_read(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The epilogue's operands without gaps, residuals with the result's strides."""
+        """The epilogue's operands without gaps, residuals with the result's strides, and aligned."""
         read = [operand.contiguous() if i not in self._residuals else operand for i, operand in enumerate(operands)]
         for i in self._residuals:
-            if read[i].stride() != self.strides:
+            if read[i].stride() != self.strides or read[i].data_ptr() % ALIGNMENT:
                 read[i] = _with_strides(read[i], self.strides)
         return read
 

@@ -14,7 +14,7 @@ from polyphase.emit.support import LAYERS, Layer, check, constants, memory_forma
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, Operand
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import ALIGNMENT, Layouts
 from polyphase.program.epilogue import with_epilogue
 from polyphase.program.program import Program
 
@@ -62,7 +62,8 @@ def run_chain(number: int, module: Any, input: torch.Tensor, operands: list[torc
         same = tensor.dtype == input.dtype and tensor.device == input.device
         if min(size[1:]) < 1 or not same or not reads_alike(operand, tuple(tensor.shape), size):
             return None
-        tensors[name] = tensor.contiguous(memory_format=dense) if operand.per == ELEMENT else tensor.contiguous()
+        tensor = tensor.contiguous(memory_format=dense) if operand.per == ELEMENT else tensor.contiguous()
+        tensors[name] = tensor.clone() if operand.per == ELEMENT and tensor.data_ptr() % ALIGNMENT else tensor
     input, weight = input.contiguous(memory_format=dense), module.weight.contiguous(memory_format=dense)
     bias = None if module.bias is None else module.bias.contiguous()
     return run(Pass.FORWARD, number, tuple(input.shape), extra, input, weight, bias, tensors)

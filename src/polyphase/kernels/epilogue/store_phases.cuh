@@ -218,38 +218,28 @@ struct Epilogue {
     }
   }
 
-  // The first residuals of a thread's pair of cells, in the order of their results: COUNT at a time, where these are
-  // neighbours.
-  template <int COUNT>
-  __device__ __forceinline__ void load_residuals(Bits<COUNT> (&values)[2 * COLUMNS / COUNT], const ChannelTerms& of,
-                                                 const Places& to) const {
-#pragma unroll
-    for (int i = 0; i < 2 * COLUMNS; i += COUNT) {
-      const scalar_t* const place = to.of(i / COLUMNS, i % COLUMNS);
-      const scalar_t* const last = to.of((i + COUNT - 1) / COLUMNS, (i + COUNT - 1) % COLUMNS);
-      const scalar_t* const from = residual_at(of, place);
-      const bool neighbours = place && last && last - place == COUNT - 1 && (size_t)from % sizeof(Bits<COUNT>) == 0;
-      if constexpr (COUNT > 1) load_global_if(neighbours, from, values[i / COUNT]);
-      if (COUNT == 1 || !neighbours) {
-        alignas(16) scalar_t each[COUNT];
-#pragma unroll
-        for (int k = 0; k < COUNT; ++k) {
-          const scalar_t* const one = to.of((i + k) / COLUMNS, (i + k) % COLUMNS);
-          each[k] = one ? read(residual_at(of, one)) : scalar_t{};
-        }
-        values[i / COUNT] = *(const Bits<COUNT>*)each;
-      }
-    }
-  }
-
-  // Those of a piece, in a thread's row of a row block: all are on their way before the first is used.
-  template <int PAIRS, int COUNT>
-  __device__ __forceinline__ void load_residuals(Bits<COUNT> (&values)[PAIRS][2 * COLUMNS / COUNT], int piece,
+  // The first residuals of a piece, in a thread's row of a row block, in the order of the results: all are on their way
+  // before the first is used. COUNT neighbours exist together or not at all, as those that are stored; the host has
+  // seen to it that a residual is aligned as the destination is.
+  template <int COUNT, int PAIRS>
+  __device__ __forceinline__ void load_residuals(Bits<STAGED> (&values)[PAIRS][2 * COLUMNS / STAGED], int piece,
                                                  int block, int half, int depth, int height, int first) const {
 #pragma unroll
     for (int j = 0; j < PAIRS; ++j) {
       if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
-      load_residuals<COUNT>(values[j], terms[block][half], places(piece, j, block, half, depth, height, first));
+      const Places to = places(piece, j, block, half, depth, height, first);
+      alignas(16) scalar_t each[2 * COLUMNS];
+#pragma unroll
+      for (int i = 0; i < 2 * COLUMNS; i += COUNT) {
+        const scalar_t* const place = to.of(i / COLUMNS, i % COLUMNS);
+        const scalar_t* const from = residual_at(terms[block][half], place);
+        if constexpr (COUNT == 1)
+          load_global_if(place != nullptr, from, each[i]);
+        else
+          load_global_if(place != nullptr, from, *(Bits<COUNT>*)(each + i));
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * COLUMNS / STAGED; ++i) values[j][i] = *(const Bits<STAGED>*)(each + i * STAGED);
     }
   }
 
@@ -395,15 +385,16 @@ struct Epilogue {
         const int first_channel = channel(block, 8 * half);
         if ((DST_CHANNELS % GROUP_CHANNELS || STACKED == 3) && first_channel >= DST_CHANNELS) continue;
         Bits<STAGED> values[PIECE / 8][2 * COLUMNS / STAGED];
-        if constexpr (EPILOGUE_RESIDUALS > 0)
-          load_residuals<PIECE / 8, STAGED>(values, piece, block, half, depth, height, first);
+        // One 16-bit element at a time would take a register each.
+        constexpr int TOGETHER = COUNT < STAGED ? COUNT : STAGED;
+        constexpr bool AHEAD = EPILOGUE_RESIDUALS > 0 && TOGETHER * sizeof(scalar_t) >= 4;
+        if constexpr (AHEAD) load_residuals<TOGETHER>(values, piece, block, half, depth, height, first);
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
           if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
           float value[2 * COLUMNS];
           alignas(16) result_t narrowed[2 * COLUMNS];
-          finish_run<LINE>(value, piece, j, block, half, depth, height, first,
-                           EPILOGUE_RESIDUALS > 0 ? values[j] : nullptr);
+          finish_run<LINE>(value, piece, j, block, half, depth, height, first, AHEAD ? values[j] : nullptr);
 #pragma unroll
           for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
 #pragma unroll
