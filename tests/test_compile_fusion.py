@@ -101,7 +101,8 @@ CHAINS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
         ["conv_transpose → add", "conv_transpose → mul"],
     ),
     "another dtype": (lambda m, y, x: F.relu(y.double()).float(), []),
-    "no epilogue": (lambda m, y, x: torch.softmax(F.gelu(y), 1), ["conv_transpose → gelu"]),
+    "no epilogue": (lambda m, y, x: torch.cumsum(F.gelu(y), 1), ["conv_transpose → gelu"]),
+    "softmax": (lambda m, y, x: F.softmax(m.norm(y), 1) * 2, ["conv_transpose → batch_norm → softmax → mul"]),
 }
 
 

@@ -159,6 +159,8 @@ def finished(problem: ConvTransposeProblem, sums: Tensor, of: dict[str, Tensor])
         elif kind == "layer_norm":
             v = (v - v.mean(1, keepdim=True)) / (v.var(1, correction=0, keepdim=True) + constants[0]).sqrt()
             v = v * read.get("weight", 1) + read.get("offset", 0)
+        elif kind == "softmax":
+            v = torch.softmax(v, 1)
         elif kind == "prelu":
             v = torch.where(v > 0, v, v * read["slope"])
         elif kind == "add":

@@ -39,7 +39,7 @@ JOINS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], tuple[str, ...], tu
     "a function before": (lambda m, x, skip: torch.cat([F.silu(m.up(x)), skip], 1), ("silu()", "cat()"), ()),
     "two layers": (lambda m, x, skip: torch.cat([m.up(x), skip, m.other(x)], 1), ("cat()",), ("cat()",)),
     "two layers, one not": (
-        lambda m, x, skip: torch.cat([m.up(x), F.softmax(m.other(x), 1)], 1), ("cat()",), ()
+        lambda m, x, skip: torch.cat([m.up(x), torch.cumsum(m.other(x), 1)], 1), ("cat()",), ()
     ),
     "a layer without anything": (lambda m, x, skip: torch.cat([m.other(x), skip], 1), (), ("cat()",)),
     "and a function behind": (lambda m, x, skip: torch.cat([m.up(x), skip], 1).relu(), ("cat()",), ()),

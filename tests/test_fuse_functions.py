@@ -45,6 +45,7 @@ BEHIND: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "dropout": (lambda m, y, x: F.dropout(F.hardtanh(y), training=m.training), ("hardtanh()", "dropout()")),
     "residual": (lambda m, y, x: F.silu(m.skip(x) + y), ("add()", "silu()")),
     "residual in place": (lambda m, y, x: y.add_(m.skip(x)), ("add()",)),
+    "softmax": (lambda m, y, x: torch.sigmoid(y.softmax(dim=1)), ("softmax()", "sigmoid()")),
     "less": (lambda m, y, x: torch.tanh(y - m.slope.view(4, 1, 1)), ("sub()", "tanh()")),
     "an earlier value": (lambda m, y, x: y * torch.sigmoid(y) + y, ("sigmoid()", "mul()", "add()")),
     "copies": (
@@ -90,7 +91,8 @@ def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 REASONS: dict[str, tuple[Callable[..., Any], str]] = {
     "reads its size": (lambda m, y, x: F.pad(F.relu(y), (0, y.shape[-1])), "2 read the result"),
-    "another function": (lambda m, y, x: torch.softmax(y, 1), "softmax reads it, which no epilogue computes"),
+    "another function": (lambda m, y, x: torch.cumsum(y, 1), "cumsum reads it, which no epilogue computes"),
+    "another softmax": (lambda m, y, x: torch.softmax(y, 2), "softmax reads it with arguments that no epilogue takes"),
     "another value less": (lambda m, y, x: F.relu(y) - y, "2 read the result"),
     "changed and read again": (lambda m, y, x: (y.add_(1), y.tanh() * y)[1], "3 read the result"),
     "two branches": (lambda m, y, x: F.relu(y) * torch.tanh(y), "2 read the result"),

@@ -209,7 +209,7 @@ def test_values_and_derivatives() -> None:
 
 def test_one_norm_alone_and_of_floats() -> None:
     x, w = torch.randn(1, 2, 3), torch.randn(2, 3, 2)
-    with pytest.raises(ValueError, match="one layer_norm at most"):
+    with pytest.raises(ValueError, match="one of layer_norm, softmax at most"):
         fused.conv_transpose1d(x, w, epilogue=[fused.layer_norm(), fused.layer_norm()])
     plain = fused.conv_transpose1d(x, w, epilogue=[fused.layer_norm(eps=0.5)])
     wanted = F.layer_norm(F.conv_transpose1d(x, w).movedim(1, -1), (3,), eps=0.5).movedim(-1, 1)

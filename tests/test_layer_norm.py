@@ -32,6 +32,8 @@ EPILOGUES = {
     "behind others": Epilogue(
         (RESIDUAL, Operation("leaky_relu", (0.5,)), Operation("layer_norm", (0.5,), TWO), Operation("add_value", of=1))
     ),
+    "softmax": Epilogue((Operation("affine", (0.25, 1.0)), Operation("softmax"), Operation("affine", (2.0, 0.0)))),
+    "softmax, residual": Epilogue((RESIDUAL, Operation("softmax"), Operation("multiply_value", of=1))),
     "per sample": Epilogue(
         (Operation("layer_norm", (0.5,), TWO[1:]), Operation("scale_shift", (), both(SAMPLE)), Operation("sigmoid"))
     ),

@@ -329,7 +329,7 @@ def _is_valid(layer: Node, steps: Sequence[_Step]) -> bool:
     except (TypeError, RuntimeError, ValueError):
         return False
     input, weight, bias, *rest = layer.args
-    if steps[-1].name != "layer_norm" or not _value(input).is_cuda:
+    if not epilogue.normalizes or not _value(input).is_cuda:
         return True
     from polyphase import runtime  # the CUDA path
 

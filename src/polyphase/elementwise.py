@@ -53,6 +53,7 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
     "mul": {"other": None},
     "div": {"other": None, "rounding_mode": None},
     "dropout": {"p": 0.5, "training": True, "inplace": False},
+    "softmax": {"dim": None},
     "clone": {},
     "detach": {},
 }
@@ -297,13 +298,18 @@ def _dropout(name: str, given: dict[str, Any]) -> Reading | None:
     return Reading("") if given["training"] is False else None
 
 
+def _softmax(name: str, given: dict[str, Any]) -> Reading | None:
+    """Over channels."""
+    return Reading("softmax") if type(given["dim"]) is int and given["dim"] == 1 else None
+
+
 def _copy(name: str, given: dict[str, Any]) -> Reading:
     return Reading("")
 
 
 _READERS: dict[str, Callable[[str, dict[str, Any]], Reading | None]] = {
     "relu6": _clamp, "hardtanh": _clamp, "clamp": _clamp, "gelu": _gelu, "add": _add, "sub": _add, "mul": _mul,
-    "div": _mul, "prelu": _prelu, "dropout": _dropout, "clone": _copy, "detach": _copy,
+    "div": _mul, "prelu": _prelu, "dropout": _dropout, "softmax": _softmax, "clone": _copy, "detach": _copy,
 }  # fmt: skip
 
 

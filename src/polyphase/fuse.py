@@ -32,6 +32,7 @@ from polyphase.torch_op.validate import Layer, output_size
 
 _FUSED = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}
 _PLAIN = (Tensor, torch.nn.Parameter)
+_WAITING = (torch.nn.Softplus, torch.nn.Softmax, torch.nn.Softmax2d)
 
 
 @dataclass(frozen=True)
@@ -294,9 +295,9 @@ def _join(root: Module, chain: Sequence[torch.fx.Node]) -> None:
     places = [_place(root, str(each.target)) for each in chain if each.op == "call_module"]
     called = [each for each in chain if call_name(each) not in COPIES]
     layer, *parts = [call_name(each) or root.get_submodule(str(each.target)) for each in called]
-    # With derivatives it computes modules alone, up to a value that is read twice. A Softplus waits as calls do: under
-    # autocast it may have to compute for itself.
-    waits = [place for place, part in enumerate(parts) if isinstance(part, (str, torch.nn.Softplus))]
+    # With derivatives it computes modules alone, up to a value that is read twice. Some modules wait as calls do: under
+    # autocast they may have to compute for themselves, and of an input without a batch something else.
+    waits = [place for place, part in enumerate(parts) if isinstance(part, (str, *_WAITING))]
     again = [place for place, value in enumerate(called[:-1]) if len(value.users) > 1]
     first = min([len(parts), *waits, *again])
     modules: Any = tuple(parts[:first])

@@ -22,8 +22,9 @@ from polyphase.elementwise import (
     read_next,
     step_of_value,
 )
-from polyphase.module_steps import has_hooks, norm, normalized_dims, reader_of
+from polyphase.module_steps import has_hooks, layer_norm, norm, normalized_dims, reader_of
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from polyphase.problem.epilogue import MOST_CHANNELS, OF_PIXELS
 
 LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
@@ -134,6 +135,8 @@ class Trace:
             in_place = bool(getattr(module, "inplace", False))
             reason = _why_not(module, dims, reader, self._calls, self._shared)
             reason = reason and f"{reader.target} {reason}"
+            if not reason and is_of_pixels(module, dims):
+                reason = self._why_not_of_pixels(layer)
         else:
             in_place = is_in_place(reader.target, reader.kwargs)
             reason = self._why_no_call(numbers, reader)
@@ -160,7 +163,16 @@ class Trace:
         again = found is not None and found[0].other in numbers
         if found is None or (again and step_of_value(found[0], 0) is None):
             return f"{name} reads it with arguments that no epilogue takes"
+        if found[0].kind in OF_PIXELS and (reason := self._why_not_of_pixels(layer)):
+            return reason
         return self._why_not_later(numbers, call, name)
+
+    def _why_not_of_pixels(self, layer: torch.fx.Node) -> str:
+        """Why no kernel has all channels of a pixel at once, or ""."""
+        module: Any = self._module(layer)
+        if module.groups > 1:
+            return "its kernels have the channels of one group at once"
+        return "" if module.out_channels <= MOST_CHANNELS else f"its kernels have {MOST_CHANNELS} channels at once"
 
     def _why_not_later(self, chain: Iterable[torch.fx.Node], call: torch.fx.Node, name: str) -> str:
         """Why the layer cannot be computed when a function is called, or ""."""
@@ -177,6 +189,13 @@ class Trace:
 def _dims(layer: Any) -> int:
     """Of a layer's output."""
     return len(layer.stride) + 2
+
+
+def is_of_pixels(module: Any, dims: int) -> bool:
+    """Whether a module computes one of `OF_PIXELS`."""
+    if module is None:
+        return False
+    return isinstance(module, (torch.nn.Softmax, torch.nn.Softmax2d)) or reader_of(module, dims) is layer_norm
 
 
 def _why_not(module: Any, dims: int, node: torch.fx.Node, calls: list[Any], shared: set[int]) -> str:

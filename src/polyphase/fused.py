@@ -110,6 +110,11 @@ def layer_norm(weight: Tensor | None = None, bias: Tensor | None = None, eps: fl
     return Step("layer_norm", (float(eps),), tuple((role, each) for role, each in given if each is not None))
 
 
+def softmax() -> Step:
+    """A softmax over the channels of each pixel, where `layer_norm` says; one of the two in an epilogue."""
+    return Step("softmax")
+
+
 def prelu(weight: Tensor) -> Step:
     """`torch.nn.functional.prelu`: ``weight`` has one element, or one for each channel."""
     return Step("prelu", (), (("slope", weight),))

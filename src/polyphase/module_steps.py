@@ -46,6 +46,8 @@ STEPS: dict[Any, Callable[[Any], fused.Step | None]] = {
     torch.nn.Hardswish: lambda module: fused.Step("hardswish"),
     torch.nn.Softplus: lambda module: fused.Step("softplus", (module.beta, module.threshold)),
     torch.nn.Mish: lambda module: fused.Step("mish"),
+    torch.nn.Softmax: lambda module: fused.softmax(),
+    torch.nn.Softmax2d: lambda module: fused.softmax(),
     torch.nn.Identity: lambda module: None,
     torch.nn.Dropout: lambda module: None,
     torch.nn.Dropout1d: lambda module: None,
@@ -56,6 +58,10 @@ STEPS: dict[Any, Callable[[Any], fused.Step | None]] = {
 
 def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | None:
     """What reads a module as a step, of tensors of so many dimensions; None if no epilogue computes it."""
+    if type(module) is torch.nn.Softmax and module.dim not in (1, 1 - dims):
+        return None
+    if type(module) is torch.nn.Softmax2d and dims != 4:
+        return None
     for cls, reader in STEPS.items():
         if type(module) is cls:
             return reader

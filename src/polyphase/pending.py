@@ -39,6 +39,7 @@ from polyphase.elementwise import (
     step_of_value,
 )
 from polyphase.module_steps import step_of_module
+from polyphase.problem.epilogue import OF_PIXELS
 from polyphase.problem.layouts import ALIGNMENT
 from polyphase.torch_op.memory_format import output_channels_last
 
@@ -416,7 +417,7 @@ def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()
 
 def _is_wider(kind: str) -> bool:
     """Whether the result would have another dtype: autocast makes these float32 on a GPU."""
-    return kind in ("softplus", "layer_norm") and torch._C._is_any_autocast_enabled()
+    return kind in ("softplus", *OF_PIXELS) and torch._C._is_any_autocast_enabled()
 
 
 def _is_recorded(step: fused.Step) -> bool:

@@ -23,10 +23,10 @@ from torch.fx import Graph, GraphModule, Interpreter, Node, Tracer
 
 from polyphase import elementwise, fuse, fused
 from polyphase.elementwise import COPIES, is_closed
-from polyphase.fuse_trace import Trace, call_name, shared_modules
+from polyphase.fuse_trace import Trace, call_name, is_of_pixels, shared_modules
 from polyphase.module_steps import STEPS
 from polyphase.problem import ConvTransposeProblem
-from polyphase.problem.epilogue import Epilogue
+from polyphase.problem.epilogue import OF_PIXELS, Epilogue
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -239,6 +239,8 @@ class _Forward:
         if call_name(node) == "cat":
             return "in an emitted file PyTorch joins tensors"
         module = self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if call_name(node) in OF_PIXELS or is_of_pixels(module, layer.meta["value"].dim()):
+            return "an emitted file has no kernel of all channels of a pixel"
         drops = isinstance(module, nn.modules.dropout._DropoutNd)
         if self.training and module is not None and (drops or isinstance(module, nn.modules.batchnorm._NormBase)):
             return "it computes something else in training mode"

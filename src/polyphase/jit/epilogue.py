@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import math
 
-from polyphase.problem.epilogue import ACTIVATIONS, CHANNEL, ELEMENT, ONE, SAMPLE, Epilogue, Operand, Operation
+from polyphase.problem.epilogue import (
+    ACTIVATIONS,
+    CHANNEL,
+    ELEMENT,
+    OF_PIXELS,
+    ONE,
+    SAMPLE,
+    Epilogue,
+    Operand,
+    Operation,
+)
 
 _NONE = """\
 #define EPILOGUE 0
@@ -114,9 +124,11 @@ def _prefetch(epilogue: Epilogue) -> list[str]:
 def _normalized_value(epilogue: Epilogue) -> list[str]:
     """Where an operation normalises over channels: the value that it does so to, and its constant."""
     for i, operation in enumerate(epilogue.operations):
-        if operation.kind == "layer_norm":
+        if operation.kind in OF_PIXELS:
+            softmax = operation.kind == "softmax"
             return [
-                f"#define EPILOGUE_EPSILON {_number(operation.constants[0])}",
+                f"#define EPILOGUE_SOFTMAX {softmax:d}",
+                f"#define EPILOGUE_EPSILON {_number(0.0 if softmax else operation.constants[0])}",
                 "__device__ __forceinline__ accum_t normalized_value(accum_t v0, const OperationTerms& of,",
                 "                                                    int channel, long long sample, long long place,",
                 "                                                    bool exists, const accum_t* residual) {",
@@ -130,7 +142,7 @@ def _operations(epilogue: Epilogue) -> list[str]:
     return [
         "__device__ __forceinline__ accum_t operations(accum_t v0, const OperationTerms& of, int channel,",
         "                                              long long sample, long long place, bool exists,",
-        "                                              const accum_t* residual, accum_t mean, accum_t factor) {",
+        "                                              const accum_t* residual, accum_t center, accum_t factor) {",
         *_values(epilogue, len(epilogue.operations)),
     ]
 
@@ -163,14 +175,21 @@ def _next(i: int, operation: Operation, first_residual: str) -> str:
         return f"{shifted} - {read['less']}" if "less" in read else shifted
     if kind == "normalize":
         return f"{value} * of.factor_{i} + of.added_{i}"
-    if kind == "layer_norm":
-        scaled = f"({value} - mean) * factor" + (f" * {read['weight']}" if "weight" in read else "")
-        return f"{scaled} + {read['offset']}" if "offset" in read else scaled
+    if kind in OF_PIXELS:
+        return _normalized_over_pixels(kind, value, read)
     if kind == "prelu":
         return f"leaky_relu({value}, {read['slope']})"
     if kind == "add":
         return f"{value} + {read['residual']}"
     return f"{value} {'+' if kind == 'add_value' else '*'} v{operation.of}"
+
+
+def _normalized_over_pixels(kind: str, value: str, read: dict[str, str]) -> str:
+    """What is normalised by a pixel's center and factor."""
+    if kind == "softmax":
+        return f"exponential({value} - center) * factor"
+    scaled = f"({value} - center) * factor" + (f" * {read['weight']}" if "weight" in read else "")
+    return f"{scaled} + {read['offset']}" if "offset" in read else scaled
 
 
 def _read(i: int, operand: Operand, first_residual: str) -> str:

@@ -40,6 +40,11 @@ _OPERANDS = {
 }
 _OF_VALUES = ("add_value", "multiply_value")
 
+#: The operations that read all channels of a pixel, and how many a kernel has at once: two row blocks. (Of four, what
+#: a thread reads of its rows takes too many registers.)
+OF_PIXELS = ("layer_norm", "softmax")
+MOST_CHANNELS = 128
+
 
 class Operand(NamedTuple):
     """A tensor that an operation reads: ``per`` is one of `ONE`, `CHANNEL`, `SAMPLE` and `ELEMENT`.
@@ -62,6 +67,7 @@ class Operation:
     ``"scale_shift"``                         ``v·scale + shift - less``, of operands, at least one of them
     ``"normalize"``                           ``(v - mean) / sqrt(variance + constants[0]) · weight + offset``
     ``"layer_norm"``                          the same, of the mean and variance of the channels of each pixel
+    ``"softmax"``                             ``exp(v)`` over the sum of that of the channels of the pixel
     ``"prelu"``                               ``v`` where it is positive, else ``v·slope``
     ``"add"``                                 ``v + residual``
     ``"add_value"``, ``"multiply_value"``     ``v + u`` and ``v·u``; ``u`` is the value that operation ``of`` reads
@@ -75,7 +81,7 @@ class Operation:
 
     def __post_init__(self) -> None:
         wanted = {"affine": 2, "normalize": 1, "layer_norm": 1}.get(self.kind, len(ACTIVATIONS.get(self.kind, ())))
-        known = self.kind in ACTIVATIONS or self.kind in _OPERANDS or self.kind in ("affine", *_OF_VALUES)
+        known = self.kind in ACTIVATIONS or self.kind in _OPERANDS or self.kind in ("affine", "softmax", *_OF_VALUES)
         if not known:
             raise ValueError(f"an epilogue has no operation {self.kind!r}; it has {', '.join(_kinds())}")
         if len(self.constants) != wanted:
@@ -120,8 +126,8 @@ class Epilogue:
         for place, operation in enumerate(self.operations):
             if operation.kind in _OF_VALUES and not 0 <= operation.of <= place:
                 raise ValueError(f"operation {place} cannot read value {operation.of}: there are {place + 1}")
-        if len([None for operation in self.operations if operation.kind == "layer_norm"]) > 1:
-            raise ValueError("an epilogue has one layer_norm at most")
+        if len([None for operation in self.operations if operation.kind in OF_PIXELS]) > 1:
+            raise ValueError(f"an epilogue has one of {', '.join(OF_PIXELS)} at most")
 
     def __bool__(self) -> bool:
         return bool(self.operations)
@@ -149,7 +155,7 @@ class Epilogue:
     @property
     def normalizes(self) -> bool:
         """Whether an operation reads all channels of a pixel."""
-        return any(operation.kind == "layer_norm" for operation in self.operations)
+        return any(operation.kind in OF_PIXELS for operation in self.operations)
 
     @property
     def planned(self) -> Epilogue:
@@ -202,4 +208,4 @@ def decoded(text: str) -> Epilogue:
 
 
 def _kinds() -> list[str]:
-    return [*ACTIVATIONS, "affine", *_OPERANDS, *_OF_VALUES]
+    return [*ACTIVATIONS, "affine", *_OPERANDS, "softmax", *_OF_VALUES]

@@ -77,6 +77,8 @@ def apply(operation: Operation, place: int, values: Callable[[int], Tensor], of:
         last = v.movedim(1, -1)
         weight, offset = (None if each is None else each.reshape(-1).to(v.dtype) for each in (weight, offset))
         return torch.nn.functional.layer_norm(last, last.shape[-1:], weight, offset, constants[0]).movedim(-1, 1)
+    if kind == "softmax":
+        return torch.softmax(v, 1)
     if kind == "prelu":
         return torch.where(v > 0, v, v * read["slope"])
     other = read["residual"] if kind == "add" else values(operation.of)
@@ -243,6 +245,9 @@ def _before(operation: Operation, place: int, values: Values, g: Tensor, of: dic
         normal, factor = _normal(operation, values(place))
         g = g * read["weight"] if "weight" in read else g
         return factor * (g - g.mean(1, keepdim=True) - normal * (g * normal).mean(1, keepdim=True))
+    if kind == "softmax":
+        y = values(place + 1)
+        return y * (g - (g * y).sum(1, keepdim=True))
     if kind == "prelu":
         return torch.where(values(place) > 0, g, g * read["slope"])
     return g * values(operation.of) if kind == "multiply_value" else g

@@ -22,9 +22,10 @@
 
 #include "epilogue/operations.cuh"
 
-// What the outputs of a pixel are normalised by: their mean, and one over their standard deviation.
+// What the outputs of a pixel are normalised by: their mean, and one over their standard deviation; for a softmax the
+// largest of them, and one over the sum of exponentials.
 struct Normal {
-  accum_t mean, factor;
+  accum_t center, factor;
 };
 
 #if EPILOGUE
@@ -77,7 +78,7 @@ __device__ __forceinline__ accum_t operate(accum_t value, const ChannelTerms& te
                                            const Normal& normal = {}, const accum_t* residual = nullptr) {
   const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
   const long long sample = EPILOGUE_PER_SAMPLE && to ? place / terms.sample_stride : 0;
-  return operations(value, terms.operations, terms.channel, sample, place, to != nullptr, residual, normal.mean,
+  return operations(value, terms.operations, terms.channel, sample, place, to != nullptr, residual, normal.center,
                     normal.factor);
 }
 

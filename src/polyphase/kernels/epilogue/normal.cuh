@@ -1,12 +1,13 @@
-// The moments of each pixel's channels, for an operation that normalises over these (LayerNorm), where the accumulators
-// of a warpgroup have all channels of a pixel: channels are rows, pixels columns.
+// The moments of each pixel's channels, for an operation that normalises over these (LayerNorm, softmax), where the
+// accumulators of a warpgroup have all channels of a pixel: channels are rows, pixels columns.
 //
 //   1. A thread finds those of its own rows of a column.
 //   2. The eight lanes that have other rows of the same columns add theirs up. Of the columns that two lanes share each
 //      goes on with half, so that eight columns take 4 + 2 + 1 exchanges, and each lane ends with one of them.
 //   3. A thread for each column adds up those of the four warps, through shared memory.
 //
-// Moments are the mean and the sum of squared deviations from it, and are added as such: no sum of squares cancels.
+// Moments are the mean and the sum of squared deviations from it, and are added as such: no sum of squares cancels. Of
+// a softmax they are the largest value and the sum of exponentials of the differences from it.
 
 #pragma once
 
@@ -16,20 +17,37 @@
 #include "epilogue/finish.cuh"
 
 struct Moments {
-  float mean, squares;
+  float center, spread;
 
   // One value more than `count`.
   __device__ __forceinline__ void add(float value, int count) {
-    const float share = 1.f / (count + 1), ahead = value - mean;
-    mean += ahead * share;
-    squares += ahead * ahead * (count * share);
+    if (EPILOGUE_SOFTMAX) {
+      if (count == 0) {
+        *this = {value, 1.f};
+        return;
+      }
+      const float ahead = value - center, power = exponential(-fabsf(ahead));
+      spread = ahead > 0 ? spread * power + 1.f : spread + power;
+      center = ahead > 0 ? value : center;
+      return;
+    }
+    const float share = 1.f / (count + 1), ahead = value - center;
+    center += ahead * share;
+    spread += ahead * ahead * (count * share);
   }
 };
 
 // Those of `count` values and of `others`.
 __device__ __forceinline__ Moments both(const Moments& one, const Moments& other, int count, int others) {
-  const float share = others ? (float)others / (count + others) : 0.f, ahead = other.mean - one.mean;
-  return {one.mean + ahead * share, one.squares + other.squares + ahead * ahead * (count * share)};
+  const float ahead = other.center - one.center;
+  if (EPILOGUE_SOFTMAX) {
+    if (others == 0 || count == 0) return others == 0 ? one : other;
+    const float power = exponential(-fabsf(ahead));
+    return ahead > 0 ? Moments{other.center, other.spread + one.spread * power}
+                     : Moments{one.center, one.spread + other.spread * power};
+  }
+  const float share = others ? (float)others / (count + others) : 0.f;
+  return {one.center + ahead * share, one.spread + other.spread + ahead * ahead * (count * share)};
 }
 
 constexpr bool ALL_ROWS_EXIST = DST_CHANNELS % ROWS == 0;
@@ -56,7 +74,7 @@ __device__ __forceinline__ void add_up_rows(Moments (&of)[COLUMNS], int count) {
     for (int i = 0; i < COLUMNS / 2; ++i) {
       if (i >= left) break;
       const Moments own = upper ? of[i + left] : of[i], given = upper ? of[i] : of[i + left];
-      const Moments other = {__shfl_xor_sync(~0u, given.mean, partner), __shfl_xor_sync(~0u, given.squares, partner)};
+      const Moments other = {__shfl_xor_sync(~0u, given.center, partner), __shfl_xor_sync(~0u, given.spread, partner)};
       of[i] = both(own, other, count, others);
     }
     count += others;
@@ -78,5 +96,6 @@ __device__ __forceinline__ Normal normal_of(const Moments* of_warps, int pitch) 
     all = both(all, of_warps[warp * pitch], count, rows_of_warp(warp));
     count += rows_of_warp(warp);
   }
-  return {all.mean, 1 / square_root(all.squares * (1.f / DST_CHANNELS) + EPILOGUE_EPSILON)};
+  if (EPILOGUE_SOFTMAX) return {all.center, 1 / all.spread};
+  return {all.center, 1 / square_root(all.spread * (1.f / DST_CHANNELS) + EPILOGUE_EPSILON)};
 }

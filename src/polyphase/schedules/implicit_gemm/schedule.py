@@ -11,6 +11,7 @@ from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import MOST_CHANNELS
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import is_tiny, standard, typical
 from polyphase.program.params import params_of
@@ -21,7 +22,6 @@ from polyphase.schedules.cost import Sharing
 from polyphase.schedules.implicit_gemm.config import (
     CHUNK_BYTES,
     CONSUMERS,
-    ROWS,
     STAGES,
     GemmConfig,
     Product,
@@ -44,7 +44,6 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import constants_of
 
 _MAX_TAPS = 4096
-_MOST_NORMALIZED = 2 * ROWS  # channels: of four row blocks what a thread reads of its rows takes too many registers
 _CACHED = 32 << 20  # bytes of weights, read and packed, that stay in the L2 cache
 # Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
 # best is offered, too. There are few images and many, small and large ones.
@@ -97,8 +96,8 @@ class ImplicitGemm(Schedule):
             return None
         if problem.groups > 1:
             return "a block has the channels of one group, and those of a pixel are of several"
-        if problem.out_channels > _MOST_NORMALIZED:
-            return f"a block does not have all {problem.out_channels} channels of a pixel (at most {_MOST_NORMALIZED})"
+        if problem.out_channels > MOST_CHANNELS:
+            return f"a block does not have all {problem.out_channels} channels of a pixel (at most {MOST_CHANNELS})"
         return None
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer:
