@@ -109,6 +109,8 @@ CHAINS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains(name: str) -> None:
     behind, chains = CHAINS[name]
+    if name in ("norm", "residual") and torch.__version__ < (2, 5):
+        pytest.skip("before 2.5 Dynamo does not trace through PyTorch's modules")
     model = Block(behind).eval()
     inputs = [torch.randn(2, 3, 4, 5), torch.randn(3, 3, 6, 4)]
     with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:

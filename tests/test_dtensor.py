@@ -55,7 +55,8 @@ def check_sharded_layers(mesh: Any) -> None:
         )
         if expected is not None:
             assert output.placements == (expected,)
-        grads = torch.autograd.grad(output, placed, distribute_tensor(g, mesh, output.placements))
+        of_output = [whole if placement.is_partial() else placement for placement in output.placements]
+        grads = torch.autograd.grad(output, placed, distribute_tensor(g, mesh, of_output))
         torch.testing.assert_close([each.full_tensor() for each in (output, *grads)], wanted)
 
 
@@ -93,7 +94,7 @@ def test_compiled_at_the_first_call() -> None:
         print(y.placements == (Shard(0),), layer.weight.grad.shape)
         dist.destroy_process_group()
     """)
-    assert printed.strip() == "True torch.Size([3, 2, 3, 3])"
+    assert printed.splitlines()[-1] == "True torch.Size([3, 2, 3, 3])"  # some versions tell of gloo's ranks before
 
 
 @pytest.mark.parametrize("check", [check_sharded_layers, check_distributed_module])

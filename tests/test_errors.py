@@ -106,6 +106,8 @@ def test_bad_arguments(name: str, warm: bool, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(operators, "conv_transpose", lambda *_: pytest.fail("something ran"))
     kinds = (NotImplementedError, RuntimeError, TypeError, ValueError)
     expected = next(kind for kind in kinds if isinstance(theirs.value, kind))
+    if name in ("stride beyond 64 bits", "groups beyond 64 bits"):  # PyTorch's own kind depends on its version
+        expected = ValueError
     with pytest.raises(expected) as ours:
         polyphase.conv_transpose2d(**arguments)
     message = str(ours.value)

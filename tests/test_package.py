@@ -64,6 +64,14 @@ print(polyphase.explain(polyphase.ConvTranspose2d(4, 4, 3), x.shape, "sm_90a"))
     assert "weight_grad:" in done.stdout
 
 
+def test_nothing_is_imported_that_is_no_module_before_pytorch_2_5() -> None:
+    """What lies deeper than `torch._C.NAME` is an attribute there."""
+    for path in (ROOT / "src").glob("**/*.py"):
+        assert not re.search(r"^\s*(from|import) torch\._C\.\w+\.", path.read_text(encoding="utf-8"), re.MULTILINE), (
+            path
+        )
+
+
 def test_the_core_requires_what_its_modules_import() -> None:
     required = {re.match(r"[\w-]+", line)[0] for line in PROJECT["dependencies"]}  # type: ignore[index]
     assert required == {"torch", "cuda-core", "cuda-bindings"}

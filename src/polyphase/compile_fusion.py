@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
 from polyphase import elementwise, fused, layer_norms
@@ -59,7 +60,8 @@ class CompileFusion:
         for each in self._before:
             each(graph)
         if self._enabled:
-            self.chains += _fuse(graph)
+            with enable_python_dispatcher():  # without it PyTorch 2.8 reshapes no tensor of symbolic size
+                self.chains += _fuse(graph)
 
     def uuid(self) -> Any:
         """What this does, for the key of compiled graphs on disk. None, as others', keeps them from it."""

@@ -38,6 +38,7 @@ from polyphase.torch_op.call_cache import CallCache
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING, Layer, check, output_size
 
+_DYNAMO_HAS_SYMBOLS = torch.__version__ >= "2.5"  # for numbers of modules
 _DEFAULTS: dict[str, tuple[float, ...]] = {"leaky_relu": (0.01,), "elu": (1.0,), "softplus": (1.0, 20.0)}
 
 
@@ -348,7 +349,7 @@ def _known_call(arguments: tuple[Any, ...], steps: Sequence[Step]) -> _Known:
     batched = input.dim() == dims + 2
     shape = (input.shape[0] if batched else 1, weight.shape[1] * layer.groups, *output_size(input.shape[-dims:], layer))
     epilogue = _checked(name, steps, input, shape, batched) if steps else NONE
-    return _Known(layer, epilogue, encoded(epilogue) if steps else "")
+    return _Known(layer, epilogue, encoded(epilogue, _DYNAMO_HAS_SYMBOLS) if steps else "")
 
 
 def _made(name: str, place: int, step: Any) -> Step:
@@ -367,9 +368,11 @@ def _run(
 ) -> Tensor:
     """By the operator, past the dispatcher where nothing listens to it, or as operations of their own."""
     layer, epilogue, text, _, call = known
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    for_onnx = tracing and not torch.compiler.is_dynamo_compiling() and is_for_onnx()  # which has nodes for each
-    if for_onnx or (transformed and not tracing):  # their rules are those of the operations
+    if tracing:
+        by_operations = not torch.compiler.is_dynamo_compiling() and is_for_onnx()  # which has nodes for each
+    else:  # transforms, whose rules are those of the operations
+        by_operations = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if by_operations:
         of_dims = getattr(functional, f"conv_transpose{len(layer.stride)}d")
         sums = of_dims(input, weight, bias, *layer[1:4], layer.groups, layer.dilation)
         return operator.by_tensor_operations(epilogue, operands, sums).to(input.dtype)
@@ -377,7 +380,8 @@ def _run(
         tensors = (input, weight, *operands) if bias is None else (input, weight, bias, *operands)
         if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
             return call(input, weight, bias, operands)
-    return operator.conv_transpose_epilogue(input, weight, bias, operands, text, *layer[1:])
+    _, *constants = layer  # not by a slice: see `polyphase.torch_op.derivatives`
+    return operator.conv_transpose_epilogue(input, weight, bias, operands, text, *constants)
 
 
 def _autocast(step: Step) -> Step:

@@ -339,7 +339,9 @@ def _channels(part: Any, size: tuple[int, ...], waiting: Waiting) -> Any:
 
 
 #: What is the same of a layer's output and of what the modules behind it give.
-_THE_SAME = {_property(name) for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad")}
+_THE_SAME = {
+    _property(name) for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "is_nested")
+}
 _THE_SAME |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.get_device, Tensor.is_floating_point}
 
 #: What reentrant checkpointing does to what it is given and gives, while no derivatives are recorded.

@@ -177,14 +177,14 @@ NONE = Epilogue()
 NORMALIZING = Epilogue((Operation("layer_norm", (0.0,)),))
 
 
-def encoded(epilogue: Epilogue) -> str:
-    """The operations as text, which an operator of PyTorch's takes; Dynamo traces it."""
-    return ";".join([_encoded(operation) for operation in epilogue.operations])
+def encoded(epilogue: Epilogue, symbols: bool = False) -> str:
+    """The operations as text, which an operator of PyTorch's takes; Dynamo traces it, where numbers may be symbols."""
+    return ";".join([_encoded(operation, symbols) for operation in epilogue.operations])
 
 
-def _encoded(operation: Operation) -> str:
-    # `__float__`: to Dynamo a number of a module may be a symbol, of which that makes a constant, as nothing else does.
-    constants = ",".join([str(constant.__float__()) for constant in operation.constants])
+def _encoded(operation: Operation, symbols: bool) -> str:
+    # `__float__` makes a constant of a symbol of Dynamo's, as nothing else does.
+    constants = ",".join([str(each.__float__() if symbols else each) for each in operation.constants])
     operands = ",".join([f"{role} {per} {'wide' if wide else ''}" for role, per, wide in operation.operands])
     return f"{operation.kind}:{constants}:{operands}:{operation.of}"
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
 from polyphase.problem.layouts import ALIGNMENT
 
 Value = TypeVar("Value")
 
+_TensorGuards: Any = torch._C._dynamo.guards.TensorGuards  # no module that `import` finds before PyTorch 2.5
 _MOST_KEYS = 4096  # then all is forgotten
 _MOST_OF_A_KEY = 8
 
@@ -44,7 +45,7 @@ class CallCache(Generic[Value]):
         """Remember a value; ``lie_so``: only where the first two are each as far beyond an aligned address."""
         sizes: Any = [list(tensor.shape) for tensor in tensors]
         strides: Any = [list(tensor.stride()) for tensor in tensors]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         if len(self._found) >= _MOST_KEYS:
             self._found.clear()
         of_key = self._found.setdefault(key, [])

@@ -33,11 +33,12 @@ Run = Callable[[Operands, "Tensor | None", Layer], Tensor]
 def _open(operands: Operands, bias: Tensor | None, layer: Layer) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     """The operator of the pass that these operands leave open, and its arguments."""
     x, w, g = operands
+    kernel_size, *constants = layer  # PyTorch 2.8's Dynamo fails at slices of named tuples
     if g is None:
-        return operators.conv_transpose, (x, w, bias, *layer[1:])
+        return operators.conv_transpose, (x, w, bias, *constants)
     if x is None:
-        return operators.conv_transpose_input_grad, (g, w, *layer[1:])
-    return operators.conv_transpose_weight_grad, (x, g, *layer)
+        return operators.conv_transpose_input_grad, (g, w, *constants)
+    return operators.conv_transpose_weight_grad, (x, g, kernel_size, *constants)
 
 
 def run_operator(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
