@@ -9,7 +9,7 @@ _GAP = "  "
 
 
 def text_table(title: str, rows: Sequence[Sequence[str]], note: str = "", width: int = 160) -> str:
-    """A title, rows of which the first is the head, and a note below; cells are wrapped to ``width`` columns in all.
+    """A title, rows of which the first is the head, and a note below, all wrapped to ``width`` columns.
 
     The columns that are longer than an even share of the width give way to the others.
     """
@@ -22,7 +22,9 @@ def text_table(title: str, rows: Sequence[Sequence[str]], note: str = "", width:
             lines.append(f"  {_GAP.join(parts)}".rstrip())
         if number == 0:
             lines.append(f"  {_GAP.join('─' * wide for wide in widths)}")
-    return "\n".join([*lines, *textwrap.wrap(note, width)])
+    for line in note.splitlines():
+        lines += textwrap.wrap(line, width)
+    return "\n".join(lines)
 
 
 def _widths(wanted: list[int], room: int) -> list[int]:
