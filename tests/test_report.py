@@ -13,8 +13,9 @@ from typer.testing import CliRunner, Result
 
 from polyphase.__main__ import app
 from polyphase.bench.model_file import ModelFileError
-from polyphase.bench.model_report import CARDS, ModelReport, load_target, report_on
+from polyphase.bench.model_report import CARDS, ModelReport, report_on
 from polyphase.bench.report_page import page, summary
+from polyphase.bench.target import load_target
 from polyphase.bench.trial import Options
 from polyphase.problem.device import ARCHITECTURES, PORTABLE
 
@@ -37,7 +38,7 @@ class Model(nn.Module):
         x = torch.relu(self.encode(x))
         x = torch.relu(self.up(self.up(x)))
         x = self.other(self.get_submodule("<script>")(x))
-        return nn.functional.conv_transpose2d(x, torch.ones(3, 1, 1, 1, dtype=x.dtype), groups=3)
+        return nn.functional.conv_transpose2d(x, x.new_ones(3, 1, 1, 1), groups=3)
 
 def get_inputs():
     return [torch.rand(2, 3, 6, 8)]
@@ -53,6 +54,25 @@ def alone():
 
 def by_name():
     return Model(), {"x": get_inputs()[0]}
+
+class Sum(nn.Module):
+    def __init__(self, channels, kernel=2):
+        super().__init__()
+        self.up = nn.ConvTranspose2d(channels, 3, kernel)
+
+    def forward(self, x, y):
+        return self.up(x) + y
+
+class Config:
+    def __init__(self, kernel=1, **rest):
+        self.kernel = kernel
+        self.channels = rest["channels"]
+
+class Pretrained(Sum):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config.channels, config.kernel)
 """
 
 
@@ -196,6 +216,38 @@ def test_a_function_that_returns_model_and_inputs(form: str, model: Path, monkey
     assert "weight gradient" not in result.output
     assert (model.parent / "model-report.html").is_file()
     sys.modules.pop("model", None)
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("Sum", 3), ("Pretrained", 1)])
+def test_a_library_s_class(name: str, kernel: int, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built of keywords, or of a config that is built of them."""
+    monkeypatch.chdir(model.parent)
+    config = '{"channels": 4, "kernel": 3}' if name == "Sum" else "config.json"
+    Path("config.json").write_text('{"channels": 4}')
+    shapes = "--input", "2x4x5x5", "--input", f"2,3,{4 + kernel},{4 + kernel}"
+    result = invoke(f"{model}:{name}", *shapes, "--config", config, "--device", "cpu", "--no-grad")
+    assert result.exit_code == 0, result.output
+    assert f"{name} on 2×4×5×5, 2×3×{4 + kernel}×{4 + kernel}" in result.output
+    assert f"k={kernel}" in checked(Path(f"{name}-report.html").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (":Sum", [], "Sum is a class: --input gives the shape"),
+        (":Sum", ["--input", "3by4"], "takes a shape such as 1x3x64x64, not '3by4'"),
+        (":Sum", ["--input", "1x4x5x5", "--config", "{"], "--config takes JSON"),
+        (":Sum", ["--input", "1x4x5x5", "--config", "no.json"], "--config takes JSON"),
+        (":Sum", ["--input", "1x4x5x5", "--config", "[4]"], "--config takes keywords"),
+        (":Sum", ["--input", "1x4x5x5"], "missing 1 required positional argument: 'channels'"),
+        (":both", ["--input", "1x4x5x5"], "are for a model's class"),
+        ("", ["--config", "{}"], "are for a model's class"),
+    ],
+)
+def test_what_is_wrong_with_a_class(name: str, options: list[str], message: str, model: Path) -> None:
+    result = invoke(f"{model}{name}", *options, "--device", "cpu")
+    assert result.exit_code == 2
+    assert message in " ".join(re.sub("[│\n]", " ", result.output).split())
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ the planner's forecasts for a card that is named. Accuracy is `polyphase.bench.c
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -23,7 +21,7 @@ from polyphase.bench import environment
 from polyphase.bench.ceilings import H200
 from polyphase.bench.check import check_model
 from polyphase.bench.layers import NamedLayer
-from polyphase.bench.model_file import ModelFile, ModelFileError, Run, naming_the_line, recorder, run_file, trace
+from polyphase.bench.model_file import ModelFile, Run, naming_the_line, recorder, trace
 from polyphase.bench.records import FAILED, Record
 from polyphase.bench.runner import Runner, make_cases
 from polyphase.bench.trial import CheckResult, Options
@@ -38,8 +36,6 @@ CARDS = {
     "rtx4090": "sm_89", "h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "rtx5090": "sm_120",
 }  # fmt: skip
 """Cards by the names that people give them, and their architectures."""
-
-_RETURNS = "it has to return the model and a list of its inputs, as in `return model, [x]`"
 
 
 @dataclass(frozen=True)
@@ -110,46 +106,6 @@ class ModelReport:
             f"import polyphase\n\nleave = {{{names}}}  # slower here than PyTorch's\n"
             "polyphase.accelerate(model, filter=lambda name, module: name not in leave)"
         )
-
-
-def load_target(text: str) -> ModelFile:
-    """A model file, or what ``module:function`` or ``file.py:function`` returns: a model and a list of its inputs.
-
-    Raises `ModelFileError`.
-    """
-    where, _, name = text.rpartition(":")
-    if not where or Path(text).is_file():
-        if not Path(text).is_file():
-            raise ModelFileError(f"{text} is neither a model file nor module:function")
-        return ModelFile.load(Path(text))
-    if where.endswith(".py"):
-        module = run_file(Path(where), "polyphase_report")
-    else:
-        sys.path.insert(0, "")
-        try:
-            module = importlib.import_module(where)
-        except ImportError as failure:
-            raise ModelFileError(f"{where} cannot be imported: {failure}") from failure
-        finally:
-            sys.path.remove("")
-    if not callable(getattr(module, name, None)):
-        raise ModelFileError(f"{where} has no function {name}")
-    return _file_of(text, Path(module.__file__ or where), getattr(module, name))
-
-
-def _file_of(text: str, path: Path, function: Callable[[], Any]) -> ModelFile:
-    inputs: list[Any] = []
-
-    def make_model() -> nn.Module:
-        made = function()
-        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-            raise ModelFileError(f"{text} returns something of type {type(made).__name__}; {_RETURNS}")
-        if not isinstance(made[1], (list, tuple)):
-            raise ModelFileError(f"{text} returns inputs of type {type(made[1]).__name__}; {_RETURNS}")
-        inputs[:] = made[1]
-        return made[0]
-
-    return ModelFile(path, make_model, lambda: list(inputs), list)
 
 
 def report_on(

@@ -17,11 +17,21 @@ def report(
     target: Annotated[
         str,
         typer.Argument(
-            help="A model file in KernelBench's form, or FILE.py:FUNCTION or MODULE:FUNCTION of a function that "
-            "returns a model and a list of its inputs.",
+            help="A model file in KernelBench's form; FILE.py:FUNCTION or MODULE:FUNCTION of a function that returns a "
+            "model and a list of its inputs; or MODULE:CLASS of a library's model, with --input and --config.",
             metavar="TARGET",
         ),
     ],
+    input: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A class's: the shape of an input, such as 1x3x64x64. May be given again.", show_default=False
+        ),
+    ] = None,
+    config: Annotated[
+        str,
+        typer.Option(help="A class's: what its constructor takes, as JSON or a file NAME.json.", show_default=False),
+    ] = "",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The page. Without, NAME-report.html here.", show_default=False),
@@ -46,9 +56,10 @@ def report(
 
     from polyphase.bench.environment import device_name
     from polyphase.bench.model_file import ModelFileError
-    from polyphase.bench.model_report import load_target, report_on
+    from polyphase.bench.model_report import report_on
     from polyphase.bench.report import make_console, telling
     from polyphase.bench.report_page import page, summary
+    from polyphase.bench.target import load_target
     from polyphase.bench.trial import Options
     from polyphase.problem.device import DeviceInfo
 
@@ -59,10 +70,10 @@ def report(
     options = Options(place, getattr(torch, dtype.value), trials=2, grad=grad, seed=seed)
     try:
         with telling("reading the model") as tell:
-            found = report_on(target, load_target(target), options, info, name, on_gpu, tell)
+            found = report_on(target, load_target(target, input or (), config), options, info, name, on_gpu, tell)
     except ModelFileError as failure:
         raise typer.BadParameter(str(failure), param_hint="TARGET") from None
-    path = output or Path(f"{Path(target.rpartition(':')[0] or target).stem}-report.html")
+    path = output or Path(f"{_name(target, bool(input))}-report.html")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page(found), encoding="utf-8")
@@ -75,6 +86,14 @@ def report(
     console.print(f"written to {path}", markup=False)
     if not found.ok:
         raise typer.Exit(1)
+
+
+def _name(target: str, is_class: bool) -> str:
+    """What the page is called after: the model's file, the function's module, or the class."""
+    where, _, name = target.rpartition(":")
+    if is_class:
+        return name
+    return Path(where or target).stem if (where or target).endswith(".py") else where.rpartition(".")[2]
 
 
 def _info(card: str) -> DeviceInfo:
