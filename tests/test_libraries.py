@@ -1,6 +1,6 @@
 """Recipes for other libraries, with the real packages: those that are not installed are left out.
 
-`scripts/libraries.sh` installs them.
+`scripts/libraries.sh` installs them, with ``--all`` also those that need torchvision or a C++ compiler.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import polyphase
+from polyphase.bench.target import load_target
+from processes import run_python
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,6 +40,15 @@ def assert_accelerates(model: nn.Module, call: Callable[[nn.Module], Tensor], la
         polyphase.restore(accelerated)
         torch.manual_seed(1)
         torch.testing.assert_close(call(accelerated), expected)
+
+
+def with_torchvision(name: str) -> Any:
+    """A library that imports torchvision, which has to be of this PyTorch, and built as it is."""
+    try:
+        pytest.importorskip("torchvision")
+    except RuntimeError as failure:
+        pytest.skip(f"torchvision is another PyTorch's: {failure}")
+    return pytest.importorskip(name)
 
 
 def sound(*shape: int) -> Tensor:
@@ -187,3 +198,97 @@ def test_hugging_face_accelerate() -> None:
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
     assert list(accelerator.get_state_dict(prepared)) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize("name", ["maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn"])
+def test_torchvision_detection(name: str) -> None:
+    detection = with_torchvision("torchvision.models.detection")
+    torch.manual_seed(0)
+    model = getattr(detection, name)(
+        weights=None, weights_backbone=None, min_size=64, max_size=64, box_score_thresh=0.0, box_detections_per_img=3
+    )
+    output = "masks" if name.startswith("mask") else "keypoints_scores"
+
+    def call(model: nn.Module) -> Tensor:
+        found: Tensor = model([sound(3, 64, 64)])[0][output]
+        assert found.numel() > 0
+        return found
+
+    assert_accelerates(model, call, 1)
+    if output == "masks":
+        report = polyphase.accelerate(model, fuse=True)
+        assert [block.fused for block in report.blocks] == [("roi_heads.mask_predictor.relu",)]
+
+
+def test_timm() -> None:
+    timm = with_torchvision("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("lowformer_b0", num_classes=3)
+    layers = sum(isinstance(module, nn.ConvTranspose2d) for module in model.modules())
+    assert layers > 0
+    assert_accelerates(model, lambda model: model(sound(1, 3, 64, 64)), layers)
+
+
+def test_segmentation_models_pytorch() -> None:
+    library = with_torchvision("segmentation_models_pytorch")
+    torch.manual_seed(0)
+    linknet = library.Linknet("resnet18", encoder_weights=None, classes=2)
+    assert_accelerates(linknet, lambda model: model(sound(1, 3, 64, 64)), 5)
+    x = sound(1, 3, 64, 64)
+    with torch.no_grad():
+        expected = linknet(x)
+        report = polyphase.accelerate(linknet, fuse=True)
+        assert all(len(block.fused) == 2 for block in report.blocks), report  # batch norm and ReLU
+        torch.testing.assert_close(linknet(x), expected, rtol=1e-3, atol=1e-4)
+    dpt = library.DPT("tu-vit_tiny_patch16_224", encoder_weights=None, classes=2)
+    assert_accelerates(dpt, lambda model: model(sound(1, 3, 224, 224)), 2)
+
+
+def test_deepspeed_checkpoints(tmp_path: Path) -> None:
+    """Of an accelerated model, for PyTorch's, at every stage of ZeRO: in a process of its own, on the CPU."""
+    pytest.importorskip("deepspeed")
+    script = """
+        import copy, os, torch, polyphase
+        os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        import deepspeed
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        deepspeed.init_distributed(
+            "gloo", auto_mpi_discovery=False, init_method="file://FOLDER/ranks", rank=0, world_size=1
+        )
+        theirs = torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 2, 3, 2))
+        ours = polyphase.accelerate(copy.deepcopy(theirs)).model
+        x = torch.randn(2, 4, 5, 5)
+        expected = copy.deepcopy(theirs)
+        expected(x).square().mean().backward()
+        torch.optim.SGD(expected.parameters(), 0.1).step()
+        for stage in (1, 2, 3):
+            model = copy.deepcopy(ours)
+            config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+            config |= {"zero_optimization": {"stage": stage}}
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            engine.save_checkpoint(f"FOLDER/{stage}")
+            assert isinstance(engine.module[0], polyphase.ConvTranspose2d)
+            theirs.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(f"FOLDER/{stage}"))
+            torch.testing.assert_close(theirs.state_dict(), expected.state_dict())
+        print("right")
+    """
+    assert run_python(script.replace("FOLDER", str(tmp_path)), timeout=280).strip().endswith("right")
+
+
+@pytest.mark.parametrize(
+    ("target", "shapes", "config", "layers"),
+    [
+        ("transformers:SpeechT5HifiGan", ["1x9x8"], '{"model_in_dim": 8, "upsample_initial_channel": 64}', 4),
+        ("monai.networks.nets:BasicUNet", ["1x1x32x32"], '{"spatial_dims": 2}', 4),
+    ],
+)
+def test_report_of_a_library_s_class(target: str, shapes: list[str], config: str, layers: int) -> None:
+    pytest.importorskip(target.partition(":")[0])
+    file = load_target(target, shapes, config)
+    model, cpu = file.build(torch.device("cpu"), torch.float32, 0), torch.device("cpu")
+    assert len(polyphase.accelerate(model).swapped) == layers
+    model(*file.inputs(cpu, torch.float32))
