@@ -12,6 +12,7 @@ import torch
 
 import polyphase
 from polyphase.jit import compiler
+from processes import run_python
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
@@ -46,6 +47,23 @@ print(seconds)
     while len(seconds) < 5 and min(seconds, default=IMPORT) >= IMPORT:
         seconds.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
     assert 1e-3 < min(seconds) < IMPORT, seconds  # less than a millisecond imports nothing
+
+
+@pytest.mark.parametrize("first", ["polyphase", "torch.utils.flop_counter"])
+def test_flops_are_counted_whoever_is_imported_first(first: str) -> None:
+    """The counter may import Triton, and so is not imported for its formulas."""
+    printed = run_python(f"""
+        import {first}, sys, torch
+        counter = "torch.utils.flop_counter"
+        assert (counter in sys.modules) == ({first!r} == counter)
+        import polyphase
+        from torch.utils.flop_counter import FlopCounterMode
+        with FlopCounterMode(display=False) as counted:
+            polyphase.conv_transpose2d(torch.randn(1, 3, 4, 5), torch.randn(3, 2, 3, 3)).relu()
+            polyphase.fused.conv_transpose2d(torch.randn(1, 3, 4, 5), torch.randn(3, 2, 3, 3), epilogue=["relu"])
+        print(counted.get_total_flops())
+    """)
+    assert int(printed) == 2 * 2 * 3 * 4 * 5 * 2 * 3 * 3
 
 
 def test_printing_a_report_needs_no_extra() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, Epilogue, Operand, Operation, decoded
 from polyphase.torch_op import derivatives, operators, portable
+from polyphase.torch_op.flop_formulas import flop_formula
 from polyphase.torch_op.memory_format import empty_output
 from polyphase.torch_op.operators import LIBRARY
 from polyphase.torch_op.validate import FLOATING, Layer
@@ -320,7 +320,7 @@ torch.library.register_fake("polyphase::conv_transpose_epilogue", _fake, lib=LIB
 conv_transpose_epilogue: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_epilogue.default
 
 
-@register_flop_formula(torch.ops.polyphase.conv_transpose_epilogue)
+@flop_formula(torch.ops.polyphase.conv_transpose_epilogue)
 def _flops(input: Sequence[int], weight: Sequence[int], *rest: Any, **result: Any) -> int:
     """Those of the products, as for the layer alone."""
     return 2 * math.prod(input) * math.prod(weight[1:])

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from polyphase.errors import UnsupportedError
 from polyphase.problem import Axis
 from polyphase.problem.layouts import ALIGNMENT
 from polyphase.torch_op import as_real, portable
 from polyphase.torch_op.call_cache import CallCache
+from polyphase.torch_op.flop_formulas import flop_formula
 from polyphase.torch_op.memory_format import empty_output
 from polyphase.torch_op.sharding import know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
@@ -142,20 +142,20 @@ for _name, _pass, _fake in (
     torch.library.register_fake(f"polyphase::{_name}", _fake, lib=LIBRARY)
 
 
-@register_flop_formula(torch.ops.polyphase.conv_transpose)
+@flop_formula(torch.ops.polyphase.conv_transpose)
 def _forward_flops(input: Sequence[int], weight: Sequence[int], *rest: Any, **result: Any) -> int:
     """For PyTorch's `FlopCounterMode`, of shapes, as all three: see `ConvTransposeProblem.flops`."""
     return 2 * math.prod(input) * math.prod(weight[1:])
 
 
-@register_flop_formula(torch.ops.polyphase.conv_transpose_input_grad)
+@flop_formula(torch.ops.polyphase.conv_transpose_input_grad)
 def _input_grad_flops(
     grad_output: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Sequence[int], **more: Any
 ) -> int:
     return 2 * math.prod(out_shape) * math.prod(weight[1:])
 
 
-@register_flop_formula(torch.ops.polyphase.conv_transpose_weight_grad)
+@flop_formula(torch.ops.polyphase.conv_transpose_weight_grad)
 def _weight_grad_flops(input: Sequence[int], *rest: Any, out_shape: Sequence[int], **more: Any) -> int:
     return 2 * math.prod(input) * math.prod(out_shape[1:])
 
