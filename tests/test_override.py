@@ -96,6 +96,27 @@ def test_compiled(device: str, seen: list[int]) -> None:
     torch.testing.assert_close(gradient, other)
 
 
+@pytest.mark.gpu
+def test_graphs_under_autocast(seen: list[int]) -> None:
+    """A CUDA graph that is captured under `override` and autocast replays polyphase's kernels on other contents."""
+    layer = nn.ConvTranspose2d(16, 8, 4, 2, 1).cuda()
+    x = torch.randn(2, 16, 9, 11, device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16), polyphase.override():
+        layer(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        seen.clear()
+        with torch.cuda.graph(graph):
+            found = layer(x)
+        assert seen == [2]
+    assert found.dtype == torch.bfloat16
+    x.copy_(torch.randn_like(x))
+    found.fill_(torch.nan)
+    graph.replay()
+    expected = F.conv_transpose2d(x.double(), layer.weight.double(), layer.bias.double(), 2, 1)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_nested_and_undone_twice(seen: list[int]) -> None:
     layer, x = nn.ConvTranspose1d(1, 1, 2), torch.ones(1, 1, 3)
     outer, inner = polyphase.override("cpu"), polyphase.override("cpu")
