@@ -46,6 +46,7 @@ def test_strides_of_any_size_answer_at_once(stride: int, device: torch.device) -
 
 
 def test_distributed_modules(x: Tensor, device: torch.device, process_group: None) -> None:
+    pytest.importorskip("torch.distributed.tensor.experimental")  # as of PyTorch 2.5
     tensors = pytest.importorskip("torch.distributed.tensor")
     mesh = dist.init_device_mesh(device.type, (1,))
     layer = ConvTranspose2d(3, 2, 3).to(device)
