@@ -65,7 +65,8 @@ install_cpu_torch() {
   if [[ $(uname -s) == Linux ]]; then # other systems' builds are for the CPU, and have no such name
     say "PyTorch's build for the CPU will be downloaded, torch $CPU_TORCH+cpu: about 200 MB, 800 MB on disk"
     if answer=$("$python" -m pip install --quiet ${index[@]+"${index[@]}"} "torch==$CPU_TORCH+cpu" 2>&1); then return; fi
-    if [[ $answer != *"No matching distribution found for torch=="* ]]; then
+    # The second is what pip says of it where a file of constraints names torch.
+    if [[ $answer != *"No matching distribution found for torch=="* && $answer != *ResolutionImpossible* ]]; then
       say "$answer"
       exit 1
     fi
