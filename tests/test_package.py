@@ -90,6 +90,34 @@ def test_nothing_is_imported_that_is_no_module_before_pytorch_2_5() -> None:
         )
 
 
+PIP = """#!/usr/bin/env bash
+shift 2  # -m pip
+[[ $* != *+cpu* ]] || { echo "ERROR: MESSAGE"; exit 1; }
+echo "pip $*"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no such builds")
+@pytest.mark.parametrize(
+    ("message", "goes_on"),
+    [
+        ("No matching distribution found for torch==2.13.0+cpu", True),
+        ("ResolutionImpossible: for help visit https://pip.pypa.io", True),  # under constraints that name torch
+        ("No space left on device", False),
+    ],
+)
+def test_set_up_goes_on_where_pip_finds_no_cpu_build(message: str, goes_on: bool, tmp_path: Path) -> None:
+    pip = tmp_path / "python"
+    pip.write_text(PIP.replace("MESSAGE", message))
+    pip.chmod(0o755)
+    script = f"set -euo pipefail; source {ROOT}/scripts/environment.sh; python={pip}; install_cpu_torch"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == goes_on, done.stderr
+    assert ("pip install torch==" in done.stdout) == goes_on
+    assert ("gigabytes" in done.stderr or "3 GB" in done.stderr) == goes_on, "what will be downloaded is told before"
+    assert (message in done.stderr) != goes_on
+
+
 def test_the_core_requires_what_its_modules_import() -> None:
     required = {re.match(r"[\w-]+", line)[0] for line in PROJECT["dependencies"]}  # type: ignore[index]
     assert required == {"torch", "cuda-core", "cuda-bindings"}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import polyphase
 from helpers import OUR_MODULES, TORCH_MODULES
+from processes import run_python
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -201,6 +202,24 @@ def test_thop() -> None:
     thop = pytest.importorskip("thop")
     theirs, ours = both()
     assert thop.profile(ours, (X,), verbose=False) == thop.profile(theirs, (X,), verbose=False)
+
+
+@pytest.mark.parametrize("tool", ["fvcore.nn", "ptflops"])
+def test_counters_that_are_imported_after_the_model_was_accelerated(tool: str) -> None:
+    pytest.importorskip(tool)
+    printed = run_python(f"""
+        import torch, polyphase
+        model = polyphase.accelerate(torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 2, 3, bias=False))).model
+        import {tool}
+        if {tool!r} == "ptflops":
+            count, _ = ptflops.get_model_complexity_info(
+                model, (4, 5, 5), as_strings=False, print_per_layer_stat=False, verbose=False, backend="aten"
+            )
+        else:
+            count = fvcore.nn.FlopCountAnalysis(model, torch.randn(1, 4, 5, 5)).total()
+        print(int(count))
+    """)
+    assert int(printed.splitlines()[-1]) == 5 * 5 * 4 * 2 * 3 * 3
 
 
 def test_fvcore() -> None:

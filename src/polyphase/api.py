@@ -1,6 +1,6 @@
 """The public names, imported from where they are made. Importing this module imports torch and registers operators."""
 
-from polyphase import fused
+from polyphase import fused, tools  # noqa: F401
 from polyphase.compile_fusion import CompileFusion, enable_compile_fusion
 from polyphase.convert import Report, accelerate, restore
 from polyphase.errors import CompilationError, PolyphaseError, UnsupportedError

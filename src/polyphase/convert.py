@@ -21,7 +21,6 @@ from polyphase.functional_calls import function_calls
 from polyphase.fuse import Block, unfuse
 from polyphase.fuse import fuse as fuse_modules
 from polyphase.text_table import text_table
-from polyphase.tools import tell_counters
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -168,7 +167,6 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
         UserWarning: if the model has no transposed convolution that polyphase can take.
     """
     report = _convert("polyphase.accelerate", model, filter, _TO_POLYPHASE)
-    tell_counters()
     functions = _about_functions(model)
     notes = (_about_devices((*report.swapped, *report.already)), functions)
     blocks = fuse_modules(model) if fuse else ()

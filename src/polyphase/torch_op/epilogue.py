@@ -8,7 +8,6 @@ where that suffices; the values before it are computed again, and only where a d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, Epilogue, Operand, Operation, decoded
 from polyphase.torch_op import derivatives, operators, portable
-from polyphase.torch_op.flop_formulas import flop_formula
 from polyphase.torch_op.memory_format import empty_output
 from polyphase.torch_op.operators import LIBRARY
 from polyphase.torch_op.validate import FLOATING, Layer
@@ -318,12 +316,6 @@ if torch.version.cuda is not None:
     LIBRARY.impl("conv_transpose_epilogue", _on_cuda, "CUDA")
 torch.library.register_fake("polyphase::conv_transpose_epilogue", _fake, lib=LIBRARY)
 conv_transpose_epilogue: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_epilogue.default
-
-
-@flop_formula(torch.ops.polyphase.conv_transpose_epilogue)
-def _flops(input: Sequence[int], weight: Sequence[int], *rest: Any, **result: Any) -> int:
-    """Those of the products, as for the layer alone."""
-    return 2 * math.prod(input) * math.prod(weight[1:])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

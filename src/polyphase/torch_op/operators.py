@@ -11,7 +11,6 @@ All constants may be symbolic under ``torch.compile`` and ``torch.export``, as t
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -24,7 +23,6 @@ from polyphase.problem import Axis
 from polyphase.problem.layouts import ALIGNMENT
 from polyphase.torch_op import as_real, portable
 from polyphase.torch_op.call_cache import CallCache
-from polyphase.torch_op.flop_formulas import flop_formula
 from polyphase.torch_op.memory_format import empty_output
 from polyphase.torch_op.sharding import know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
@@ -140,24 +138,6 @@ for _name, _pass, _fake in (
     if torch.version.cuda is not None:  # ROCm's tensors are of the key CUDA too, and take the portable path
         LIBRARY.impl(_name, _on_cuda(_pass), "CUDA")
     torch.library.register_fake(f"polyphase::{_name}", _fake, lib=LIBRARY)
-
-
-@flop_formula(torch.ops.polyphase.conv_transpose)
-def _forward_flops(input: Sequence[int], weight: Sequence[int], *rest: Any, **result: Any) -> int:
-    """For PyTorch's `FlopCounterMode`, of shapes, as all three: see `ConvTransposeProblem.flops`."""
-    return 2 * math.prod(input) * math.prod(weight[1:])
-
-
-@flop_formula(torch.ops.polyphase.conv_transpose_input_grad)
-def _input_grad_flops(
-    grad_output: Sequence[int], weight: Sequence[int], *rest: Any, out_shape: Sequence[int], **more: Any
-) -> int:
-    return 2 * math.prod(out_shape) * math.prod(weight[1:])
-
-
-@flop_formula(torch.ops.polyphase.conv_transpose_weight_grad)
-def _weight_grad_flops(input: Sequence[int], *rest: Any, out_shape: Sequence[int], **more: Any) -> int:
-    return 2 * math.prod(input) * math.prod(out_shape[1:])
 
 
 conv_transpose: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose.default
