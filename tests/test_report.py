@@ -205,6 +205,22 @@ def test_the_recipe_leaves_what_it_says(model: Path) -> None:
     assert type(made.up) is polyphase.ConvTranspose2d
 
 
+def test_the_recipe_reaches_calls_of_functions(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model.write_text(
+        "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return torch.nn.functional.conv_transpose1d(x, x.new_ones(3, 2, 4))\n"
+        "def get_inputs():\n    return [torch.rand(2, 3, 9)]\ndef get_init_inputs():\n    return []\n"
+    )
+    result = invoke(model, "--device", "cpu")
+    assert "1 call outside modules: run it within polyphase.override()" in result.output
+    assert "polyphase.accelerate(model)" not in result.output
+    (recipe,) = re.findall(r"^import polyphase.*?model\(x\)", result.output, re.MULTILINE | re.DOTALL)
+    names = {"model": lambda x: torch.nn.functional.conv_transpose1d(x, x.new_ones(3, 2, 4)), "x": torch.rand(2, 3, 9)}
+    exec(recipe, names)
+    assert names["y"].shape == (2, 2, 12)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("form", ["file", "module"])
 def test_a_function_that_returns_model_and_inputs(form: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model.parent)

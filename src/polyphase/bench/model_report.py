@@ -98,14 +98,17 @@ class ModelReport:
 
     @property
     def recipe(self) -> str:
-        """The lines that apply it."""
-        if not self.slower:
-            return "import polyphase\n\npolyphase.accelerate(model)"
-        names = ", ".join(map(repr, self.slower))
-        return (
-            f"import polyphase\n\nleave = {{{names}}}  # slower here than PyTorch's\n"
-            "polyphase.accelerate(model, filter=lambda name, module: name not in leave)"
-        )
+        """The lines that apply it: to modules, and to calls of PyTorch's function."""
+        swap = ["polyphase.accelerate(model)"] if self.layers or not self.functional else []
+        if self.slower:
+            names = ", ".join(map(repr, self.slower))
+            swap = [
+                f"leave = {{{names}}}  # slower here than PyTorch's",
+                "polyphase.accelerate(model, filter=lambda name, module: name not in leave)",
+            ]
+        if self.functional:
+            swap += ["with polyphase.override():  # for calls outside modules", "    y = model(x)"]
+        return "\n".join(["import polyphase", "", *swap])
 
 
 def report_on(

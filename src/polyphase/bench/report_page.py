@@ -230,7 +230,9 @@ def _left(report: ModelReport) -> list[str]:
         for entry in report.check.swapped.left
     ]
     if report.functional:
-        found.append(f"{_counted(report.functional, 'call')} outside modules: call polyphase's function there")
+        found.append(
+            f"{_counted(report.functional, 'call')} outside modules: run it within polyphase.override(), or call polyphase's function there"
+        )
     return found
 
 

@@ -182,5 +182,6 @@ def _layers_of_model(path: Path) -> list[NamedLayer]:
             )
         found.append(NamedLayer(shown, problem))
     if not found:
-        raise typer.BadParameter(f"{path} calls no module ConvTranspose1d, 2d or 3d", param_hint="FILE")
+        message = f"{path} calls no module ConvTranspose1d, 2d or 3d; of functions --layer prints the plan"
+        raise typer.BadParameter(message, param_hint="FILE")
     return found
