@@ -607,7 +607,7 @@ def refusals(text: str) -> list[tuple[str, str]]:
         (make((1, 1, 20, 20, 20), 1, 12, dtype="float64"), "1728 taps do not unroll (at most 1600)"),
         (make((1, 1, 8, 8), 1, 12, 12), "144 phases do not fit a thread's registers (at most 96)"),
         (make((1, 8, 8, 8), 8, 3, groups=8, channels_last=True), "groups of less than 4 channels"),
-        (make((1, 4, 64, 64), 4, 3, dilation=500), "the halo of a tile does not fit"),
+        (make((1, 4, 64, 64), 4, 3, dilation=500, dtype="float64"), "the halo of a tile does not fit"),
     ],
     ids=str,
 )

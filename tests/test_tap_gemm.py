@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import emulator
 from kernel_harness import H200, Emulator, assert_exact, assert_rounds_to_nearest, offers, params, run, strange_layouts
 from polyphase.plan.planner import programs
 from polyphase.plan.shortlist import refusal
-from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem import Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.program.flatten import GRAD_PLANES, X_PLANES
@@ -25,6 +26,7 @@ from polyphase.schedules.schedule import Candidate, Schedule
 from polyphase.schedules.tap_gemm import wgrad_tma
 from polyphase.schedules.tap_gemm.flat import flat_product
 from polyphase.schedules.tap_gemm.mma import _SHAPES, TapGemm, TapGemmWgrad
+from polyphase.schedules.tap_gemm.product import taps_met
 from polyphase.schedules.tap_gemm.tma import TapGemmTma
 from polyphase.schedules.tap_gemm.wgrad_tma import TapGemmWgradTma, _flats
 from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, configs_of
@@ -150,6 +152,50 @@ def test_runs_read_no_more_than_their_taps(pass_: Pass) -> None:
     assert torch.equal(found[1].isnan().all(0), reached[0, 0] > 0)
     assert torch.equal(found.isnan().any(1)[1], reached[0, 0] > 0)
     assert not found[0].isnan().any()
+
+
+#: Images of which most taps of a tile meet nothing: tiny ones, dilation beyond the image, cropped to the border.
+BORDERS = (
+    make((40, 16, 2, 3), 12, (5, 7), 2, 1, bias=True, dtype="bfloat16"),
+    make((9, 20, 3, 3, 2), 24, 4, groups=2, tf32=True),
+    make((5, 24, 3, 2, 3), 10, (5, 4, 6), 2, 1, bias=True),
+    make((2, 16, 5, 5), 12, (3, 4), dilation=(6, 5), dtype="float16"),
+    make((3, 70, 4), 20, 9, 3, 8, dtype="bfloat16"),
+    make((2, 16, 3, 4), 18, 2, (5, 4), output_padding=(4, 2), bias=True, tf32=True),
+    make((1, 600, 2, 2), 24, 7, padding=3, tf32=True),  # several splits
+)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.INPUT_GRAD])
+@pytest.mark.parametrize("problem", BORDERS, ids=str)
+def test_taps_that_meet_nothing(problem: ConvTransposeProblem, pass_: Pass, channels_last: bool) -> None:
+    """Every config of layers whose work tiles differ in taps; some have none at all."""
+    problem = replace(problem, channels_last=channels_last and problem.dims > 1)
+    layouts, seed = Layouts.dense(problem), zlib.crc32(f"{problem} {pass_}".encode())
+    for config in TMA.configs(problem, pass_, H200):
+        program = TMA.program(problem, pass_, H200, layouts, config)
+        candidate = Candidate(TMA.name, config, 0.0, "bytes")
+        assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
+
+
+def test_taps_that_are_met() -> None:
+    """As many as the kernel loads, of tiles of all extents."""
+    random = Random(1)
+    for _ in range(300):
+        axis = Axis(*(random.randint(least, most) for least, most in ((1, 9), (1, 5), (0, 5), (1, 4))))
+        size, extent, forward = random.randint(1, 12), random.randint(1, 6), random.random() < 0.5
+        cells = -(-axis.output_size(size) // axis.stride) if forward else axis.input_size(size)
+        step, found = 1 if forward else axis.stride, []
+        for first in range(0, max(0, cells), extent):
+            offsets = [
+                -axis.shift(tap) if forward else tap * axis.dilation - axis.padding for tap in range(axis.kernel)
+            ]
+            read = [(first * step + offset, (first + extent - 1) * step + offset) for offset in offsets]
+            found.append(sum(least < size and most >= 0 for least, most in read))
+        if found:
+            assert taps_met(axis, forward, size, cells, extent) == (sum(found), found[len(found) // 2])
 
 
 @pytest.mark.sampled(12, 4)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from polyphase.bench.environment import facts
 from polyphase.bench.layers import every_layer
 from polyphase.bench.random_layers import notation, random_layers
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.problem import FEW_CHANNELS
 
 #: Larger layers take too long in float64.
 MOST_GFLOP = 60.0
@@ -35,6 +37,19 @@ def layers(seed: int) -> list[ConvTransposeProblem]:
     few = [each for each in unique.values() if each.flops < 1e9 * MOST_GFLOP and each.bytes < 4e9]
     random.Random(seed).shuffle(few)
     return [replace(each, tf32=True) for each in few]
+
+
+def volumes(seed: int) -> list[ConvTransposeProblem]:
+    """Those of which too few are known: volumes in groups without a stride, and of many taps and few positions."""
+    found = []
+    for named in random_layers(2500, seed, 3, least_seconds=2e-6):
+        problem, phases = named.problem, math.prod(named.problem.stride)
+        few = min(problem.in_channels_per_group, problem.out_channels_per_group)
+        grouped = problem.groups > 1 and phases == 1 and few >= 4
+        many_taps = problem.groups == 1 and 1 < phases <= 12 and problem.taps > 64 and few >= FEW_CHANNELS
+        if (grouped or many_taps) and problem.flops < 1e9 * MOST_GFLOP:
+            found.append(replace(problem, tf32=True))
+    return found
 
 
 def errors(problem: ConvTransposeProblem) -> Iterator[tuple[Pass, float]]:
@@ -63,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--volumes", action="store_true", help="only those of which few are known")
     parser.add_argument("--seconds", type=float, default=60)
     options = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = True
@@ -70,7 +86,7 @@ def main() -> None:
     with options.csv.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["gpu", "problem", "layout", "pass", "dtype", "torch_error"])
-        for problem in layers(options.seed):
+        for problem in volumes(options.seed) if options.volumes else layers(options.seed):
             if time.monotonic() - start > options.seconds:
                 break
             for pass_, error in errors(problem):

@@ -13,8 +13,9 @@
 // padded once for a run instead of once for each tap, and the stride may be any.
 //
 // Index mapping. Two consumer warpgroups multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns; one producer
-// thread issues TMA. Blocks are persistent and take every gridDim-th work tile (column block fastest, then phase, tile,
-// group, split). With split-K each split stores a plane of partial sums (steps/reduce_splits.cu).
+// thread issues TMA. Blocks are persistent and take work tiles from an atomic counter (column block fastest, then
+// phase, tile, group, split), since these differ in length: taps that meet nothing but zeros in all of a tile are left
+// out. With split-K each split stores a plane of partial sums (steps/reduce_splits.cu).
 //
 // float32 is read as TF32, or split into two parts of TF32: the source's parts are channels of their own
 // (steps/transpose.cu), those of the weights follow one another (steps/pack_tap_groups.cu). Three products of parts are
@@ -26,6 +27,7 @@
 // Shared memory: BUFFERS stages (mainloop/k_major_product.cuh), whose rows are CHUNK elements.
 
 #include "specialisation.cuh"
+#include "core/counters.cuh"
 #include "core/geometry.cuh"
 #include "core/phase.cuh"
 #include "core/pipeline.cuh"
@@ -41,6 +43,7 @@
 struct Params {
   TensorMap source_box, shorter_box;  // the latter of runs in phases of fewer taps along the width
   Tensor5 dst;
+  int source_size[3];
   int batch, groups;
   int lanes[4];     // cells of a tile along n, d, h, w; their product is at most the rows of a block
   int tiles[4];     // tiles along n, d, h, w
@@ -51,6 +54,10 @@ struct Params {
 };
 
 constexpr int COLUMN_BLOCKS = ceil_div(DST_CHANNELS, COLUMNS);
+// Sums of a thread, those that are flushed counted twice; the thread that loads has the registers that they leave.
+constexpr int HELD_SUMS = ROW_TILES * COLUMNS / 2 * (FLUSH > 0 ? 2 : 1);
+constexpr int PRODUCER_REGISTERS = HELD_SUMS > 160 ? 40 : 56, CONSUMER_REGISTERS = HELD_SUMS > 160 ? 232 : 224;
+static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
 static_assert(PITCH == CHUNK * (int)sizeof(scalar_t), "a row of a stage is a tap group");
 
 // What a block computes before it stores.
@@ -72,14 +79,54 @@ struct WorkTile {
   }
 };
 
-// The stages of a work tile: tap groups of its phase.
-struct Stages {
-  int first, count;
+// Taps that a work tile may leave out: not those along the width of a run, nor those that planes are counted by.
+constexpr bool LEAVES_OUT = !(RUNS && INPUT_GRAD), LEAVES_OUT_W = LEAVES_OUT && !RUNS;
 
-  __device__ __forceinline__ Stages(const Params& params, const WorkTile& work, const Phase& phase) {
-    const int all = JOINED ? RunGroup::count(phase) : CHUNKS * phase.taps, each = ceil_div(all, params.splits);
-    first = work.split * each, count = max(0, min(each, all - first));
+// The taps of a work tile's phase that meet the source anywhere in it, and the stages of its split: their tap groups.
+struct TileTaps {
+  Phase met;
+  int all, slab, row;  // taps of the phase, at one tap along d, and along h, too
+  int skipped = 0;     // of all, before the first that is met
+  int first, count;    // stages
+
+  __device__ __forceinline__ TileTaps(const Params& params, const WorkTile& work) : met(work.phase) {
+    row = JOINED ? 1 : met.w.count, slab = met.h.count * row, all = met.d.count * slab;
+    if (LEAVES_OUT) {
+      skipped = slab * keep_met(met.d, AXIS_D, work.first[1], params.lanes[1], params.source_size[0]) +
+                row * keep_met(met.h, AXIS_H, work.first[2], params.lanes[2], params.source_size[1]);
+      if (LEAVES_OUT_W) skipped += keep_met(met.w, AXIS_W, work.first[3], params.lanes[3], params.source_size[2]);
+      met.multiply_counts();
+    }
+    const int stages = JOINED ? RunGroup::count(met) : CHUNKS * met.taps, each = ceil_div(stages, params.splits);
+    first = work.split * each, count = max(0, min(each, stages - first));
   }
+
+  // Where the weights of a stage are packed, behind those of the tap groups that are left out before.
+  __device__ __forceinline__ int packed(int index) const {
+    if (!LEAVES_OUT) return index;
+    if (JOINED) {
+      const RunGroup at(met, index);
+      return at.element / CHUNK * all + at.at_d * slab + at.at_h;
+    }
+    const TapGroup at(met, index);
+    const int d = at.tap.d / TapsD::SRC_STEP, h = at.tap.h / TapsH::SRC_STEP, w = at.tap.w / TapsW::SRC_STEP;
+    return at.channel / CHUNK * all + d * slab + h * row + w;
+  }
+
+ private:
+  // Returns how many taps are left out before those that are met.
+  template <class PhaseAxis>
+  static __device__ __forceinline__ int keep_met(PhaseAxis& taps, Axis axis, int cell, int cells, int size) {
+    const int first = cell * src_cell(axis) + taps.src;
+    return taps.keep_met(first, first + (cells - 1) * src_cell(axis), size);
+  }
+};
+
+// Work tiles on their way from the thread that takes them to the warps that multiply: short ones are loaded ahead.
+constexpr int QUEUE = 4;
+struct WorkQueue {
+  PipelineBarriers<QUEUE> ring;
+  int work[QUEUE];
 };
 
 // By one thread: the boxes of a tap group.
@@ -109,31 +156,37 @@ __device__ __forceinline__ void load_source(const Params& params, const scalar_t
   }
 }
 
-// By one thread: the boxes and weights of all stages of the block's work tiles.
-__device__ __forceinline__ void load_items(const Params& params, const scalar_t* src, const unsigned char* packed,
-                                           PipelineBarriers<BUFFERS>& ring, const unsigned char* buffers) {
+// By one thread: takes work tiles, and loads the boxes and weights of all their stages.
+__device__ __forceinline__ void load_items(const Params& params, const scalar_t* src, unsigned char* packed,
+                                           PipelineBarriers<BUFFERS>& ring, WorkQueue& queue,
+                                           const unsigned char* buffers) {
   griddepcontrol_wait();
   PipelineState<BUFFERS> state;
-  const int items = WorkTile::count(params);
+  PipelineState<QUEUE> place;
+  int index = blockIdx.x;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+  while (true) {
+    mbarrier_wait(shared_address(queue.ring.empty + place.index), place.parity ^ 1);
+    *(volatile int*)(queue.work + place.index) = index;
+    mbarrier_arrive(shared_address(queue.ring.full + place.index));
+    place.next();
+    if (index >= WorkTile::count(params)) return;
     const WorkTile work(params, index);
-    const Phase phase(work.phase);
-    const Stages stages(params, work, phase);
-    const unsigned char* weights =
-        packed + ((((long long)work.group * PHASES + work.phase) * COLUMN_BLOCKS + work.column_block) * PACKED_STAGES +
-                  stages.first) *
-                     (PARTS * B_BYTES);
+    const TileTaps taps(params, work);
+    const int block = (work.group * PHASES + work.phase) * COLUMN_BLOCKS + work.column_block;
+    const int before = block * PACKED_STAGES + taps.skipped;  // stages whose weights are packed before these
 #pragma unroll 1
-    for (int stage = 0; stage < stages.count; ++stage, weights += PARTS * B_BYTES) {
+    for (int stage = taps.first; stage < taps.first + taps.count; ++stage) {
       const unsigned to = shared_address(buffers + state.index * STAGE_BYTES);
       const unsigned full = shared_address(ring.full + state.index);
       mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
-      load_source(params, src, work, phase, stages.first + stage, to, full);
-      tma_load_bytes(to + PARTS * A_BYTES, weights, PARTS * B_BYTES, full);
+      load_source(params, src, work, taps.met, stage, to, full);
+      const long long weights = (long long)(before + taps.packed(stage)) * (PARTS * B_BYTES);
+      tma_load_bytes(to + PARTS * A_BYTES, packed + COUNTER_BYTES + weights, PARTS * B_BYTES, full);
       mbarrier_arrive(full);
       state.next();
     }
+    index = (int)(gridDim.x + atomicAdd((unsigned*)packed, 1u));  // while the consumers still have stages
   }
 }
 
@@ -190,39 +243,48 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    tap_gemm_tma(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
+    tap_gemm_tma(const scalar_t* __restrict__ src, unsigned char* __restrict__ packed,
                  const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
                  const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
   __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
-  if (threadIdx.x == 0) ring.init(1, CONSUMER_THREADS / 32);
+  __shared__ __align__(8) WorkQueue queue;
+  if (threadIdx.x == 0) {
+    ring.init(1, CONSUMER_THREADS / 32);
+    queue.ring.init(1, CONSUMER_THREADS / 32);
+  }
   __syncthreads();
   if (threadIdx.x >= CONSUMER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x == CONSUMER_THREADS) load_items(params, src, packed, ring, shared_memory);
+    if (threadIdx.x == CONSUMER_THREADS) load_items(params, src, packed, ring, queue, shared_memory);
     return;
   }
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   PipelineState<BUFFERS> state;
+  PipelineState<QUEUE> place;
   const int items = WorkTile::count(params);
 #pragma unroll 1
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
-    const WorkTile work(params, index);
-    const Phase phase(work.phase);
-    const Stages stages(params, work, phase);
+  while (true) {
+    mbarrier_wait(shared_address(queue.ring.full + place.index), place.parity);
+    const volatile int& index = queue.work[place.index];
+    if (index >= items) return;
+    const int stages = TileTaps(params, WorkTile(params, index)).count;
     Sums sums, total;
     if (FLUSH > 0) {
       total.clear();
 #pragma unroll 1
-      for (int stage = 0; stage < stages.count; stage += FLUSH) {
-        sums.multiply(min(FLUSH, stages.count - stage), ring, state, shared_memory);
+      for (int stage = 0; stage < stages; stage += FLUSH) {
+        sums.multiply(min(FLUSH, stages - stage), ring, state, shared_memory);
         total.take(sums, stage == 0);
       }
     } else {
-      sums.multiply(stages.count, ring, state, shared_memory);
-      if (stages.count == 0) sums.clear();
+      sums.multiply(stages, ring, state, shared_memory);
+      if (stages == 0) sums.clear();
     }
-    store(params, work, phase, FLUSH > 0 ? total : sums, operands, dst);
+    const WorkTile work(params, index);  // read again, so that it takes no registers beside the products
+    store(params, work, Phase(work.phase), FLUSH > 0 ? total : sums, operands, dst);
+    queue.ring.release(place.index);
+    place.next();
   }
 }

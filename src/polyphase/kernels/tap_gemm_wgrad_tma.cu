@@ -36,6 +36,9 @@
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
+
 struct Params {
   TensorMap base_box, phased_box;
   int groups, splits, items;

@@ -30,6 +30,20 @@ struct PhaseAxis {
     count = tap < KERNEL ? (KERNEL - tap + T::TAP_STEP - 1) / T::TAP_STEP : 0;
     per_count = 1.f / count;
   }
+
+  // Leaves the taps that meet any of `size` source elements where the first one meets those from `first` to `last`;
+  // returns how many before them are left out.
+  __device__ __forceinline__ int keep_met(int first, int last, int size) {
+    if (count == 0) return 0;
+    constexpr bool FALLS = T::SRC_STEP < 0;
+    constexpr int STEP = FALLS ? -T::SRC_STEP : T::SRC_STEP;
+    const int before = FALLS ? first - (size - 1) : -last, behind = FALLS ? last : size - 1 - first;
+    const int skipped = before > 0 ? ceil_div(before, STEP) : 0;
+    count = max(0, min(count, behind < 0 ? 0 : behind / STEP + 1) - skipped);
+    tap += skipped * T::TAP_STEP, src += skipped * T::SRC_STEP;
+    per_count = 1.f / count;
+    return skipped;
+  }
 };
 
 struct Phase {
@@ -41,6 +55,9 @@ struct Phase {
 
   __device__ __forceinline__ explicit Phase(int index)
       : d(index / (PHASES_H * PHASES_W)), h(index / PHASES_W % PHASES_H), w(index % PHASES_W) {
+    multiply_counts();
+  }
+  __device__ __forceinline__ void multiply_counts() {
     taps = d.count * h.count * w.count;
     per_taps = 1.f / taps;
   }

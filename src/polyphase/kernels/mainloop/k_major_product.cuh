@@ -21,8 +21,6 @@ constexpr int GROUPS = 2, CONSUMER_THREADS = 128 * GROUPS, THREADS = CONSUMER_TH
 constexpr int GROUP_ROWS = 64 * ROW_TILES, ROWS = GROUPS * GROUP_ROWS;
 constexpr int STEPS = PITCH / 32;  // instructions of a stage
 constexpr int A_BYTES = ROWS * PITCH, B_BYTES = COLUMNS * PITCH, STAGE_BYTES = PARTS * (A_BYTES + B_BYTES);
-constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
 
 struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
   static __device__ __forceinline__ int row(int i) {  // of 2 · ROW_TILES

@@ -9,6 +9,7 @@
 // Index mapping. A thread makes 16 bytes of each part; neighbours make neighbouring ones.
 
 #include "specialisation.cuh"
+#include "core/counters.cuh"
 #include "core/geometry.cuh"
 #include "core/phase.cuh"
 #include "core/run_groups.cuh"
@@ -23,6 +24,7 @@ constexpr int ROW_BLOCKS = ceil_div(DST_CHANNELS, ROWS);
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     pack_runs(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
   griddepcontrol_launch_dependents();
+  packed = clear_counters(packed);
   const int piece_of_block = (int)(blockIdx.x % BLOCKS_EACH * THREADS + threadIdx.x);
   const int block = blockIdx.x / BLOCKS_EACH, row_block = block % ROW_BLOCKS, group = block / (ROW_BLOCKS * PHASES);
   const int stage = piece_of_block / (ROWS * PIECES), in_stage = piece_of_block % (ROWS * PIECES);

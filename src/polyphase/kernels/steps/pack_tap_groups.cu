@@ -12,6 +12,7 @@
 // belong to. An odd pitch keeps both ways free of bank conflicts.
 
 #include "specialisation.cuh"
+#include "core/counters.cuh"
 #include "core/geometry.cuh"
 #include "core/phase.cuh"
 #include "core/types.cuh"
@@ -103,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ unsigned places[PAIRS];
   __shared__ int missing[PAIRS];
   griddepcontrol_launch_dependents();
+  packed = clear_counters(packed);
   int block = blockIdx.x;
   const int first_tap = block % TAP_TILES * TILE_TAPS;
   block /= TAP_TILES;

@@ -33,8 +33,10 @@ _THREADS = 256
 _LINES = 4  # outputs of a thread, where a layer has more than one dimension
 MOST_BYTES = 1 << 30  # of the product
 MOST_OUTPUTS = 1 << 30  # that are counted
-# Output channels of a group: more fill the tiles of a phase, and so do half as many where taps are few.
-_MOST_CHANNELS, _FEW_TAPS = 64, 64
+# Output channels of a group: more fill the tiles of a phase, and so do half as many where taps are few. There may be
+# any number where phases would multiply positions beside the image as often as so many input channels cost a product
+# that is written and read: 8 bytes at 4.2 TB/s take as long as 190 to 380 input channels at 200 to 400 TFLOP/s.
+_MOST_CHANNELS, _FEW_TAPS, _SAVED_INPUTS = 64, 64, 256
 _LEAST_INPUTS = 32  # channels of a group; for fewer, writing and reading a product takes longer than multiplying
 
 
@@ -51,9 +53,10 @@ class _Col2im(Schedule):
         if problem.taps == 1:
             return "one tap leaves nothing to add up"
         most = _MOST_CHANNELS if problem.taps >= _FEW_TAPS else _MOST_CHANNELS // 2
-        if (channels := problem.out_channels_per_group) > most:
+        channels, inputs = problem.out_channels_per_group, problem.in_channels_per_group
+        if channels > most and inputs * _positions_beside(problem) < _SAVED_INPUTS:
             return f"{channels} output channels are many (here at most {most})"
-        if (inputs := problem.in_channels_per_group) < _LEAST_INPUTS:
+        if inputs < _LEAST_INPUTS:
             return f"{inputs} input channels are few (here at least {_LEAST_INPUTS})"
         return self._gemm.supports(self._of_one_tap(problem), pass_, device)
 
@@ -224,3 +227,9 @@ def col2im_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, l
         plane=batch * columns * math.prod(sizes),
     )
     return plain_step(source, -(-threads // _THREADS), _THREADS, params, (PRODUCT, BIAS, DST))
+
+
+def _positions_beside(problem: ConvTransposeProblem) -> float:
+    """How many positions beside the image cells read at a tap, for each position of the image."""
+    cells = math.prod(-(-size // stride) for size, stride in zip(problem.output_size, problem.stride))
+    return cells / max(1, math.prod(problem.input_size)) - 1

@@ -47,6 +47,15 @@ def whole_rounds(rounds: float) -> float:
     return math.ceil(rounds) if rounds < 8 else rounds + 0.5
 
 
+def rounds_of_unequal(rounds: float, most: float) -> float:
+    """Rounds of work tiles that blocks take one after another, the longest of them ``most`` times the mean.
+
+    Blocks end half of a longest one apart; they never take longer than if all were as long.
+    """
+    whole = whole_rounds(rounds)
+    return max(whole, min(whole * most, rounds + most / 2))
+
+
 def best_splits(seconds: Callable[[int], float], most: int, items: int, device: DeviceInfo) -> int:
     """The split-K of ``items`` work tiles that takes least time: at most ``most``, or two rounds of all splits."""
     most = max(1, min(most, 2 * device.multiprocessors // max(1, items)))

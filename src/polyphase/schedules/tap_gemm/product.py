@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 
 from polyphase.jit.source import KernelSource
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides, extent
@@ -166,12 +167,15 @@ def seconds_before(product: Product, transposed: Iterable[Transposed | Planes | 
 
 
 def pack_step(
-    product: Product, main: KernelSource, rows: int, depth: int, stages: int, swizzled: bool
+    product: Product, main: KernelSource, rows: int, depth: int, stages: int, swizzled: bool, counters: int = 0
 ) -> tuple[Step, int]:
-    """What packs the weights for a kernel, and their bytes: blocks of so many rows, stages of so many elements."""
+    """What packs the weights for a kernel, and their bytes: blocks of so many rows, stages of so many elements.
+
+    In front of them lie so many bytes of ``counters``.
+    """
     constants, padded = dict(main.constants), round_up(product.gather.dst_channels, rows)
     elements = padded * len(product.phase_taps) * product.problem.groups * stages * depth
-    names, own = _PACK_CONSTANTS, {"ROWS": rows, "THREADS": _PACK_THREADS}
+    names, own = _PACK_CONSTANTS, {"ROWS": rows, "THREADS": _PACK_THREADS, "COUNTER_BYTES": counters}
     if constants.get("JOINED"):  # taps and channels, as runs have them
         kernel, names = "pack_runs", names + " PADDED_CHANNELS INNER_D INNER_H JOINED"
         of_block = -(-rows * stages * depth // product.piece // _PACK_THREADS)
@@ -187,7 +191,7 @@ def pack_step(
         own |= {"DEPTH": depth, "SWIZZLED": swizzled, "TILE_ROWS": tile_rows, "TILE_TAPS": tile_taps, "MIN_BLOCKS": 4}
     settings = (*picked(constants, names), *own.items())
     source = KernelSource(kernel, product.problem.dtype, True, settings, folder="steps")
-    return plain_step(source, blocks, _PACK_THREADS), elements * product.size * product.parts
+    return plain_step(source, blocks, _PACK_THREADS), counters + elements * product.size * product.parts
 
 
 def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[int, int]:
@@ -202,6 +206,28 @@ def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[in
     tile_rows = 1 if not product.gather.forward else min(rows, pairs, _PACK_RUN)
     tile_taps = min(taps, pairs // tile_rows)
     return min(rows, pairs // tile_taps), tile_taps
+
+
+@lru_cache(maxsize=4096)
+def taps_met(axis: Axis, forward: bool, size: int, cells: int, extent: int) -> tuple[int, int]:
+    """Taps that meet any of ``size`` source elements: those of all tiles of ``extent`` cells, and of the middle one.
+
+    No tile has more than that one.
+    """
+    tiles, step = -(-cells // extent), (1 if forward else axis.stride)
+    last, found, of_middle = (extent - 1) * step, 0, 0
+    for offset, taps in _source_offsets(axis, forward).items():
+        least = max(0, -((offset + last) // (extent * step)))
+        most = min(tiles - 1, (size - 1 - offset) // (extent * step))
+        found += taps * max(0, most - least + 1)
+        of_middle += taps if least <= tiles // 2 <= most else 0
+    return found, of_middle
+
+
+@lru_cache(maxsize=1024)
+def _source_offsets(axis: Axis, forward: bool) -> Counter[int]:
+    """Source elements that taps make cell 0 read, and how many taps each."""
+    return Counter(-axis.shift(tap) if forward else tap * axis.dilation - axis.padding for tap in range(axis.kernel))
 
 
 def common_limits(problem: ConvTransposeProblem) -> str | None:

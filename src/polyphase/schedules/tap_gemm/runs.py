@@ -54,10 +54,14 @@ class Runs:
     @cached_property
     def stages(self) -> tuple[int, ...]:
         """Tap groups of each phase."""
-        depth, height, width = self.product.axis_taps
+        depth, height, _ = self.product.axis_taps
         slabs, rows = ([taps // inner for taps in along] for along, inner in zip((depth, height), self.inner))
-        of_rows = [-(-taps * self.channels // self.chunk) for taps in width]
-        return tuple(d * h * w for d in slabs for h in rows for w in of_rows)
+        return tuple(d * h * w for d in slabs for h in rows for w in self.row_stages)
+
+    @cached_property
+    def row_stages(self) -> tuple[int, ...]:
+        """Tap groups of each phase along the width, at one tap along depth and height."""
+        return tuple(-(-taps * self.channels // self.chunk) for taps in self.product.axis_taps[2])
 
     @cached_property
     def planes(self) -> Planes:

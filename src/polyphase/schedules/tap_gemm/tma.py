@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,15 +31,13 @@ from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.k_major import (
-    GROUPS,
     LEAST_BUFFERS,
     LEAST_STAGES,
-    MOST_COLUMNS,
     THREADS,
     best_splits,
     buffers,
+    rounds_of_unequal,
     stage_cycles,
-    whole_rounds,
 )
 from polyphase.schedules.tap_gemm.product import (
     MOST_STEP,
@@ -54,33 +50,23 @@ from polyphase.schedules.tap_gemm.product import (
     product_of,
     seconds_before,
     step_of,
+    taps_met,
 )
-from polyphase.schedules.tap_gemm.runs import Runs, runs_of, side_by_side
+from polyphase.schedules.tap_gemm.runs import side_by_side
+from polyphase.schedules.tap_gemm.tma_config import (
+    TmaTapConfig,
+    chunk_of,
+    configs_of,
+    flush,
+    of_config,
+    stage_bytes,
+    stages_of,
+)
+from polyphase.schedules.tensor_cores import counter_bytes
 from polyphase.schedules.tiles import Four, affordable_planes, tiles_of
 
-_MOST_SUMS = 192  # of a thread, those that are promoted counted twice
 _MOST_SIDE = 256  # elements that a box spans
-_LONG = 8192  # terms that tensor cores sum; longer sums are promoted
 _SECTOR = 32  # bytes
-
-
-class TmaTapConfig(NamedTuple):
-    """The compile-time shape of ``tap_gemm_tma.cu``; ``pitch`` is a row of a stage in bytes.
-
-    ``back``: the result is written in channels_last, and transposed to where it belongs. ``runs``: the source is
-    written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else it is read tap by tap.
-    """
-
-    row_tiles: int
-    columns: int
-    pitch: int
-    back: bool = False
-    runs: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Cells of a block."""
-        return 64 * GROUPS * self.row_tiles
 
 
 class TapGemmTma(Schedule):
@@ -109,7 +95,7 @@ class TapGemmTma(Schedule):
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaTapConfig]:
         product = product_of(at, pass_, Layouts.dense(at))
         found = [
-            config for config in _configs(product) if buffers(_stage_bytes(product, config), device) >= LEAST_BUFFERS
+            config for config in configs_of(product) if buffers(stage_bytes(product, config), device) >= LEAST_BUFFERS
         ]
         if product.gather.dst.strides[1] != 1:
             found += [config._replace(back=True) for config in found]
@@ -127,7 +113,7 @@ class TapGemmTma(Schedule):
         _, seconds = _splits(product, config, device)
         if config.back:
             seconds += transpose_seconds(2 * math.prod(product.gather.dst.shape) * product.size, device)
-        runs = _of_config(product, config)
+        runs = of_config(product, config)
         before = runs.planes if runs else _as_read(product, config, layouts.aligned)[1]
         seconds += seconds_before(product, (before,), device)
         moving = problem.bytes / device.copy_bytes_per_second
@@ -139,9 +125,9 @@ class TapGemmTma(Schedule):
         lie = _written(problem, pass_, layouts, config)
         assert lie is not None
         product = product_of(problem, pass_, lie)
-        gather, chunk = product.gather, _chunk(product, config)
+        gather, chunk = product.gather, chunk_of(product, config)
         lanes, tiles = _tiles(product, config, device)
-        splits, stages = _splits(product, config, device)[0], max(_stages(product, config))
+        splits, stages = _splits(product, config, device)[0], max(stages_of(product, config))
         read = _read(product, config, layouts.aligned, lanes)
         constants = {
             **dict(gather.constants()),
@@ -152,19 +138,21 @@ class TapGemmTma(Schedule):
             "PACKED_STAGES": stages,
             "ROW_TILES": config.row_tiles,
             "COLUMNS": config.columns,
-            "FLUSH": _flush(product, config),
-            "BUFFERS": buffers(_stage_bytes(product, config), device),
+            "FLUSH": flush(product, config),
+            "BUFFERS": buffers(stage_bytes(product, config), device),
             "ONE_BIAS": problem.out_channels == 1,
+            "COUNTER_BYTES": (counters := counter_bytes(1)),
             "MIN_BLOCKS": 1,
             "WGMMA": True,
         }
         del constants["DST_CHANNELS_LAST"]
         form = WgmmaForm(config.columns, problem.dtype)
         source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()), (form,))
-        pack, packed_bytes = pack_step(product, source, config.columns, chunk, stages, True)
+        pack, packed_bytes = pack_step(product, source, config.columns, chunk, stages, True, counters)
         even = math.gcd(gather.dst_channels, gather.dst.apart(1)) % 2 == 0
         params = params_of(source).pack(
             dst=gather.dst,
+            source_size=gather.src.shape[2:],
             batch=problem.batch,
             groups=problem.groups,
             lanes=lanes,
@@ -178,7 +166,7 @@ class TapGemmTma(Schedule):
             source=source,
             grid=(min(_items(product, config, tiles) * splits, device.multiprocessors), 1, 1),
             block=THREADS,
-            shared_bytes=buffers(_stage_bytes(product, config), device) * _stage_bytes(product, config),
+            shared_bytes=buffers(stage_bytes(product, config), device) * stage_bytes(product, config),
             params=params,
             tensor_maps=read.maps,
         )
@@ -208,7 +196,7 @@ class _Read(NamedTuple):
 def _read(product: Product, config: TmaTapConfig, aligned: bool, lanes: Four) -> _Read:
     """The source of a config."""
     how: Transposed | Planes | None
-    if runs := _of_config(product, config):
+    if runs := of_config(product, config):
         padded, inner, how = runs.channels, runs.inner, runs.planes
         maps = runs.maps(config.pitch, lanes)
     else:
@@ -226,15 +214,10 @@ def _too_far(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> in
     return step if step > MOST_STEP and not side_by_side(gather.axes[2], gather.forward) else 0
 
 
-def _of_config(product: Product, config: TmaTapConfig) -> Runs | None:
-    """The source as runs, where it is read so."""
-    return runs_of(product, _chunk(product, config)) if config.runs else None
-
-
 def _can_read(product: Product, config: TmaTapConfig) -> bool:
     """Whether TMA can load the source, and it is not too large."""
     if config.runs:
-        runs = _of_config(product, config)
+        runs = of_config(product, config)
         return runs is not None and runs.fits
     return max(axis.src for axis in product.gather.cell_axes) <= MOST_STEP
 
@@ -256,58 +239,6 @@ def _written(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, confi
     return replace(layouts, output=last) if pass_ is Pass.FORWARD else replace(layouts, input=last)
 
 
-def _configs(product: Product) -> Iterator[TmaTapConfig]:
-    """Configs whose accumulators fit the registers; rows of a stage have 128 bytes, or the pitch that pads k least."""
-    times = 2 if _flush(product, TmaTapConfig(1, 8, 128)) else 1
-    widest = min(MOST_COLUMNS, 2 * _MOST_SUMS // times)
-    blocks = {math.ceil(product.gather.dst_channels / each) for each in (widest, 128, 64)}
-    columns = {round_up(math.ceil(product.gather.dst_channels / count), 8) for count in blocks}
-    for runs in (False, True):
-        pitches = _pitches(product, runs)
-        for pitch, count, row_tiles in itertools.product(pitches, sorted(columns), (1, 2)):
-            config = TmaTapConfig(row_tiles, count, pitch, runs=runs)
-            if times * count * row_tiles // 2 <= _MOST_SUMS:
-                yield config
-
-
-def _pitches(product: Product, runs: bool) -> list[int]:
-    """Rows of a stage that are worth a try; none of runs where a tap's channels fill rows of 128 bytes as well."""
-    ways = {pitch: TmaTapConfig(1, 8, pitch, runs=runs) for pitch in (128, 64, 32)}
-    if runs and _of_config(product, ways[128]) is None:
-        return []
-    length = {pitch: sum(_stages(product, config)) * pitch for pitch, config in ways.items()}
-    by_taps = sum(_stages(product, ways[128]._replace(runs=False))) * 128
-    far = max(axis.src for axis in product.gather.cell_axes) > MOST_STEP
-    if (far and not runs) or (not far and runs and length[128] >= by_taps):
-        return []
-    return sorted({min(length, key=lambda pitch: (length[pitch], -pitch)), 128})
-
-
-def _flush(product: Product, config: TmaTapConfig) -> int:
-    """Stages after which sums are promoted, 0 for never."""
-    if product.parts == 2:
-        return 1
-    long = product.gather.src_channels * max(product.phase_taps) > _LONG
-    return _LONG // (2 * _chunk(product, config)) if long else 0
-
-
-def _stage_bytes(product: Product, config: TmaTapConfig) -> int:
-    return round_up(product.parts * (config.rows + config.columns) * config.pitch, 1024)
-
-
-def _stages(product: Product, config: TmaTapConfig) -> tuple[int, ...]:
-    """Of each phase."""
-    if runs := _of_config(product, config):
-        return runs.stages
-    chunks = -(-product.gather.src_channels // _chunk(product, config))
-    return tuple(chunks * taps for taps in product.phase_taps)
-
-
-def _chunk(product: Product, config: TmaTapConfig) -> int:
-    """Source channels of a tap group."""
-    return config.pitch // product.size
-
-
 def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Side, Transposed | None]:
     """The source as TMA takes boxes of it, and how it is transposed if it lies otherwise.
 
@@ -315,7 +246,7 @@ def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Sid
     """
     apart = product.problem.groups * product.parts > 1
     return as_read(
-        product, product.gather.src, aligned, _chunk(product, config) if apart else product.piece, product.parts
+        product, product.gather.src, aligned, chunk_of(product, config) if apart else product.piece, product.parts
     )
 
 
@@ -343,15 +274,39 @@ def _tiles(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[
     """Extents of a tile of cells along n, d, h and w, so that all take least time, and tiles along each."""
     batch, cells = product.problem.batch, product.cells
     depth, height, width = (1 if config.runs else axis.src for axis in product.gather.cell_axes)
-    found = _extents(batch, cells, (depth, height, width), config.rows)
-    if product.gather.dst.strides[1] == 1:
-        lanes, _ = min(found, key=lambda each: each[1])
-    else:
-        stage, once, stored = _cycles(product, config, device)
-        stages = _stages(product, config)
-        always = sum(stages) / len(stages) * stage + once
-        lanes, _ = min(found, key=lambda each: each[1] * (always + stored * _sectors(product, each[0])))
+    stage, once, stored = _cycles(product, config, device)
+    phases = len(product.phase_taps)
+
+    def cycles(each: tuple[Four, int]) -> float:
+        lanes, count = each
+        return _all_stages(product, config, lanes)[0] * stage + count * phases * (
+            once + stored * _sectors(product, lanes)
+        )
+
+    lanes, _ = min(_extents(batch, cells, (depth, height, width), config.rows), key=cycles)
     return lanes, tiles_of(batch, cells, lanes)
+
+
+def _all_stages(product: Product, config: TmaTapConfig, lanes: Four) -> tuple[int, float]:
+    """Stages of all work tiles of a column block and a group, and the most of one over their mean.
+
+    Taps that meet nothing but zeros in all of a tile have none.
+    """
+    runs, most = of_config(product, config), 1.0
+    axes = list(zip(product.gather.axes, product.gather.src.shape[2:], product.cells, lanes[1:]))
+    count = tiles_of(product.problem.batch, product.cells, lanes)[0]
+    if runs is not None:
+        if not product.gather.forward:
+            return sum(runs.stages) * math.prod(tiles_of(product.problem.batch, product.cells, lanes)), 1.0
+        axes.pop()
+        count *= sum(runs.row_stages) * -(-product.cells[2] // lanes[3])
+    else:
+        count *= -(-product.gather.src_channels // chunk_of(product, config))
+    for axis, size, cells, extent in axes:
+        all_tiles, largest = taps_met(axis, product.gather.forward, size, cells, extent)
+        count *= all_tiles
+        most *= largest * -(-cells // extent) / max(1, all_tiles)
+    return count, most
 
 
 def _sectors(product: Product, lanes: Four) -> float:
@@ -374,17 +329,18 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
     """Splits of a work tile's stages, and the predicted seconds of packing, product and reduction."""
     terms, own = costs("tap_gemm_tma", device), costs("tap_gemm", device)
     lanes, tiles = _tiles(product, config, device)
-    items, stages = _items(product, config, tiles), _stages(product, config)
+    items, stages = _items(product, config, tiles), stages_of(product, config)
     stage, once, stored = _cycles(product, config, device)
     once += stored * _sectors(product, lanes)
     size, elements = product.size, math.prod(product.gather.dst.shape)
     packed = sum(stages) * config.pitch * product.parts * round_up(product.gather.dst_channels, config.columns)
     packing = own.pack + packed * product.problem.groups * own.packed / device.copy_bytes_per_second
-    mean = sum(stages) / len(stages)
+    of_all, most_over_mean = _all_stages(product, config, lanes)
+    mean = of_all / max(1, math.prod(tiles) * len(stages))
 
     def seconds(splits: int) -> float:
-        rounds = items * splits / device.multiprocessors
-        cycles = whole_rounds(rounds) * (math.ceil(mean / splits) * stage + once)
+        rounds = rounds_of_unequal(items * splits / device.multiprocessors, most_over_mean)
+        cycles = rounds * (math.ceil(mean / splits) * stage + once)
         end = terms.reduce + elements * (8 * splits + size) / device.copy_bytes_per_second if splits > 1 else 0.0
         return (cycles + terms.launch) / device.clock_hz + end
 
@@ -399,7 +355,7 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
 def _cycles(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[float, float, float]:
     """Predicted cycles of a stage, of a work tile without its stages, and of results that fill whole sectors."""
     terms = costs("tap_gemm_tma", device)
-    loading = max(terms.moved * _stage_bytes(product, config), terms.box_row * config.rows * product.parts)
+    loading = max(terms.moved * stage_bytes(product, config), terms.box_row * config.rows * product.parts)
     stage = stage_cycles(config.row_tiles, config.columns, config.pitch, product.parts, loading, terms)
     return stage, terms.item, config.rows * config.columns * _store_cycles(product, terms)
 

@@ -1,0 +1,93 @@
+"""The configs of ``tap_gemm_tma``: tiles, and how the source is read."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from polyphase.problem.integers import round_up
+from polyphase.schedules.tap_gemm.k_major import GROUPS, MOST_COLUMNS
+from polyphase.schedules.tap_gemm.product import MOST_STEP, Product
+from polyphase.schedules.tap_gemm.runs import Runs, runs_of
+
+_MOST_SUMS = 192  # of a thread, those that are promoted counted twice
+_LONG = 8192  # terms that tensor cores sum; longer sums are promoted
+
+
+class TmaTapConfig(NamedTuple):
+    """The compile-time shape of ``tap_gemm_tma.cu``; ``pitch`` is a row of a stage in bytes.
+
+    ``back``: the result is written in channels_last, and transposed to where it belongs. ``runs``: the source is
+    written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else it is read tap by tap.
+    """
+
+    row_tiles: int
+    columns: int
+    pitch: int
+    back: bool = False
+    runs: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Cells of a block."""
+        return 64 * GROUPS * self.row_tiles
+
+
+def of_config(product: Product, config: TmaTapConfig) -> Runs | None:
+    """The source as runs, where it is read so."""
+    return runs_of(product, chunk_of(product, config)) if config.runs else None
+
+
+def configs_of(product: Product) -> Iterator[TmaTapConfig]:
+    """Configs whose accumulators fit the registers; rows of a stage have 128 bytes, or the pitch that pads k least."""
+    times = 2 if flush(product, TmaTapConfig(1, 8, 128)) else 1
+    widest = min(MOST_COLUMNS, 2 * _MOST_SUMS // times)
+    blocks = {math.ceil(product.gather.dst_channels / each) for each in (widest, 128, 64)}
+    columns = {round_up(math.ceil(product.gather.dst_channels / count), 8) for count in blocks}
+    for runs in (False, True):
+        pitches = _pitches(product, runs)
+        for pitch, count, row_tiles in itertools.product(pitches, sorted(columns), (1, 2)):
+            config = TmaTapConfig(row_tiles, count, pitch, runs=runs)
+            if times * count * row_tiles // 2 <= _MOST_SUMS:
+                yield config
+
+
+def _pitches(product: Product, runs: bool) -> list[int]:
+    """Rows of a stage that are worth a try; none of runs where a tap's channels fill rows of 128 bytes as well."""
+    ways = {pitch: TmaTapConfig(1, 8, pitch, runs=runs) for pitch in (128, 64, 32)}
+    if runs and of_config(product, ways[128]) is None:
+        return []
+    length = {pitch: sum(stages_of(product, config)) * pitch for pitch, config in ways.items()}
+    by_taps = sum(stages_of(product, ways[128]._replace(runs=False))) * 128
+    far = max(axis.src for axis in product.gather.cell_axes) > MOST_STEP
+    if (far and not runs) or (not far and runs and length[128] >= by_taps):
+        return []
+    return sorted({min(length, key=lambda pitch: (length[pitch], -pitch)), 128})
+
+
+def flush(product: Product, config: TmaTapConfig) -> int:
+    """Stages after which sums are promoted, 0 for never."""
+    if product.parts == 2:
+        return 1
+    long = product.gather.src_channels * max(product.phase_taps) > _LONG
+    return _LONG // (2 * chunk_of(product, config)) if long else 0
+
+
+def stage_bytes(product: Product, config: TmaTapConfig) -> int:
+    """Shared memory of a stage."""
+    return round_up(product.parts * (config.rows + config.columns) * config.pitch, 1024)
+
+
+def stages_of(product: Product, config: TmaTapConfig) -> tuple[int, ...]:
+    """Of each phase."""
+    if runs := of_config(product, config):
+        return runs.stages
+    chunks = -(-product.gather.src_channels // chunk_of(product, config))
+    return tuple(chunks * taps for taps in product.phase_taps)
+
+
+def chunk_of(product: Product, config: TmaTapConfig) -> int:
+    """Source channels of a tap group."""
+    return config.pitch // product.size
