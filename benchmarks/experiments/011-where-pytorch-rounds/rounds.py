@@ -19,6 +19,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 
 HERE = Path(__file__).parent
 RECORDS = HERE.parent.parent / "results"
+PROBES = "h200-random.csv", "probe.csv", "volumes.csv"
 #: A float32 result that is further from float64 than this was rounded to TF32: 2.9e-4 where it was, 2e-6 where not.
 ROUNDED = 3e-5
 
@@ -31,7 +32,7 @@ def problem_of(row: dict[str, str]) -> ConvTransposeProblem:
 def rows() -> Iterator[tuple[str, str, str, ConvTransposeProblem, Pass, float]]:
     """GPU, layer, layout, problem, pass and PyTorch's error of every float32 pass in the records, each once."""
     seen: set[tuple[str, ...]] = set()
-    for path in [*sorted(RECORDS.glob("*.csv")), HERE / "h200-random.csv", HERE / "probe.csv"]:
+    for path in [*sorted(RECORDS.glob("*.csv")), *(HERE / name for name in PROBES)]:
         with path.open(encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 if row.get("dtype") != "float32" or not row.get("torch_error") or row.get("strict_fp32") == "True":

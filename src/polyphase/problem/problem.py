@@ -176,13 +176,15 @@ class ConvTransposeProblem:
         """Whether rounding to TF32 is allowed, and PyTorch does it in this pass of such layers.
 
         cuDNN's algorithms differ by pass and by size. It computes forward passes of few channels, of narrow groups, of
-        little work and of volumes with large strides or many taps in full float32; fewer input gradients, and still
-        fewer weight gradients. What was measured, and where these rules err:
+        little work and of volumes with large strides or many taps in full float32, though not in groups without a
+        stride; fewer input gradients, and still fewer weight gradients. What was measured, and where these rules err:
         benchmarks/experiments/011-where-pytorch-rounds.
         """
         if not self.tf32:
             return False
         few = min(self.in_channels_per_group, self.out_channels_per_group)
+        if self.groups > 1 and self.dims == 3 and set(self.stride) == {1} and pass_ is not Pass.WEIGHT_GRAD:
+            return self._rounds_in_groups(pass_, few)
         if pass_ is Pass.FORWARD:
             if self.groups > 1:
                 return few >= 64
@@ -197,7 +199,13 @@ class ConvTransposeProblem:
     def _rounds_in_3d(self) -> bool:
         """`uses_tf32` of a forward pass of volumes and many channels."""
         phases = math.prod(self.stride)
-        return phases == 1 or (phases <= 12 and self.taps <= 64)
+        return phases <= 3 or (phases <= 12 and self.taps <= 64)
+
+    def _rounds_in_groups(self, pass_: Pass, few: int) -> bool:
+        """`uses_tf32` of a forward pass or an input gradient of volumes in groups, without a stride."""
+        if pass_ is Pass.FORWARD:
+            return few >= 64 or (self.taps >= 27 and few >= 12) or (self.taps >= 216 and few >= 4)
+        return few >= 8 and 1 < self.taps <= 27
 
     def _rounds_by_size(self) -> bool:
         """`uses_tf32` of a forward pass of images, or signals, and many channels."""
