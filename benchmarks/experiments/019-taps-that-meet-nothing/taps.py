@@ -124,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--role", choices=("before", "plan"), default="plan")
+    parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--searches", action="store_true", help="PyTorch in its benchmark mode")
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--processes", type=int, default=15)
@@ -132,7 +133,7 @@ def main() -> None:
     problems = [
         replace(parse_layer(text), dtype=dtype, tf32=dtype == "float32", tf32_as_pytorch=dtype == "float32")
         for text in LAYERS
-        for dtype in ("float32", "bfloat16")
+        for dtype in given.dtypes.split(",")
     ]
     with ProcessPoolExecutor(given.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         prepared = list(pool.map(partial(prepare, role=given.role), problems))
