@@ -34,6 +34,7 @@ LAYERS = {
     "long kernel, batch 1": make((1, 33, 40), 2, 64, 16, 4),
     "one pixel": make((70, 48, 1, 1), 2, 4, bias=True),
     "long sums, few positions": make((1, 400, 2, 3), 2, 5, 2, 2, bias=True),
+    "tiny images": make((3, 68, 2, 2, 3), 66, (3, 4, 3), (2, 1, 2), tf32=True),
     "a large stride": make((1, 32, 2, 3), 3, 2, (300, 5)),
     "empty batch": make((0, 32, 4, 4), 3, 3),
 }
