@@ -56,6 +56,7 @@ PROBLEMS = {
     "many source channels": make((1, 37, 3, 3), 2, 2, 2),
     "many pixels": make((300, 5, 1, 1), 4, 3, 2, 1, 1, bias=True),
     "many small images": make((37, 4, 2, 3), 6, 4, 2, 1),
+    "many elements a position": make((2, 6, 5, 39), 6, 7, 6, 3, 4, groups=6),
     "empty batch": make((0, 3, 4, 4), 2, 3),
 }
 

@@ -112,14 +112,17 @@ __device__ __forceinline__ Tile make_tile(const Params& params, int tile) {
 // channels of a position. Where a quad lies never changes. Asynchronous copies fill the padding with zeros at every
 // stage; else it is zeroed once, and quads in the padding read the first elements and store nothing.
 struct SourceLoader {
+  static constexpr int MASKS = ceil_div(LOADS, 8);
+
   offset_t offsets[LOADS];  // bytes from the stage's first channel at the tile's first batch entry
   int slots[LOADS];         // in a stage's planes
   int channels[LOADS];      // of the stage
-  unsigned inside;          // four bits a quad: the elements that are not padding
+  unsigned inside[MASKS];   // four bits a quad, of eight quads: the elements that are not padding
   Quad<scalar_t> values[ASYNC ? 1 : LOADS];
 
   __device__ __forceinline__ void init(const Params& params, const Tile& t, int thread, accum_t* planes) {
-    inside = 0;
+#pragma unroll
+    for (int i = 0; i < MASKS; ++i) inside[i] = 0;
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
       const int index = thread + i * THREADS;
@@ -146,7 +149,7 @@ struct SourceLoader {
       for (int j = 0; j < 4; ++j)
         if (row_inside && (unsigned)(src_w + (SRC_CHANNELS_LAST ? 0 : j)) < (unsigned)params.src.size[2])
           mask |= 1u << j;
-      inside |= mask << (4 * i);
+      inside[i / 8] |= mask << (4 * (i % 8));
       if (mask) {
         offsets[i] = byte_offset<scalar_t>(params.src, n, src_d, src_h, src_w) +
                      (offset_t)channels[i] * (offset_t)(params.src.stride[1] * sizeof(scalar_t));
@@ -157,15 +160,25 @@ struct SourceLoader {
     }
   }
 
-  // Whether element j of quad i, of a channel of the stage of which so many remain, is in `mask` and exists.
-  static __device__ __forceinline__ bool exists(unsigned mask, int i, int j, int channel, int remaining) {
-    return (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining) && mask >> (4 * i + j) & 1u;
-  }
+  // `inside`, of which the compiler shall not keep a register for each bit.
+  struct Inside {
+    unsigned masks[MASKS];
+
+    __device__ __forceinline__ explicit Inside(const unsigned (&inside)[MASKS]) {
+#pragma unroll
+      for (int i = 0; i < MASKS; ++i) masks[i] = opaque(inside[i]);
+    }
+    // Whether element j of quad i exists, of a channel of the stage of which so many remain.
+    __device__ __forceinline__ bool has(int i, int j, int channel, int remaining) const {
+      const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining;
+      return exists && masks[i / 8] >> (4 * (i % 8) + j) & 1u;
+    }
+  };
 
   // The stage that begins at `src` with so many channels remaining, asynchronously to `planes`.
   __device__ __forceinline__ void copy(const Params& params, const scalar_t* src, int remaining,
                                        accum_t* planes) const {
-    const unsigned mask = opaque(inside);
+    const Inside mask(inside);
     const unsigned to = shared_address(planes);
     constexpr int SIZE = sizeof(scalar_t), AT_ONCE = 16 / SIZE;
     if (params.aligned_src) {
@@ -173,20 +186,20 @@ struct SourceLoader {
       for (int i = 0; i < LOADS; ++i)
 #pragma unroll
         for (int j = 0; j < 4; j += AT_ONCE)
-          cp_async<16>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j, exists(mask, i, j, channels[i], remaining));
+          cp_async<16>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j, mask.has(i, j, channels[i], remaining));
     } else {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           cp_async<SIZE>(to + (slots[i] + j) * SIZE, at(src, offsets[i]) + j * params.src.stride[4],
-                         exists(mask, i, j, channels[i], remaining));
+                         mask.has(i, j, channels[i], remaining));
     }
   }
 
   // The same to registers, from where `store` takes it.
   __device__ __forceinline__ void load(const Params& params, const scalar_t* src, int remaining) {
-    const unsigned mask = opaque(inside);
+    const Inside mask(inside);
     if (params.aligned_src) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
@@ -202,7 +215,7 @@ struct SourceLoader {
         values[i].clear();
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          if (exists(mask, i, j, channels[i] + (SRC_CHANNELS_LAST ? j : 0), remaining))
+          if (mask.has(i, j, channels[i] + (SRC_CHANNELS_LAST ? j : 0), remaining))
             values[i].load(j, at(src, offsets[i]) + j * step);
       }
     }
@@ -211,7 +224,7 @@ struct SourceLoader {
   __device__ __forceinline__ void store(const Params& params, const Tile& t, accum_t* planes) const {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i)
-      if (inside >> (4 * i) & 0xfu) {
+      if (inside[i / 8] >> (4 * (i % 8)) & 0xfu) {
         Vector<accum_t, 4> wide;
 #pragma unroll
         for (int j = 0; j < 4; ++j) wide.value[j] = operand(widen(values[i].get(j, params.aligned_src)));

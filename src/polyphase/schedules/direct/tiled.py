@@ -37,7 +37,8 @@ _MAX_UNROLLED = 1600
 _MAX_ACCUMULATORS = 96
 _ROW_LANES = 32  # of several rows
 _MAX_OF_DOUBLES = 312  # registers by the estimate, with channels last: they fit all the same
-_MAX_LOADS = 8  # SourceLoader keeps four bits of each in one word
+_LOADS, _MAX_LOADS = 8, 24  # of a thread, at most, and where no tile has so few
+_TAPS_OF_MANY_LOADS = 256  # at most: with more, dot_dgrad is faster
 
 
 @dataclass(frozen=True)
@@ -295,14 +296,19 @@ def _items(problem: ConvTransposeProblem, gather: Gather, config: TiledConfig) -
 
 
 def _legal(gather: Gather, device: DeviceInfo) -> list[tuple[TiledConfig, Counts]]:
-    """The `legal_configs`, those of short rows where there are no others."""
-    return list(legal_configs(gather, device)) or list(legal_configs(gather, device, short_rows=True))
+    """The `legal_configs`, those of short rows where there are no others, then those of many loads."""
+    ways = [(False, _LOADS), (True, _LOADS)]
+    if gather.taps <= _TAPS_OF_MANY_LOADS:
+        ways.append((True, _MAX_LOADS))
+    return next(filter(None, (list(legal_configs(gather, device, *way)) for way in ways)), [])
 
 
-def legal_configs(gather: Gather, device: DeviceInfo, short_rows: bool = False) -> Iterator[tuple[TiledConfig, Counts]]:
+def legal_configs(
+    gather: Gather, device: DeviceInfo, short_rows: bool = False, most: int = _LOADS
+) -> Iterator[tuple[TiledConfig, Counts]]:
     """Every config of a layer that compiles without spills by the estimate, and what its threads do.
 
-    ``short_rows``: those too of whose lanes a row takes but a few, as its halo is wide.
+    ``short_rows``: those too of whose lanes a row takes but a few, as its halo is wide. ``most``: loads of a thread.
     """
     tall, last = gather.axes[1] != Axis(1), gather.src.channels_last
     stages = [channels for channels in ((4, 8) if last else (1, 2, 4, 8)) if channels < 2 * gather.src_channels or last]
@@ -318,7 +324,7 @@ def legal_configs(gather: Gather, device: DeviceInfo, short_rows: bool = False) 
                 continue
             row, rows = (math.ceil(count * channels / 4 / threads) for count in elements[lanes])
             loads = rows if short_rows else max(row, rows)
-            if loads > _MAX_LOADS:
+            if loads > most:
                 continue
             config = TiledConfig(lanes, dst, *cells, of_dst, of_src, channels, loads, depth, 1, vector)
             counts = Counts.of(gather, config)
