@@ -95,6 +95,8 @@ class Axis:
 FEW_CHANNELS = 16
 FEW_POSITIONS = 128
 LITTLE_WORK = 3e8
+#: Its weight gradient of one group and fewer than 12 output channels rounds where these have more taps in all.
+FEW_COLUMNS = 128
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ class ConvTransposeProblem:
         cuDNN's algorithms differ by pass and by size. It computes forward passes of few channels, of narrow groups, of
         little work and of volumes with large strides or many taps in full float32, though not in groups without a
         stride; fewer input gradients, and still fewer weight gradients. What was measured, and where these rules err:
-        benchmarks/experiments/011-where-pytorch-rounds.
+        benchmarks/experiments/011-where-pytorch-rounds, of weight gradients of few output channels
+        020-gradients-that-lose.
         """
         if not self.tf32:
             return False
@@ -191,7 +194,8 @@ class ConvTransposeProblem:
             return few >= FEW_CHANNELS and (self._rounds_in_3d() if self.dims == 3 else self._rounds_by_size())
         volume = self.dims == 3 and self.taps > (8 if pass_ is Pass.INPUT_GRAD else 1)
         if self.groups == 1:
-            return volume or self.out_channels >= 12
+            wide = pass_ is Pass.WEIGHT_GRAD and self.out_channels * self.taps > FEW_COLUMNS
+            return volume or wide or self.out_channels >= 12
         if volume:
             return few >= (64 if pass_ is Pass.INPUT_GRAD else 2)
         return few >= 8
