@@ -151,9 +151,19 @@ def assemble(
 
 
 def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer]) -> Program:
-    """A program that reads some tensors from buffers that steps before it write, complete with their operands."""
+    """A program that reads some tensors from buffers that steps before it write, complete with their operands.
+
+    A step that packs weights may start before those have ended: it does not read what they write, and ends after them.
+    """
     names = {name: buffer.name for name, buffer in read.items()}
-    steps = [replace(step, operands=tuple(names.get(name, name) for name in step.operands)) for step in inner.steps]
+    steps = [
+        replace(
+            step,
+            operands=tuple(names.get(name, name) for name in step.operands),
+            overlaps=step.overlaps or (bool(before) and step.operands == (WEIGHT, WORKSPACE)),
+        )
+        for step in inner.steps
+    ]
     return replace(
         inner,
         steps=(*before, *steps),
@@ -165,8 +175,11 @@ def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer]) 
 def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed]) -> Program:
     """A program that reads some tensors in channels_last, for such as lie otherwise: they are transposed before."""
     buffers = {name: Buffer(f"{name}_channels_last", dtype, how.elements) for name, how in read.items()}
-    before = (replace(to_channels_last(dtype, *how), operands=(name, buffers[name].name)) for name, how in read.items())
-    return _with_spares(prepared(inner, tuple(before), buffers), transpose_sources(dtype) if read else ())
+    before = tuple(
+        replace(to_channels_last(dtype, *how), operands=(name, buffers[name].name), overlaps=i > 0)
+        for i, (name, how) in enumerate(read.items())
+    )
+    return _with_spares(prepared(inner, before, buffers), transpose_sources(dtype) if read else ())
 
 
 def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:

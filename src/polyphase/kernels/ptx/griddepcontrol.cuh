@@ -10,7 +10,8 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
-// The second: what the first has written is there.
+// The second: what the first has written is there. A step that reads nothing of it waits all the same before it ends,
+// as a third step waits for the second alone.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

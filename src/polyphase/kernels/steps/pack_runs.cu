@@ -49,4 +49,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   for (int part = 0; part < PARTS; ++part)
     *(Vector<scalar_t, PIECE>*)(to + (part * (ROWS * PIECES) + in_stage) * 16) =
         *(const Vector<scalar_t, PIECE>*)parts[part];
+  griddepcontrol_wait();  // whoever waits for this step waits for the one ahead of it
 }

@@ -150,4 +150,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (STAGE_GROUPS > 1)
       for (int i = 1; i <= missing[pair]; ++i) write_piece((Piece*)packed, at + i * PIECES, Piece{});
   }
+  griddepcontrol_wait();  // whoever waits for this step waits for the one ahead of it
 }

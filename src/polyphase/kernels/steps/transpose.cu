@@ -219,14 +219,8 @@ __device__ __forceinline__ void transpose_rows(const scalar_t* __restrict__ src,
   rows.store(tile, dst, (long long)image * all_pixels + first_pixel);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    transpose(const source_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
-  __shared__ Piece tile[PIECES];
-  griddepcontrol_launch_dependents();
-  if constexpr (ROWS) {
-    transpose_rows((const scalar_t*)src, dst, params, tile);
-    return;
-  }
+__device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ src, scalar_t* __restrict__ dst,
+                                                 const Params& params, Piece* tile) {
   const int thread = (int)threadIdx.x;
   const int tile_pixels = 1 << params.pixel_bits, count = params.pieces.value << params.pixel_bits;
   const int pitch = params.pieces.value | 1, across = (int)gridDim.x / ceil_div(params.pixels, tile_pixels);
@@ -284,4 +278,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       store_word(dst + start - shift + at, from[at], from[at + WORD - 1], at >= begin && at < end,
                  at + WORD - 1 >= begin && at + WORD <= end);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    transpose(const source_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+  __shared__ Piece tile[PIECES];
+  griddepcontrol_launch_dependents();
+  if constexpr (ROWS)
+    transpose_rows((const scalar_t*)src, dst, params, tile);
+  else
+    transpose_pixels(src, dst, params, tile);
+  griddepcontrol_wait();  // whoever waits for this step waits for the one ahead of it
 }
