@@ -11,6 +11,9 @@
 // loaded while one is stored. Where work tiles are few, K is split `splits` times; each split writes a plane of
 // float32, and another kernel adds them up (steps/reduce_splits.cu).
 //
+// Results are stored in NHWC or, with CHANNELS_FIRST, in NCHW: then lanes of neighbouring rows exchange halves of their
+// accumulators, so that a thread has neighbouring positions.
+//
 // Tensor-core accumulation truncates at every step. So where K is long, accumulators are flushed every FLUSH stages:
 // they are added to a second set in registers, and start from zero.
 
@@ -76,7 +79,14 @@ __device__ __forceinline__ unsigned place_of(const Params& params, int row) {
   return at[0] < params.tile_extent[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
 }
 
-// Stores the accumulators of a row: `to` is its first column in memory, `columns` how many are valid, none or some.
+// Row `i` of two that a thread stores of a tile of accumulators: its own or, with CHANNELS_FIRST, of 16 two neighbours.
+__device__ __forceinline__ int stored_row(int tile, int i) {
+  if (!CHANNELS_FIRST) return Sums::row(tile, 2 * i);
+  return (Sums::row(tile, 0) & ~1) + threadIdx.x % 8 / 4 * 8 + i;
+}
+
+// Stores the accumulators of a row in NHWC: `to` is its first column in memory, `columns` how many are valid, none or
+// some.
 template <class Stored>
 __device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int half, Stored* to, int columns) {
   // Neighbouring channels that a thread stores at once: 32 bytes of four threads.
@@ -98,6 +108,77 @@ __device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int 
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         if (exists(column + i)) narrow(pair[i], to[column + i]);
+    }
+  }
+}
+
+// Two columns of a row of the first eight, and of one of the second: lanes of neighbouring rows exchange one for
+// another, so that a lane has both columns of two neighbouring rows.
+template <class Stored>
+__device__ __forceinline__ void exchange(Vector<Stored, 2>& first, Vector<Stored, 2>& second) {
+  typedef Vector<unsigned, sizeof(first) / sizeof(unsigned)> Words;
+  const bool second_eight = threadIdx.x % 8 / 4;
+  Words a = *(const Words*)&first, b = *(const Words*)&second;
+#pragma unroll
+  for (int i = 0; i < (int)(sizeof(Words) / sizeof(unsigned)); ++i) {
+    const unsigned other = __shfl_xor_sync(~0u, second_eight ? a.value[i] : b.value[i], 4);
+    a.value[i] = second_eight ? other : a.value[i], b.value[i] = second_eight ? b.value[i] : other;
+  }
+  first = *(const Vector<Stored, 2>*)&a, second = *(const Vector<Stored, 2>*)&b;
+}
+
+// Stores the accumulators of 16 rows in NCHW, the thread's two (`stored_row`) from `to` on, null for none; `channel` is
+// the step from a column to the next, `columns` how many are valid. All lanes are here.
+template <class Stored>
+__device__ __forceinline__ void store_rows(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2], long long channel,
+                                           int columns) {
+  const bool together =
+      to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Vector<Stored, 2>) == 0;
+#pragma unroll
+  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
+    Vector<Stored, 2> first, second;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      narrow(sums[4 * tile + i], first.value[i]), narrow(sums[4 * tile + 2 + i], second.value[i]);
+    exchange(first, second);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = 8 * tile + fragment_column() + i;
+      if (!WHOLE_BLOCKS && column >= columns) continue;
+      if (together) {
+        *(Vector<Stored, 2>*)(to[0] + column * channel) = Vector<Stored, 2>{first.value[i], second.value[i]};
+      } else {
+        if (to[0]) to[0][column * channel] = first.value[i];
+        if (to[1]) to[1][column * channel] = second.value[i];
+      }
+    }
+  }
+}
+
+// Stores a work tile's results from `dst` on, which the tensor or a plane of sums begins at. All lanes are here.
+template <class Stored>
+__device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums,
+                                      const unsigned (&places)[ROW_TILES][2], Stored* dst) {
+  const long long channel = CHANNELS_FIRST ? params.x.stride[1] : 1;
+  dst += (work.group * IN_CHANNELS + work.first_in) * channel;
+#pragma unroll
+  for (int i = 0; i < ROW_TILES; ++i) {
+    Stored* to[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      int at[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) at[k] = work.first[k] + (int)(places[i][j] >> (24 - 8 * k) & 255);
+      const bool exists = places[i][j] != NOWHERE && at[0] < params.batch && at[1] < params.x.size[0] &&
+                          at[2] < params.x.size[1] && at[3] < params.x.size[2];
+      to[j] = exists ? dst + offset_of(params.x, at) : nullptr;
+    }
+    const int columns = IN_CHANNELS - work.first_in;
+    if constexpr (CHANNELS_FIRST) {
+      store_rows(sums.of[i], to, channel, columns);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) store_row(sums.of[i], j, to[j], to[j] ? columns : 0);
     }
   }
 }
@@ -150,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     reallocate_registers<true>();
     unsigned places[ROW_TILES][2];
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(params, Sums::row(i / 2, i % 2 * 2));
+    for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(params, stored_row(i / 2, i % 2));
 #pragma unroll 1
     for (int index = blockIdx.x; index < items; index += step) {
       const WorkTile work(params, index);
@@ -166,21 +247,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         sums.multiply<TapColumns>(stages, ring, state, shared_memory);
       }
       const Sums& all = FLUSH < K_TILES ? total : sums;
-#pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; ++i) {
-        const unsigned place = places[i / 2][i % 2];
-        int at[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) at[j] = work.first[j] + (int)(place >> (24 - 8 * j) & 255);
-        const bool exists = place != NOWHERE && at[0] < params.batch && at[1] < params.x.size[0] &&
-                            at[2] < params.x.size[1] && at[3] < params.x.size[2];
-        const long long to = work.group * IN_CHANNELS + work.first_in + (exists ? offset_of(params.x, at) : 0);
-        const int columns = exists ? IN_CHANNELS - work.first_in : 0;
-        if (ELEMENT == sizeof(float) || params.splits > 1)
-          store_row(all.of[i / 2], i % 2, (float*)dst + work.split * params.plane + to, columns);
-        else
-          store_row(all.of[i / 2], i % 2, dst + to, columns);
-      }
+      if (ELEMENT == sizeof(float) || params.splits > 1)
+        store(params, work, all, places, (float*)dst + work.split * params.plane);
+      else
+        store(params, work, all, places, dst);
     }
   } else {
     reallocate_registers<false>();

@@ -16,6 +16,7 @@ from polyphase.program.step import WEIGHT, WORKSPACE, Step, main_step
 from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.program.transpose import to_channels_last
 from polyphase.schedules.cells import sides_of
+from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import Four, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.tma_config import (
@@ -112,6 +113,14 @@ class WindowDgradTma(_WindowTma):
     def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
         return {"output": problem.out_channels_per_group}
 
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
+    ) -> Cost:
+        """With the bytes of packing weights; its launch is part of the kernel's."""
+        seconds, bound = estimate(problem, pass_, config, device)
+        weights = problem.elements[1] * DTYPE_BYTES[problem.dtype] if _is_packed(problem, layouts) else 0
+        return seconds + transpose_seconds(2 * weights, device, 0), bound
+
     def program(
         self,
         problem: ConvTransposeProblem,
@@ -126,15 +135,18 @@ class WindowDgradTma(_WindowTma):
         lanes = tile_lanes(problem, pass_, config)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         items, stages = input_items(problem, config, math.prod(tiles)), depth_stages(problem, config)
-        dense = layouts.input == dense_strides(problem.input_shape, True)
+        dense = layouts.input == dense_strides(problem.input_shape, not config.first)
         length, splits = parted(stages, input_splits(problem, config, items, device)[0] if dense else 1)
         pitch = config.depth_bytes
         flush = max(1, FLUSH // 2 * DTYPE_BYTES[problem.dtype] // pitch) if is_long_sum(problem) else stages
-        packed = problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
-        packed = packed or given.out_channels != problem.out_channels
+        packed = _is_packed(problem, layouts) or given.out_channels != problem.out_channels
         packs = (_pack(problem, given, layouts.weight_channels_last),) if packed else ()
         workspace = problem.elements[1] * DTYPE_BYTES[problem.dtype] if packed else 0
-        constants = (*self._constants(problem, config, pitch, pitch), ("FLUSH", flush))
+        constants = (
+            *self._constants(problem, config, pitch, pitch),
+            ("FLUSH", flush),
+            ("CHANNELS_FIRST", config.first),
+        )
         form = WgmmaForm(config.columns, problem.dtype)
         source = KernelSource(self.name, problem.dtype, True, constants, (form,))
         params = {
@@ -211,6 +223,11 @@ class WindowWgradTma(_WindowTma):
         shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
         main = main_step(source, grid, config.threads, shared_bytes, params, maps)
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
+
+
+def _is_packed(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
+    """Whether output channels are not innermost in the weight, and are brought there by a step before."""
+    return problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
 
 
 def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_last: bool) -> Step:

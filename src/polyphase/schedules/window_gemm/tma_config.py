@@ -13,7 +13,7 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import five
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, tiles_of
-from polyphase.schedules.window_gemm.window import channel_pitch, is_long_sum, lanes_of
+from polyphase.schedules.window_gemm.window import channel_pitch, is_long_sum, lanes_of, sectors_of
 
 Three = tuple[int, int, int]
 
@@ -22,6 +22,7 @@ ALONE: Three = (1, 1, 1)
 
 _MAX_BOX_SIDE = 256  # elements of the tensor, from a box's first to its last
 _TOGETHER = 8  # positions along w, at least, of a tile whose taps share windows
+_MOST_SECTORS = 1.5  # that rows of a tile touch, over those that they would fill
 _MOST_IMAGES = 255  # of a tile, and positions along a side: a row's position has a byte for each
 _MOST_COLUMNS = 256  # N of a wgmma
 _MOST_SUMS = 128  # fp32 accumulators of a thread
@@ -66,7 +67,8 @@ class TmaConfig(NamedTuple):
     """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean. ``resident`` blocks.
 
     A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
-    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do.
+    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do. ``first``: an input gradient is
+    stored channels first.
     """
 
     row_groups: int
@@ -80,6 +82,7 @@ class TmaConfig(NamedTuple):
     taps: Three = ALONE
     lanes: Three = ALONE
     pitch: int = 0
+    first: bool = False
 
     @property
     def groups(self) -> int:
@@ -131,7 +134,10 @@ def stage_bytes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -
 
 
 def tile_lanes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> Four:
-    """Extents of a tile with which there are fewest tiles; a weight gradient's has exactly the positions of a stage."""
+    """Extents of a tile with which there are fewest tiles; a weight gradient's has exactly the positions of a stage.
+
+    Stored channels first, rows of a tile are long enough to fill most of the sectors that they touch.
+    """
     if config.taps != ALONE:
         return (1, *config.lanes)
     if pass_ is Pass.WEIGHT_GRAD:
@@ -145,7 +151,9 @@ def tile_lanes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) ->
     def tiles(lanes: Four) -> int:
         return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
 
-    return min(filter(fits, found), key=tiles)
+    legal = list(filter(fits, found))
+    long = [lanes for lanes in legal if sectors_of(problem, *lanes[2:]) <= _MOST_SECTORS] if config.first else legal
+    return min(long or legal, key=tiles)
 
 
 def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[TmaConfig]:
@@ -161,18 +169,14 @@ def _input_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
     """Configs of the input gradient, without their pipeline depth."""
     pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
     most = _MOST_SUMS // 2 if is_long_sum(problem) else _MOST_SUMS
-    steps = next(steps for steps in (4, 2, 1) if steps == 1 or _fill(pixel, steps) <= _fill(pixel, steps // 2))
-    # A box must end with its group: channels of the next would meet zero weights, but may be NaN.
-    while problem.groups > 1 and steps and pixel % (steps * OPERATION_BYTES):
-        steps //= 2
-    for columns, row_tiles in itertools.product(_widths(problem.in_channels_per_group, 8), (1, 2) if steps else ()):
+    widths = _widths(problem.in_channels_per_group, 8)
+    for steps, columns, row_tiles in itertools.product((4, 2, 1), widths, (1, 2)):
+        row = steps * OPERATION_BYTES
+        # A box must end with its group: channels of the next would meet zero weights, but may be NaN.
+        if (problem.groups > 1 and pixel % row) or (steps > 1 and pixel <= row // 2):
+            continue
         if columns * row_tiles // 2 <= most:
             yield TmaConfig(2, row_tiles, columns, steps, 0, 1)
-
-
-def _fill(pixel: int, steps: int) -> int:
-    """Bytes that a pixel's channels take in stages of so many operations."""
-    return round_up(pixel, steps * OPERATION_BYTES)
 
 
 def _weight_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:

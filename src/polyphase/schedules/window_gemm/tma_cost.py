@@ -13,7 +13,7 @@ from polyphase.problem.layouts import five
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.tiles import affordable_planes, tiles_of
 from polyphase.schedules.window_gemm.tma_config import TmaConfig, block_windows, stage_bytes, tile_lanes
-from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch
+from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch, sectors_of
 
 _LEAST_STAGES = 4  # of a split of an input gradient
 
@@ -76,11 +76,12 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig,
         products *= 4 * config.groups * config.steps * (terms.third_group if config.groups > 2 else 1)
     else:
         products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
-    boxes = 2.0
     if weights:
         boxes = config.rows * size / channel_pitch(problem, problem.in_channels_per_group)
-        boxes += block_windows(problem, config)
-    loading = max(terms.moved * stage_bytes(problem, pass_, config), terms.box * boxes)
+        brought = terms.box * (boxes + block_windows(problem, config))
+    else:
+        brought = terms.box_row * (config.rows + config.block_columns)
+    loading = max(terms.moved * stage_bytes(problem, pass_, config), brought)
     both: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap)
     return both + terms.stage
 
@@ -95,6 +96,15 @@ def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float,
     return strips * columns / 8, 4 * strips + columns / 4
 
 
+def _result(problem: ConvTransposeProblem, config: TmaConfig, terms: Costs) -> float:
+    """Predicted cycles of a result of an input gradient: by sectors over those that it would fill, channels first."""
+    if not config.first:
+        return terms.result
+    size, (*_, rows, columns) = DTYPE_BYTES[problem.dtype], tile_lanes(problem, Pass.INPUT_GRAD, config)
+    sectors = sectors_of(problem, rows, columns)
+    return sectors * (terms.first_halves if size == 2 else terms.first)
+
+
 @lru_cache(maxsize=4096)
 def input_splits(
     problem: ConvTransposeProblem, config: TmaConfig, items: int, device: DeviceInfo
@@ -102,7 +112,7 @@ def input_splits(
     """Split-K count of an input gradient, and predicted seconds of the kernel and of the reduction."""
     terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * config.resident
     stages, stage = depth_stages(problem, config), _stage_cycles(problem, Pass.INPUT_GRAD, config, terms)
-    once = config.rows * config.block_columns * terms.result + terms.item / config.resident
+    once = config.rows * config.block_columns * _result(problem, config, terms) + terms.item / config.resident
     moved = problem.elements[0]
 
     def seconds(splits: int) -> tuple[float, float]:

@@ -1,4 +1,7 @@
-"""Both gradients of channels-first tensors by the TMA kernels: transposed to channels_last before, and back."""
+"""Both gradients of channels-first tensors by the TMA kernels: transposed to channels_last before, and back.
+
+An input gradient may be stored channels first by the kernel itself (``first``).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from polyphase.schedules.window_gemm.tma_cost import weight_planes
 from polyphase.schedules.window_gemm.window import Gradient
 
 _MOST_BYTES = 512 << 20  # of the transposed copies
+_PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these or, where it is larger, a multiple
 
 
 class _Transposed(Gradient):
@@ -45,13 +49,24 @@ class _Transposed(Gradient):
         return self._tma.ranked_at(_last(problem, pass_), pass_, self._layouts(problem, pass_, layouts))
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaConfig]:
-        return self._tma.configs(at, pass_, device)
+        found = self._tma.configs(at, pass_, device)
+        return [*(config._replace(first=True) for config in found), *found] if pass_ is Pass.INPUT_GRAD else found
 
     def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaConfig) -> float:
-        return self._tma.seconds(at, pass_, device, config)
+        back = 0.0
+        if pass_ is Pass.INPUT_GRAD and not config.first:
+            back = transpose_seconds(_back_bytes(at), device)
+        return self._tma.seconds(at, pass_, device, config) + back
 
     def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
-        return self._tma.arranged(order)
+        """Among the first some of an input gradient that are stored in either way: images decide which is better."""
+        if self.pass_ is Pass.WEIGHT_GRAD:
+            return self._tma.arranged(order)
+        chosen = order[: self.offered - 2]
+        for first in (False, True):
+            fastest = next((config for config in order if config.first is first), None)
+            chosen += [fastest] if fastest is not None and fastest not in chosen else []
+        return chosen + [config for config in order if config not in chosen]
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
@@ -60,6 +75,9 @@ class _Transposed(Gradient):
         last = _last(problem, pass_)
         moved = _transposed_bytes(problem, pass_) + _transposed_bytes(last, pass_)
         tensors = self._reads + 1
+        if config.first:
+            moved -= _back_bytes(problem)
+            tensors -= 1
         if pass_ is Pass.WEIGHT_GRAD and last.weight_shape == problem.weight_shape:
             planes = weight_planes(last, config, device)
             if planes and transpose_reduces(problem, planes):  # the reduction transposes
@@ -73,8 +91,11 @@ class _Transposed(Gradient):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Program:
         last = _last(problem, pass_)
-        inner = self._tma.program(last, pass_, device, self._layouts(problem, pass_, layouts), config, problem)
-        return between_transposes(inner, problem, pass_, layouts, last)
+        lie = self._layouts(problem, pass_, layouts)
+        if config.first:
+            lie = replace(lie, input=layouts.input)
+        inner = self._tma.program(last, pass_, device, lie, config, problem)
+        return between_transposes(inner, problem, pass_, layouts, last, back=not config.first)
 
     def _layouts(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layouts:
         """Layouts that the TMA kernel sees: transposed copies are dense and aligned, the weight is not copied."""
@@ -107,12 +128,24 @@ def _transposed_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
     return DTYPE_BYTES[problem.dtype] * (x + y + (weight if pass_ is Pass.WEIGHT_GRAD else 0))
 
 
+def _back_bytes(problem: ConvTransposeProblem) -> int:
+    """Bytes that the transpose of an input gradient's result reads and writes."""
+    return 2 * DTYPE_BYTES[problem.dtype] * problem.elements[0]
+
+
 def _last(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
-    """The layer in channels_last, with the channels of a group padded to a multiple of 16 bytes, as TMA needs."""
-    piece = 16 // DTYPE_BYTES[problem.dtype]
+    """The layer in channels_last, with the channels of a group padded to whole pieces of 16 bytes, as TMA needs.
 
-    def padded(channels: int) -> int:
-        return problem.groups * round_up(channels // problem.groups, piece)
+    Output channels of an input gradient are padded so that its boxes touch few lines of memory.
+    """
+    size = DTYPE_BYTES[problem.dtype]
 
-    inputs = padded(problem.in_channels) if pass_ is Pass.WEIGHT_GRAD else problem.in_channels
-    return replace(problem, channels_last=True, in_channels=inputs, out_channels=padded(problem.out_channels))
+    def padded(channels: int, pitch: int) -> int:
+        return problem.groups * round_up(channels // problem.groups, pitch // size)
+
+    if pass_ is Pass.INPUT_GRAD:
+        pixel = problem.out_channels_per_group * size
+        pitch = next((pitch for pitch in _PITCHES if pixel <= pitch), _PITCH)
+        return replace(problem, channels_last=True, out_channels=padded(problem.out_channels, pitch))
+    inputs, outputs = (padded(channels, 16) for channels in (problem.in_channels, problem.out_channels))
+    return replace(problem, channels_last=True, in_channels=inputs, out_channels=outputs)

@@ -19,6 +19,8 @@ from polyphase.schedules.window_gemm.stages import StageBox, channel_piece, row_
 #: second set of accumulators, so that its tile is at most half, and is flushed twice as often.
 FLUSH = 8192
 
+_SECTOR = 32  # bytes
+
 
 class Gradient(Schedule):
     """A schedule for one of the gradients."""
@@ -44,6 +46,12 @@ class Gradient(Schedule):
 def is_long_sum(problem: ConvTransposeProblem) -> bool:
     """Whether an input gradient's K is longer than what tensor cores should accumulate."""
     return problem.out_channels_per_group * problem.taps > FLUSH
+
+
+def sectors_of(problem: ConvTransposeProblem, rows: int, columns: int) -> float:
+    """Sectors of memory that an input gradient's tile touches in NCHW, over those that its results would fill."""
+    together = columns * (rows if columns == problem.input_size[-1] else 1)
+    return 1.0 + _SECTOR / (together * DTYPE_BYTES[problem.dtype])
 
 
 def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chunk: int) -> int:
