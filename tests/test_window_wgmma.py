@@ -128,6 +128,25 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     assert_one_config_exact(SCHEDULES[pass_], problem, pass_)
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [
+        make((5, 24, 20, 24), 24, 4, 2, 1, dtype="bfloat16"),
+        make((3, 40, 17, 19), 24, 3, 2, 1, tf32=True),  # windows that are copied, rows in which pairs do not fit
+        make((2, 48, 16, 24), 48, 4, 2, 1, groups=3, dtype="float16"),
+        make((5, 16, 16, 16), 160, 8, 2, 3, dtype="bfloat16"),  # long sums
+    ],
+    ids=str,
+)
+def test_blocks_go_on_to_further_tiles(problem: ConvTransposeProblem) -> None:
+    device = replace(H200, multiprocessors=2)
+    schedule, layouts = SCHEDULES[Pass.INPUT_GRAD], Layouts.dense(problem)
+    for candidate in itertools.islice(candidates(schedule, problem, Pass.INPUT_GRAD, device, layouts), 2):
+        program = schedule.program(problem, Pass.INPUT_GRAD, device, layouts, candidate.config)
+        assert program.main.grid == (2, 1, 1)
+        assert_exact(problem, Pass.INPUT_GRAD, candidate, program, layouts, Emulator(5))
+
+
 def test_layers_take_every_way() -> None:
     """Windows come as boxes and by copies; the input's runs are rows or join them, long or short."""
     ways = set()

@@ -2,12 +2,16 @@
 //
 //   gx[n, ci, i] = Σ over output channels and taps of   w[ci, co, tap] · g[n, co, i·stride + tap·dilation - padding]
 //
-// GEMM. M = batch x input positions, N = input channels of a group, K = its (output channel, tap) pairs. A CTA owns one
-// M x N tile: a tile of at most ROWS positions by COLUMNS input channels. A pipeline stage holds one K-tile: OUT_CHUNK
-// output channels with all their taps.
+// GEMM. M = batch x input positions, N = input channels of a group, K = its (output channel, tap) pairs. A work tile is
+// one M x N tile: a tile of at most ROWS positions by COLUMNS input channels. A pipeline stage holds one K-tile:
+// OUT_CHUNK output channels with all their taps. CTAs are persistent: work tiles are dealt out round-robin (N fastest,
+// then tile, group), and the next is loaded while one is stored.
 //
 // Tensor-core accumulation truncates at every step. So where K is long, accumulators are flushed every FLUSH stages:
 // they are added to a second set in registers, and start from zero.
+//
+// With ROWS_IN_PAIRS a thread's two rows of 16 are neighbouring positions, and are stored at once where both lie in one
+// row of x, at an even element.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -25,7 +29,7 @@ struct Params {
   Tensor5 x, g;
   Window window;
   Runs runs;
-  int batch;
+  int batch, items;    // items: work tiles
   int tile_extent[4];  // positions of a tile along n, d, h, w; their product is at most ROWS
   int tiles[4];        // tiles along n, d, h, w
   int skew;            // elements by which the window starts early along w, so that TMA boxes and pairs are aligned
@@ -39,22 +43,80 @@ constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
 
 static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
 
+// A row of a thread's accumulators, its columns one by one by store(sum, to); `to` is the first column in memory,
+// `channel` the step to the next, `columns` how many are valid.
+template <class Store>
+__device__ __forceinline__ void store_rows(const float* sums, scalar_t* to, long long channel, int columns,
+                                           const Store& store) {
+#pragma unroll
+  for (int tile = 0; tile < COLUMN_TILES; ++tile) {
+    if (WHOLE_BLOCKS || 8 * tile < columns) store(sums + 4 * tile, to);
+    if (WHOLE_BLOCKS || 8 * tile + 1 < columns) store(sums + 4 * tile + 1, to + channel);
+    to += 8 * channel;
+  }
+}
+
+// A tile of M x N.
+struct WorkTile {
+  int group, first_in;
+  int first[4];  // position along n, d, h, w
+
+  __device__ __forceinline__ WorkTile(const Params& params, int index) {
+    const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
+    first_in = index % GRID_N * COLUMNS;
+    index /= GRID_N;
+    group = index / tiles;
+    tile_origin(params.tiles, params.tile_extent, index % tiles, first);
+  }
+};
+
+// Where a row's position lies in its tile along n, d, h and w; before it along n where it is past the tile.
+struct alignas(8) RowPlace {
+  short at[4];
+};
+
+// Where a position lies in the input, -1 where it does not exist.
+__device__ __forceinline__ long long target_of(const Params& params, const WorkTile& work, const RowPlace& place) {
+  int at[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) at[i] = work.first[i] + place.at[i];
+  const bool is = place.at[0] >= 0 && exists(params.x, params.batch, at[0], at[1], at[2], at[3]);
+  return is ? offset_of(params.x, at) : -1;
+}
+
+// Stores a work tile's results; `rows` are the places of the tile's.
+__device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums,
+                                      const RowPlace* rows, scalar_t* dst) {
+  const int columns = IN_CHANNELS - work.first_in - Sums::first_column();  // valid ones, from the thread's first on
+  const long long channel = params.x.stride[1];
+  dst += (work.group * IN_CHANNELS + work.first_in + Sums::first_column()) * channel;
+#pragma unroll
+  for (int i = 0; i < ROW_TILES; ++i) {
+    const long long above = target_of(params, work, rows[Sums::row(2 * i)]);
+    const long long below = target_of(params, work, rows[Sums::row(2 * i + 1)]);
+    const bool together =
+        channel % 2 == 0 && above >= 0 && below == above + 1 && (unsigned long long)(dst + above) % (2 * ELEMENT) == 0;
+    if (ROWS_IN_PAIRS && together) {
+      store_rows(sums.of[i], dst + above, channel, columns, [](const float* row, scalar_t* to) {
+        Vector<scalar_t, 2> both;
+        narrow(row[0], both.value[0]), narrow(row[2], both.value[1]);
+        *(Vector<scalar_t, 2>*)to = both;
+      });
+      continue;
+    }
+    const auto store = [](const float* row, scalar_t* to) { narrow(*row, *to); };
+    if (above >= 0) store_rows(sums.of[i], dst + above, channel, columns, store);
+    if (below >= 0) store_rows(sums.of[i] + 2, dst + below, channel, columns, store);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_dgrad_wgmma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
                        scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) WindowBarriers ring;
   __shared__ int positions[ROWS];
-  __shared__ long long targets[ROWS];  // where each position lies in the input, -1 where it does not exist
-  int block = blockIdx.x;
-  const int block_n = block % GRID_N;
-  block /= GRID_N;
-  const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
-  const int group = block / tiles;
-  int first[4];  // position of the tile
-  tile_origin(params.tiles, params.tile_extent, block % tiles, first);
-  const int first_in = block_n * COLUMNS;
-
+  __shared__ RowPlace rows[ROWS];
   char* const stage_memory = (char*)shared_memory;  // each stage: B (the weight, swizzled), then the window of g, from
                                                     // which A is gathered into registers
   int* const offsets = (int*)(shared_memory + STAGES * params.stage_bytes);
@@ -64,32 +126,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const bool all_by_tma = params.box_bytes != 0;
   ring.init(all_by_tma);
   __syncthreads();
+  PipelineState<STAGES> state;
 
   // Producers start now: building the tables below overlaps the first loads.
   if (threadIdx.x >= CONSUMER_THREADS) {
+    begin_loading();
     RowLoader<OUT_CHUNK> g_loader(params.g, params.window);
-    int window[4] = {first[0], first[1], first[2], first[3]};
-    to_window(window, params.skew);
     if (!all_by_tma) {
       g_loader.init(places);
       named_barrier_sync(LOADERS_MEET, LOADERS);
     }
-    const scalar_t* const first_channel = grad + (long long)group * OUT_CHANNELS * params.g.stride[1];
-    load_stages(
-        K_TILES, all_by_tma, ring, stage_memory, params.stage_bytes,
-        [&](int stage, char* to, unsigned barrier) {
-          const int place[5] = {stage * DEPTH, group * IN_CHANNELS + first_in, 0, 0, 0};
-          load_runs(params.box, weight, params.runs, place, to, barrier);
-          if (!all_by_tma) return;
-          const int from[5] = {window[3], window[2], window[1], window[0], group * OUT_CHANNELS + stage * OUT_CHUNK};
-          tma_load_box(shared_address(to + params.window_offset), params.window_box, grad, from, params.box_bytes,
-                       barrier);
-        },
-        [&](int stage, char* to) {
-          const int channel = stage * OUT_CHUNK;
-          return g_loader.load(first_channel + channel * params.g.stride[1], OUT_CHANNELS - channel,
-                               to + params.window_offset, params.batch, window);
-        });
+#pragma unroll 1
+    for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
+      const WorkTile work(params, index);
+      int window[4] = {work.first[0], work.first[1], work.first[2], work.first[3]};
+      to_window(window, params.skew);
+      const scalar_t* const first_channel = grad + (long long)work.group * OUT_CHANNELS * params.g.stride[1];
+      load_stages(
+          K_TILES, all_by_tma, ring, state, stage_memory, params.stage_bytes,
+          [&](int stage, char* to, unsigned barrier) {
+            const int place[5] = {stage * DEPTH, work.group * IN_CHANNELS + work.first_in, 0, 0, 0};
+            load_runs(params.box, weight, params.runs, place, to, barrier);
+            if (!all_by_tma) return;
+            const int from[5] = {window[3], window[2], window[1], window[0],
+                                 work.group * OUT_CHANNELS + stage * OUT_CHUNK};
+            tma_load_box(shared_address(to + params.window_offset), params.window_box, grad, from, params.box_bytes,
+                         barrier);
+          },
+          [&](int stage, char* to) {
+            const int channel = stage * OUT_CHUNK;
+            return g_loader.load(first_channel + channel * params.g.stride[1], OUT_CHANNELS - channel,
+                                 to + params.window_offset, params.batch, window);
+          });
+    }
+    end_loading();
     return;
   }
 
@@ -99,10 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   for (int i = threadIdx.x; i < ROWS; i += CONSUMER_THREADS) {
     int at[4];
     decode(params.tile_extent, i, at);
-    const bool in_tile = at[0] < params.tile_extent[0];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) at[j] += first[j];
-    targets[i] = in_tile && exists(params.x, params.batch, at[0], at[1], at[2], at[3]) ? offset_of(params.x, at) : -1;
+    rows[i] = RowPlace{(short)(at[0] < params.tile_extent[0] ? at[0] : -1), (short)at[1], (short)at[2], (short)at[3]};
   }
   named_barrier_sync(CONSUMERS_MEET, CONSUMER_THREADS);
 
@@ -110,29 +177,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int offsets_of_rows[ROW_TILES][2];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) offsets_of_rows[i / 2][i % 2] = positions[Sums::row(i)];
-  Sums sums, total;
-  add_stages(K_TILES, ring, stage_memory, params.stage_bytes, false, [&](int stage, const char* from, int shift) {
-    sums.add(from + params.window_offset + shift, from, params.runs, offsets, offsets_of_rows, DEPTH / OPERATION,
-             stage % FLUSH == 0, all_by_tma);
-    if (FLUSH >= K_TILES || (stage % FLUSH < FLUSH - 1 && stage < K_TILES - 1)) return;
-    total.take(sums, stage < FLUSH);
-  });
-  const Sums& all = FLUSH < K_TILES ? total : sums;
-
-  const int columns = IN_CHANNELS - first_in - Sums::first_column();  // valid ones, from the thread's first on
-  const long long channel = params.x.stride[1];
-  dst += (group * IN_CHANNELS + first_in + Sums::first_column()) * channel;
-#pragma unroll
-  for (int i = 0; i < 2 * ROW_TILES; ++i) {
-    const long long target = targets[Sums::row(i)];
-    if (target < 0) continue;
-    scalar_t* to = dst + target;
-#pragma unroll
-    for (int tile = 0; tile < COLUMN_TILES; ++tile) {
-      const float* const pair = all.of[i / 2] + tile * 4 + i % 2 * 2;
-      if (WHOLE_BLOCKS || 8 * tile < columns) narrow(pair[0], to[0]);
-      if (WHOLE_BLOCKS || 8 * tile + 1 < columns) narrow(pair[1], to[channel]);
-      to += 8 * channel;
-    }
+#pragma unroll 1
+  for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
+    Sums sums, total;
+    add_stages(K_TILES, ring, state, stage_memory, params.stage_bytes, false,
+               [&](int stage, const char* from, int shift) {
+                 sums.add(from + params.window_offset + shift, from, params.runs, offsets, offsets_of_rows,
+                          DEPTH / OPERATION, stage % FLUSH == 0, all_by_tma);
+                 if (FLUSH >= K_TILES || (stage % FLUSH < FLUSH - 1 && stage < K_TILES - 1)) return;
+                 total.take(sums, stage < FLUSH);
+               });
+    store(params, WorkTile(params, index), FLUSH < K_TILES ? total : sums, rows, dst);
   }
 }

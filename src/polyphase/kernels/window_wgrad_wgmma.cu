@@ -150,8 +150,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
       for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.tile_extent[i];
     };
+    PipelineState<STAGES> state;
+    begin_loading();
     load_stages(
-        k_tiles, all_by_tma, ring, stage_memory, params.stage_bytes,
+        k_tiles, all_by_tma, ring, state, stage_memory, params.stage_bytes,
         [&](int, char* to, unsigned barrier) {
           if (ELEMENT == 2 && params.piece_bytes) return;
           locate();
@@ -179,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           advance<false>(params.tiles, tile);
           return shift;
         });
+    end_loading();
     return;
   }
 
@@ -198,7 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   Sums sums;
   int until_flush = params.flush;
-  add_stages(k_tiles, ring, stage_memory, params.stage_bytes, ELEMENT == 2 && params.piece_bytes != 0,
+  PipelineState<STAGES> state;
+  add_stages(k_tiles, ring, state, stage_memory, params.stage_bytes, ELEMENT == 2 && params.piece_bytes != 0,
              [&](int stage, const char* from, int shift) {
                sums.add(from + params.window_offset + shift, from, params.runs, offsets, offsets_of_rows, params.steps,
                         until_flush == params.flush, all_by_tma);

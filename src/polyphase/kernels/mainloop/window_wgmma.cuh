@@ -16,7 +16,9 @@
 // stages, each with a full and an empty mbarrier.
 //
 // With PAIRS, taps along w come in pairs: neighbours in the window, at even offsets, read at once. They are rows of the
-// weight gradient, K of the input gradient. The host aligns the window's start and pitches (`in_pairs`).
+// weight gradient, K of the input gradient. The host aligns the window's start and pitches (`in_pairs`). With
+// ROWS_IN_PAIRS a thread's rows 2·i and 2·i + 1 are neighbours, those that the weight gradient reads at once, or
+// positions of the input gradient.
 
 #pragma once
 
@@ -88,15 +90,21 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
   }
 }
 
+// Producers, before and behind all that they load.
+__device__ __forceinline__ void begin_loading() { setmaxnreg_dec<PRODUCER_REGISTERS>(); }
+__device__ __forceinline__ void end_loading() {
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+
 // Producers: issue(stage, memory, barrier), by the first thread, issues TMA loads; unless these are all, copy(stage,
 // memory), by all threads, starts cp.async of the rest and returns the window's shift.
 template <class Issue, class Copy>
-__device__ __forceinline__ void load_stages(int stages, bool all_by_tma, WindowBarriers& ring, char* stage_memory,
-                                            int bytes, const Issue& issue, const Copy& copy) {
-  setmaxnreg_dec<PRODUCER_REGISTERS>();
+__device__ __forceinline__ void load_stages(int stages, bool all_by_tma, WindowBarriers& ring,
+                                            PipelineState<STAGES>& state, char* stage_memory, int bytes,
+                                            const Issue& issue, const Copy& copy) {
   const bool first = threadIdx.x == CONSUMER_THREADS;
   if (all_by_tma && !first) return;
-  PipelineState<STAGES> state;
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     const unsigned full = shared_address(ring.full + state.index);
@@ -111,8 +119,6 @@ __device__ __forceinline__ void load_stages(int stages, bool all_by_tma, WindowB
     mbarrier_arrive(full);
     state.next();
   }
-  cp_async_commit();
-  cp_async_wait<0>();
 }
 
 // The accumulators of a warpgroup.
@@ -121,7 +127,7 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   // column k / 4 · 8 + k % 2 from there on. (Which of an instruction's rows is which is all the same to the product.)
   static __device__ __forceinline__ int row(int i) {
     const int first = threadIdx.x / 128 * GROUP_ROWS + threadIdx.x / 32 % 4 * 16 + i / 2 * 64;
-    return first + (PAIRS && !INPUT_GRAD ? 2 * fragment_row() + i % 2 : fragment_row() + i % 2 * 8);
+    return first + (ROWS_IN_PAIRS ? 2 * fragment_row() + i % 2 : fragment_row() + i % 2 * 8);
   }
   static __device__ __forceinline__ int first_column() { return fragment_column(); }
 
@@ -199,7 +205,7 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
 #pragma unroll
           for (int tile = 0; tile < ROW_TILES; ++tile) {
             unsigned* const words = of[i][tile] + 2 * chunk;
-            if constexpr (PAIRS && !INPUT_GRAD) {
+            if constexpr (!INPUT_GRAD && ROWS_IN_PAIRS) {
               read_pair<ROUND>(window + rows[tile][0], k, words);
             } else {
 #pragma unroll
@@ -275,9 +281,8 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
 
 // Consumers: add(stage, memory, shift) multiplies one stage. `copied`: threads wrote B, so wgmma needs a proxy fence.
 template <class Add>
-__device__ __forceinline__ void add_stages(int stages, WindowBarriers& ring, const char* stage_memory, int bytes,
-                                           bool copied, const Add& add) {
-  PipelineState<STAGES> state;
+__device__ __forceinline__ void add_stages(int stages, WindowBarriers& ring, PipelineState<STAGES>& state,
+                                           const char* stage_memory, int bytes, bool copied, const Add& add) {
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
     mbarrier_wait(shared_address(ring.full + state.index), state.parity);

@@ -27,9 +27,10 @@ from polyphase.schedules.window_gemm.wgmma_tile import (
     legal_configs,
     shared_bytes_of,
     stage_cycles,
+    stored_cycles,
     tiling_of,
 )
-from polyphase.schedules.window_gemm.wgmma_window import in_pairs
+from polyphase.schedules.window_gemm.wgmma_window import in_pairs, rows_in_pairs
 from polyphase.schedules.window_gemm.window import (
     FLUSH,
     Gradient,
@@ -140,7 +141,8 @@ class _WindowWgmma(Gradient):
                 "piece_bytes": tiling.runs.piece_bytes,
             }
         else:
-            blocks *= tiling.total
+            params["items"] = blocks * tiling.total
+            blocks = min(blocks * tiling.total, device.multiprocessors)
         source, threads = self._source(problem, flattened, pass_, config), 128 * GROUPS + LOADERS
         maps = tuple(each for each in (tiling.runs.tensor_map, tiling.window_map) if each is not None)
         main = main_step(source, blocks * planes, threads, shared_bytes_of(config, tiling), params, maps)
@@ -161,6 +163,7 @@ class _WindowWgmma(Gradient):
             ("STAGES", config.buffers),
             ("COLUMN_TILES", config.columns // 8),
             ("PAIRS", in_pairs(flattened)),
+            ("ROWS_IN_PAIRS", rows_in_pairs(flattened, pass_)),
             ("MN_MAJOR", problem.channels_last),
             ("FLUSH", _stages_summed(flattened, config)) if pass_ is Pass.INPUT_GRAD else ("PRELOADED", preloaded),
             ("MIN_BLOCKS", 1),
@@ -251,21 +254,20 @@ def _estimate(
     terms = costs("window_wgmma", device)
     stage = stage_cycles(problem, pass_, config, tiling, terms)
     blocks = blocks_of(problem, pass_, config.columns, config.out_chunk)
-    flushes = 1
     if pass_ is Pass.WEIGHT_GRAD:
         splits, size = _splits(problem, config, tiling, device), DTYPE_BYTES[problem.dtype]
         stages = math.ceil(tiling.total / splits)
         blocks *= splits
         flushes = max(1, math.ceil(stages / _flush(problem, tiling)))
+        block = terms.block + flushes * terms.result * config.rows * config.columns
         alone = splits == 1 and (size == 4 or _narrows(problem, tiling, stages))
         moved = math.prod(problem.weight_shape) * (size if alone else 8 * splits + size)
         end = (0.0 if alone else terms.reduce) + moved / device.copy_bytes_per_second
     else:
         stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
         blocks *= tiling.total
-        end = 0.0
+        block, end = terms.block + stored_cycles(problem, config, tiling.lanes, terms), 0.0
     _, rounds = rounds_of(blocks, 1, device)
-    block = terms.block + flushes * terms.result * config.rows * config.columns
     work = rounds * (stages * stage + block) / device.clock_hz + end
     moving = problem.bytes / device.copy_bytes_per_second
     return norm(work, moving, terms.overlap), slower_of(work, moving)[1]

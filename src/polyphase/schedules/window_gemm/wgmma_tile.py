@@ -30,7 +30,7 @@ from polyphase.schedules.window_gemm.wgmma_window import (
     may_use_tma,
     window_by_tma,
 )
-from polyphase.schedules.window_gemm.window import channel_pitch, extent_of_window, is_long_sum, lanes_of
+from polyphase.schedules.window_gemm.window import channel_pitch, extent_of_window, is_long_sum, lanes_of, sectors_of
 
 GROUPS = 2  # consumer warpgroups; ``mainloop/window_wgmma.cuh`` fixes their registers for this number
 LOADERS = 128  # threads of the producer warpgroup
@@ -211,8 +211,10 @@ class _Tilings:
             tiling = self._tiling(place)
             if tiling is None or self._is_short(place) is not short:
                 return None
-            fits = shared_bytes_of(config, tiling) <= available
-            return tiling.total * stage_cycles(problem, pass_, alike, tiling, self._terms) if fits else None
+            if shared_bytes_of(config, tiling) > available:
+                return None
+            cycles = stage_cycles(problem, pass_, alike, tiling, self._terms)
+            return tiling.total * (cycles + self._stored(tiling.lanes))
 
         return next(best_first(self._works, work_of), None)
 
@@ -221,6 +223,14 @@ class _Tilings:
             tiling = _tiles(*self._layer, self._lanes[place])
             self._tilings[place] = None if tiling is None or max(tiling.window.extent) > MAX_SIDE else tiling
         return self._tilings[place]
+
+    def _stored(self, lanes: Four) -> float:
+        """Predicted cycles of the results of a tile, for each of its stages; a weight gradient's are alike."""
+        problem, pass_, _, config = self._layer
+        if pass_ is Pass.WEIGHT_GRAD:
+            return 0.0
+        stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
+        return stored_cycles(problem, config, lanes, self._terms) / stages
 
     def _is_short(self, place: int) -> bool | None:
         """Whether threads copy short rows; None where these extents have no tiling."""
@@ -256,7 +266,7 @@ class _Tilings:
             if boxed:
                 loads = min(loads, rows * -(-columns * size // 128) * terms.row)
             fewest = reads if positions >= FOUND else reads / 4  # of four reads, some may be of no row
-            cycles = steps * _operation(config, fewest, terms) + loads + terms.stage
+            cycles = steps * _operation(config, fewest, terms) + loads + terms.stage + self._stored(each)
             yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
 
 
@@ -366,6 +376,12 @@ def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaC
         problem.dtype, sides, (columns * size, 16, 16, 16), (span // size, config.columns, 1, 1, 1), span, True, 1
     )
     return Runs.of_boxes((1, 1, 1, math.ceil(depth / span)), tensor_map)
+
+
+def stored_cycles(problem: ConvTransposeProblem, config: WgmmaConfig, lanes: Four, terms: Costs) -> float:
+    """Predicted cycles of the results of an input gradient's tile: by sectors over those that they would fill."""
+    *_, rows, columns = lanes
+    return terms.stored * config.rows * config.columns * sectors_of(problem, rows, columns)
 
 
 def stage_cycles(

@@ -20,6 +20,7 @@ MAX_BOX_SIDE = 256  # elements of a TMA box along one dimension
 PIECE_BYTES = 16  # of a cp.async
 _LEAST_STAGES, _MOST_SHARED = 3, 256 << 10  # stages of a kernel; bytes of shared memory, more than any GPU has
 FOUND = 32  # positions and taps by which bank conflicts are counted
+_PAIRED_BYTES = 8  # between neighbouring positions in the window, at most: 16 of them span 32 banks
 _Places = tuple[tuple[int, int], ...]  # a box's extent along each dimension, and its step
 
 
@@ -149,6 +150,16 @@ def in_pairs(problem: ConvTransposeProblem) -> bool:
     return even and axis.dilation == 1
 
 
+def rows_in_pairs(problem: ConvTransposeProblem, pass_: Pass) -> bool:
+    """Whether a thread's rows are neighbours: what a weight gradient reads at once, and an input gradient stores.
+
+    Of an input gradient: unless positions are so far apart in the window that pairs of them meet in more banks.
+    """
+    if pass_ is Pass.WEIGHT_GRAD:
+        return in_pairs(problem)
+    return problem.axes3[2].stride * DTYPE_BYTES[problem.dtype] <= _PAIRED_BYTES
+
+
 def conflicts_of(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, steps: Four) -> float:
     """Wavefronts of shared memory for one read of a warp's A fragment.
 
@@ -161,8 +172,8 @@ def conflicts_of(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, steps:
     taps = _first_places(kernel, (channel, of_d.dilation * slab, of_h.dilation * row, of_w.dilation))
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD:
-        return _passes(taps, positions, size, in_pairs(problem))
-    return _passes(positions, taps, size, False)
+        return _passes(taps, positions, size, in_pairs(problem), size == 4)
+    return _passes(positions, taps, size, rows_in_pairs(problem, pass_), False)
 
 
 def _first_places(counts: Four, steps: Four) -> _Places:
@@ -179,13 +190,13 @@ def _first_places(counts: Four, steps: Four) -> _Places:
 
 
 @lru_cache(maxsize=16384)
-def _passes(rows: _Places, k: _Places, size: int, paired: bool) -> float:
-    """Wavefronts for rows and k at such offsets; ``paired``: two rows are read at once."""
+def _passes(rows: _Places, k: _Places, size: int, paired: bool, at_once: bool) -> float:
+    """Wavefronts for rows and k at such offsets; ``paired``: a thread's rows are neighbours, ``at_once``: read so."""
     of_rows, of_k = _places(rows)[:: 2 if paired else 1], _places(k)[:: 4 // size]
     reads = 0
     for first, beyond in itertools.product((0, 8), (0, 8)):
         words = {(i + j) * size // 4 for i in of_rows[first : first + 8] for j in of_k[beyond : beyond + 4]}
-        if paired and size == 4:  # words that are read together
+        if paired and at_once:  # words that are read together
             words |= {word + 1 for word in words}
         banks = bytearray(32)
         for word in words:
