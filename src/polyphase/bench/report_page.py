@@ -231,7 +231,8 @@ def _left(report: ModelReport) -> list[str]:
     ]
     if report.functional:
         found.append(
-            f"{_counted(report.functional, 'call')} outside modules: run it within polyphase.override(), or call polyphase's function there"
+            f"{_counted(report.functional, 'call')} outside modules: run it within polyphase.override(), or call "
+            "polyphase's function there"
         )
     return found
 
