@@ -200,8 +200,7 @@ class _Families:
         if self._channels % ROWS and several:
             held = max(held, 32)  # stores ask whether a channel exists
         if self._problem.epilogue.normalizes:
-            rows = config.channel_blocks > 1 and self._problem.dtype == "float32"  # whose loaders have registers, too
-            held += _HELD_BY_NORMALS * (3 if rows else 1)
+            held += _HELD_BY_NORMALS * (3 if config.channel_blocks > 1 else 1)
         return held + self._held_by_bias_and_zeros
 
     @cached_property
