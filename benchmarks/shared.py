@@ -34,20 +34,24 @@ def problems_met(run: Callable[[], object], dtype: torch.dtype) -> list[ConvTran
     name = str(dtype).removeprefix("torch.")
 
     def note(
-        input: Tensor, weight: Tensor, bias: Tensor | None, constants: tuple[Any, ...], epilogue: Epilogue
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        constants: tuple[Any, ...],
+        around: tuple[Epilogue, Epilogue],
     ) -> None:
         shape = (input.shape[0], input.shape[1], weight.shape[1] * constants[4])
         sizes = (tuple(input.shape[2:]), tuple(weight.shape[2:]))
         found = ConvTransposeProblem(*shape, *sizes, *constants)
-        tf32 = name == "float32"
-        met.append(replace(found, bias=bias is not None, dtype=name, tf32=tf32, epilogue=epilogue))
+        found = replace(found, bias=bias is not None, dtype=name, tf32=name == "float32")
+        met.append(replace(found, epilogue=around[0], prologue=around[1]))
 
     class Watched(TorchDispatchMode):
         """Takes down the calls of polyphase's operators."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.polyphase.conv_transpose.default:
-                note(args[0], args[1], args[2], tuple(map(_tuple, args[3:])), NONE)
+                note(args[0], args[1], args[2], tuple(map(_tuple, args[3:])), (NONE, NONE))
             if func is torch.ops.polyphase.conv_transpose_epilogue.default:
                 note(args[0], args[1], args[2], tuple(map(_tuple, args[5:])), decoded(args[4]))
             return func(*args, **(kwargs or {}))
@@ -61,7 +65,7 @@ def sources_of(problems: list[ConvTransposeProblem], device: DeviceInfo, passes:
     """The kernels that passes of these problems launch."""
     found = []
     for problem, pass_ in itertools.product(problems, passes):
-        asked = problem if pass_ is Pass.FORWARD else replace(problem, bias=False, epilogue=NONE)
+        asked = problem if pass_ is Pass.FORWARD else replace(problem, bias=False, epilogue=NONE, prologue=NONE)
         found += [source for program in plan(asked, pass_, device).programs[:1] for source in program.sources]
     return found
 

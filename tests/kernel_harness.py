@@ -152,11 +152,11 @@ def run(
     bias: Tensor | None = None,
     executor: Executor | None = None,
     guard: int = GUARD,
-    of_epilogue: Mapping[str, Tensor] | None = None,
+    operands_of: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The pass computed by a program, on the host; ``operands`` as the pass takes them, in their shapes.
 
-    ``of_epilogue``: what the epilogue of ``problem`` reads, by its names.
+    ``operands_of``: what epilogue and prologue of ``problem`` read, by the names in ``problem.named_operands``.
     """
     executor = executor or Emulator()
     dtype = DTYPES[problem.dtype]
@@ -180,8 +180,8 @@ def run(
         buffers |= {SRC: place(first, read), WEIGHT: place(weight.reshape(1, -1), (0, 1, 0, 0, 0))}
         shape = problem.output_shape if forward else problem.input_shape
         buffers[DST] = dst = Buffer(shape, written, dtype, executor.device, None, 0, guard)
-    for name, values in (of_epilogue or {}).items():
-        role = problem.epilogue.named_operands[name]
+    for name, values in (operands_of or {}).items():
+        role = problem.named_operands[name]
         if role.per == ELEMENT:
             buffers[name] = Buffer(problem.output_shape, layouts.output, dtype, executor.device, values, 0, guard)
         else:

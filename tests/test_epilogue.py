@@ -181,7 +181,7 @@ def check(
     bias = integers((problem.out_channels,), seed + 2) if problem.bias else None
     of = operands_of(problem)
     layouts = Layouts.of_call(problem, Pass.FORWARD)
-    out = run(problem, Pass.FORWARD, program, layouts, operands, bias, executor, of_epilogue=of)
+    out = run(problem, Pass.FORWARD, program, layouts, operands, bias, executor, operands_of=of)
     *between, wide = finished(problem, reference(problem, Pass.FORWARD, operands, bias), of)
     dtype = DTYPES[problem.dtype]
     described = f"{candidate.describe()} of {problem}"
@@ -302,7 +302,7 @@ def test_rows_without_taps_are_refused_by_those_who_copy_them() -> None:
 
 def test_text_of_operations_is_read_back() -> None:
     for epilogue in [*COMBINED.values(), *(Epilogue((each,)) for each in ALONE.values() if each.of == 0)]:
-        assert decoded(encoded(epilogue)) == epilogue
+        assert decoded(encoded(epilogue)) == (epilogue, Epilogue())
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_activations_hide_no_doubt(schedule: str) -> None:
     weight, bias = integers(problem.weight_shape, 2).abs() + 1, torch.zeros(problem.out_channels, dtype=torch.float64)
     of = operands_of(problem)
     layouts = Layouts.of_call(problem, Pass.FORWARD)
-    out = run(problem, Pass.FORWARD, program, layouts, (x, weight), bias, of_epilogue=of)
+    out = run(problem, Pass.FORWARD, program, layouts, (x, weight), bias, operands_of=of)
     expected = torch.sigmoid(reference(problem, Pass.FORWARD, (x, weight), bias)) + of["residual_1"]
     assert bool(torch.isfinite(expected).all())
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)

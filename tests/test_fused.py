@@ -281,7 +281,7 @@ def test_a_call_passes_operands_behind_its_own_tensors(monkeypatch: pytest.Monke
     assert program is not None
     dense = torch.empty(problem.output_shape)
     call = prepared.Call(
-        program, "sm_90a", 0, problem.output_shape, dense.stride(), False, prepared.empty_on_cpu, epilogue
+        program, "sm_90a", 0, problem.output_shape, dense.stride(), False, prepared.empty_on_cpu, problem.named_operands
     )
     x, w = torch.ones(problem.input_shape), torch.ones(problem.weight_shape)
     scale, shift, residual = torch.ones(8), torch.ones(16)[::2], torch.ones(problem.output_shape)

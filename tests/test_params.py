@@ -7,6 +7,7 @@ import re
 import struct
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from polyphase.jit.source import KERNELS, KernelSource
 from polyphase.plan.planner import kernel_sources
 from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import Epilogue, Operation
 from polyphase.program.params import params_of, parse
 from polyphase.program.struct_layout import ParamOverflowError, Struct, divisor
 
@@ -71,9 +73,10 @@ def sources() -> dict[str, list[KernelSource]]:
     """Kernels by name."""
     device = DeviceInfo.for_arch("sm_90a")
     found: dict[str, list[KernelSource]] = {}
-    for layer in LAYERS:
+    behind = replace(parse_layer(LAYERS[0]), prologue=Epilogue((Operation("sigmoid"),)))
+    for problem in (*map(parse_layer, LAYERS), behind):
         for pass_ in Pass:
-            for source in kernel_sources(parse_layer(layer), pass_, device):
+            for source in kernel_sources(problem, pass_, device):
                 found.setdefault(source.kernel, []).append(source)
     return found
 

@@ -40,6 +40,7 @@ from polyphase.layer_norms import layer_norm_of
 from polyphase.problem.epilogue import decoded, encoded
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
 from polyphase.torch_op.operators import conv_transpose
+from polyphase.torch_op.steps import checked
 
 
 class CompileFusion:
@@ -319,15 +320,16 @@ def _known_equal(one: Any, other: Any) -> bool:
 def _text(layer: Node, steps: Sequence[_Step]) -> str:
     """The epilogue of these steps behind the layer's own. Raises what `polyphase.fused` raises for wrong operands."""
     input, size = _value(layer.args[0]), _value(layer).shape
-    found = fused._checked("conv_transpose", [each.step for each in steps if each.step], input, size, True)
+    found = checked("conv_transpose", [each.step for each in steps if each.step], input, size, True)
     if layer.target is not conv_transpose_epilogue:
         return encoded(found)
-    return encoded(decoded(layer.args[4]).then(found))  # type: ignore[arg-type]
+    epilogue, prologue = decoded(layer.args[4])  # type: ignore[arg-type]
+    return encoded(epilogue.then(found), prologue)
 
 
 def _is_valid(layer: Node, steps: Sequence[_Step]) -> bool:
     try:
-        epilogue = decoded(_text(layer, steps))
+        epilogue, _ = decoded(_text(layer, steps))
     except (TypeError, RuntimeError, ValueError):
         return False
     input, weight, bias, *rest = layer.args

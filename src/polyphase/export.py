@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyphase.problem.epilogue import decoded
 from polyphase.torch_op.derivatives import Operands, run_operator
-from polyphase.torch_op.epilogue import by_tensor_operations
+from polyphase.torch_op.epilogue import behind_prologue, by_tensor_operations, split
 from polyphase.torch_op.operators import input_grad_shape, weight_grad_shape
 from polyphase.torch_op.validate import Layer
 
@@ -74,7 +74,10 @@ def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any
 def _with_epilogue(
     input: Tensor, weight: Tensor, bias: Tensor | None, operands: Sequence[Tensor], text: str, *constants: Any
 ) -> Tensor:
-    return by_tensor_operations(decoded(text), operands, _forward(input, weight, bias, *constants)).to(input.dtype)
+    epilogue, prologue = decoded(text)
+    before, behind = split(prologue, operands)
+    sums = _forward(behind_prologue(prologue, before, input), weight, bias, *constants)
+    return by_tensor_operations(epilogue, behind, sums).to(input.dtype)
 
 
 def _input_grad(grad_output: Tensor, weight: Tensor, *constants: Any) -> Tensor:

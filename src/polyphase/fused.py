@@ -1,10 +1,14 @@
-"""The layer and what follows it as one call: ``polyphase.fused.conv_transpose2d(x, w, b, ..., epilogue=[...])``.
+"""The layer and what stands around it as one call: ``polyphase.fused.conv_transpose2d(x, w, b, ..., epilogue=[...])``.
 
 An epilogue is a list of elementwise operations on the output, in order, each made by a function of this module or named
 as an activation. On a GPU they are computed in the layer's own kernel, on values that are not rounded before the last::
 
     y = fused.conv_transpose2d(x, w, b, 2, 1, epilogue=[fused.batch_norm(mean, var, gamma, beta), "relu"])
     y = fused.conv_transpose2d(x, w, b, 2, epilogue=[fused.add(skip), fused.activation("leaky_relu", 0.2)])
+
+A prologue is a list of the same operations on the input, with operands for its channels::
+
+    y = fused.conv_transpose1d(x, w, b, 8, 4, prologue=[fused.snake(alpha)])
 """
 
 from __future__ import annotations
@@ -20,35 +24,17 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from polyphase import functional
 from polyphase.export import is_for_onnx
-from polyphase.problem.epilogue import (
-    ACTIVATIONS,
-    CHANNEL,
-    ELEMENT,
-    NONE,
-    ONE,
-    SAMPLE,
-    Epilogue,
-    Operand,
-    Operation,
-    encoded,
-)
+from polyphase.problem.epilogue import ACTIVATIONS, NONE, Epilogue, Operation, encoded
 from polyphase.torch_op import epilogue as operator
 from polyphase.torch_op import into, operators
 from polyphase.torch_op.call_cache import CallCache
+from polyphase.torch_op.steps import Step as Step
+from polyphase.torch_op.steps import checked
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING, Layer, check, output_size
 
 _DYNAMO_HAS_SYMBOLS = torch.__version__ >= "2.5"  # for numbers of modules
 _DEFAULTS: dict[str, tuple[float, ...]] = {"leaky_relu": (0.01,), "elu": (1.0,), "softplus": (1.0, 20.0)}
-
-
-class Step(NamedTuple):
-    """One operation of an epilogue and its tensors; made by the functions below."""
-
-    kind: str
-    constants: tuple[float, ...] = ()
-    tensors: tuple[tuple[str, Tensor], ...] = ()
-    of: int = 0
 
 
 def activation(name: str, *constants: float) -> Step:
@@ -121,6 +107,15 @@ def prelu(weight: Tensor) -> Step:
     return Step("prelu", (), (("slope", weight),))
 
 
+def snake(alpha: Tensor, beta: Tensor | None = None, eps: float = 1e-9, logarithmic: bool = False) -> Step:
+    """``v + sin²(v·alpha) / (beta + eps)``, as vocoders have it; ``beta`` is ``alpha`` by default.
+
+    Both have one element for each channel, or one. ``logarithmic``: their exponentials are taken.
+    """
+    given = (("alpha", alpha),) if beta is None else (("alpha", alpha), ("beta", beta))
+    return Step("snake", (float(eps), float(logarithmic)), given)
+
+
 def add(residual: Tensor) -> Step:
     """``v + residual``, of the output's shape and dtype."""
     return Step("add", (), (("residual", residual),))
@@ -148,12 +143,16 @@ def conv_transpose1d(
     *,
     epilogue: Sequence[Step | str] = (),
     out: Tensor | None = None,
+    prologue: Sequence[Step | str] = (),
 ) -> Tensor:
     """`polyphase.conv_transpose1d` and, in the same kernel, the operations of ``epilogue`` on its output, in order.
 
     Differentiable in all tensors any number of times; works under `torch.compile` and autocast. Operands of an
     epilogue have the input's dtype; for half types also float32, but for a residual. ``out`` is what the output is
     written to, as `polyphase.conv_transpose1d` says.
+
+    ``prologue``: operations on every element of the input, not on padding, before the layer reads it. Values are
+    rounded to the input's dtype once, behind the last. Operands have one element, or one for each input channel.
 
     Returns:
         ``(N, C_out, L_out)``, or ``(C_out, L_out)`` for an unbatched input.
@@ -165,7 +164,7 @@ def conv_transpose1d(
         UnsupportedError: the dtype, the device or the GPU cannot be served.
     """
     constants = (stride, padding, output_padding, groups, dilation)
-    return run(conv_transpose1d, 1, input, weight, bias, constants, epilogue, out)
+    return run(conv_transpose1d, 1, input, weight, bias, constants, epilogue, out, prologue)
 
 
 def conv_transpose2d(
@@ -180,10 +179,11 @@ def conv_transpose2d(
     *,
     epilogue: Sequence[Step | str] = (),
     out: Tensor | None = None,
+    prologue: Sequence[Step | str] = (),
 ) -> Tensor:
     """The same for ``(N, C_in, H, W)`` or ``(C_in, H, W)``: see `conv_transpose1d` for what is raised."""
     constants = (stride, padding, output_padding, groups, dilation)
-    return run(conv_transpose2d, 2, input, weight, bias, constants, epilogue, out)
+    return run(conv_transpose2d, 2, input, weight, bias, constants, epilogue, out, prologue)
 
 
 def conv_transpose3d(
@@ -198,10 +198,11 @@ def conv_transpose3d(
     *,
     epilogue: Sequence[Step | str] = (),
     out: Tensor | None = None,
+    prologue: Sequence[Step | str] = (),
 ) -> Tensor:
     """The same for ``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)``: see `conv_transpose1d` for what is raised."""
     constants = (stride, padding, output_padding, groups, dilation)
-    return run(conv_transpose3d, 3, input, weight, bias, constants, epilogue, out)
+    return run(conv_transpose3d, 3, input, weight, bias, constants, epilogue, out, prologue)
 
 
 def run(
@@ -213,48 +214,73 @@ def run(
     constants: tuple[Any, ...],
     given_steps: Sequence[Step | str],
     out: Tensor | None,
+    given_before: Sequence[Step | str] = (),
 ) -> Tensor:
     """Cast for autocast, check, and run. Every line here is host time of every call.
 
     ``function``: the public one that was called, of this module or, where there is an ``out``, of `functional`.
     """
-    steps = [_made(function.__name__, place, step) for place, step in enumerate(given_steps)]
-    given = [tensor for step in steps for _, tensor in step.tensors]
+    name = function.__name__
+    steps, before = _made(f"{name}: epilogue", given_steps), _made(f"{name}: prologue", given_before)
+    given = [tensor for step in (*before, *steps) for _, tensor in step.tensors]
     tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
     if not tracing and has_torch_function((input, weight, bias, out, *given)):
-        return _overridden(function, (input, weight, bias), constants, steps, given, out)
-    if not steps and out is None:
-        plain: Callable[..., Tensor] = getattr(functional, function.__name__)
+        return _overridden(function, (input, weight, bias), constants, _named(steps, before, out), given)
+    if not steps and not before and out is None:
+        plain: Callable[..., Tensor] = getattr(functional, name)
         return plain(input, weight, bias, *constants)
     if torch._C._is_any_autocast_enabled():
-        input, weight = functional.autocast(input), functional.autocast(weight)
-        bias = None if bias is None else functional.autocast(bias)
-        steps = [_autocast(step) for step in steps]
-        given = [tensor for step in steps for _, tensor in step.tensors]
-    known = _known_of((function.__name__, dims, input, weight, bias, *constants), steps, given, out, tracing)
-    batch, operands = (input, given) if input.dim() == dims + 2 else _with_batch(input, steps)
+        (input, weight, bias), before, steps = _cast(name, dims, (input, weight, bias), before, steps)
+        given = [tensor for step in (*before, *steps) for _, tensor in step.tensors]
+    if before and not tracing:
+        input = operator.separate(input)
+    known = _known_of((name, dims, input, weight, bias, *constants), (before, steps), given, out, tracing)
+    batch, operands = (input, given) if input.dim() == dims + 2 else _with_batch(input, (*before, *steps))
     if out is None:
         output = _run(known, operands, batch, weight, bias, tracing)
         return output if batch is input else output.squeeze(0)
     if tracing or torch.is_grad_enabled():
-        into.check(function.__name__, out, (input, weight, bias, *given), known.layer, batch is input)
+        into.check(name, out, (input, weight, bias, *given), known.layer, batch is input)
     if (call := _writer(known, out, (input, weight, bias, *given))) is not None:
         return into.written(call, out, (batch, weight, bias), operands)
     with torch.no_grad():
-        return out.copy_(function(input, weight, bias, *constants, **_named(steps, None)))
+        return out.copy_(function(input, weight, bias, *constants, **_named(steps, before, None)))
+
+
+def _cast(
+    name: str, dims: int, tensors: tuple[Tensor, Tensor, Tensor | None], before: list[Step], steps: list[Step]
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], list[Step], list[Step]]:
+    """What autocast makes of a call. Of an input that it casts, the values behind the prologue are cast, alone."""
+    input, weight, bias = tensors
+    if before and functional.autocast_dtype(input) not in (None, input.dtype):
+        batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
+        prologue = checked(name, before, batch, tuple(batch.shape), True, "prologue")
+        with torch.autocast(input.device.type, enabled=False):
+            read = operator.behind_prologue(prologue, [each for step in before for _, each in step.tensors], batch)
+        input, before = read if batch is input else read.squeeze(0), []
+    bias = None if bias is None else functional.autocast(bias)
+    # A residual is cast as the input is; what is small stays as it is.
+    cast = [
+        step._replace(
+            tensors=tuple(
+                (role, functional.autocast(each) if role == "residual" else each) for role, each in step.tensors
+            )
+        )
+        for step in steps
+    ]
+    return (functional.autocast(input), functional.autocast(weight), bias), before, cast
 
 
 def _overridden(
     function: Callable[..., Tensor],
     tensors: tuple[Tensor, Tensor, Tensor | None],
     constants: tuple[Any, ...],
-    steps: list[Step],
+    named: dict[str, Any],
     given: list[Tensor],
-    out: Tensor | None,
 ) -> Tensor:
     """What ``__torch_function__`` of one of the tensors gives for the call."""
-    more = _named(steps, out)
-    result: Tensor = handle_torch_function(function, (*tensors, out, *given), *tensors, *constants, **more)
+    relevant = (*tensors, named.get("out"), *given)
+    result: Tensor = handle_torch_function(function, relevant, *tensors, *constants, **named)
     return result
 
 
@@ -267,26 +293,28 @@ def _writer(known: _Known, out: Tensor, read: tuple[Tensor | None, ...]) -> Call
     return known.call if into.is_free(out, read) else None
 
 
-def _named(steps: list[Step], out: Tensor | None) -> dict[str, Any]:
+def _named(steps: list[Step], before: list[Step], out: Tensor | None) -> dict[str, Any]:
     """Arguments that are given by name, where they are given: the plain functions have no epilogue."""
     named: dict[str, Any] = {"epilogue": tuple(steps)} if steps else {}
+    named |= {"prologue": tuple(before)} if before else {}
     return named if out is None else named | {"out": out}
 
 
-def _with_batch(input: Tensor, steps: list[Step]) -> tuple[Tensor, list[Tensor]]:
-    """An input without a batch, and the operands of its epilogue, with one."""
+def _with_batch(input: Tensor, steps: Sequence[Step]) -> tuple[Tensor, list[Tensor]]:
+    """An input without a batch, and the operands of its steps, with one."""
     operands = [each.unsqueeze(0) if role == "residual" else each for step in steps for role, each in step.tensors]
     return input.unsqueeze(0), operands
 
 
 class _Known(NamedTuple):
-    """A call that was checked: its layer, its epilogue, also as text, and what computes it past the dispatcher.
+    """A call that was checked: its layer, what is around it, also as text, and what computes it past the dispatcher.
 
     ``constants``: those that it was checked with. Where there is an ``out``, ``call`` writes to it.
     """
 
     layer: Layer
     epilogue: Epilogue
+    prologue: Epilogue
     text: str
     constants: tuple[Any, ...] = ()
     call: Callable[..., Tensor] | None = None
@@ -298,18 +326,26 @@ operators.FURTHER_CALLS.append(_known)
 
 
 def _known_of(
-    arguments: tuple[Any, ...], steps: Sequence[Step], given: Sequence[Tensor], out: Tensor | None, tracing: bool
+    arguments: tuple[Any, ...],
+    around: tuple[Sequence[Step], Sequence[Step]],
+    given: Sequence[Tensor],
+    out: Tensor | None,
+    tracing: bool,
 ) -> _Known:
-    """What is known of a call, from memory where one like it was made before. ``given``: the steps' tensors."""
+    """What is known of a call, from memory where one like it was made before.
+
+    ``around``: the steps of prologue and epilogue; ``given``: their tensors.
+    """
     if tracing:
-        return functional.while_traced(_known_call, arguments, steps)
+        return functional.while_traced(_known_call, arguments, *around)
     _, dims, input, weight, bias, *rest = arguments
     constants = tuple(rest)
     tensors = [each for each in (input, weight, bias, out, *given) if each is not None]
     heard = operators.is_heard()
     key: tuple[Any, ...] | None
     try:
-        signature = tuple([(step.kind, step.constants, step.of, *dict(step.tensors)) for step in steps])
+        signature = tuple([tuple([(step.kind, step.constants, step.of, *dict(step.tensors)) for step in steps])
+                           for steps in around])  # fmt: skip
         key = (dims, input.shape, weight.shape, bias is None, out is None, constants, signature, heard, tf32_allowed())
         known = _known.find(key, *tensors)
     except (TypeError, AttributeError, RuntimeError):  # lists, symbolic sizes; no tensor; a nested one
@@ -317,7 +353,7 @@ def _known_of(
     # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
     if known is not None and (all(map(is_, constants, known.constants)) or functional.are_integers(constants)):
         return known
-    known = _known_call(arguments, steps)
+    known = _known_call(arguments, *around)
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     if out is not None:
         into.check(arguments[0], out, (input, weight, bias, *given), known.layer, batch is input)
@@ -342,101 +378,51 @@ def _by_kernels(input: Tensor) -> bool:
     return input.is_cuda and torch.version.cuda is not None and input.numel() > 0 and input.dtype in FLOATING
 
 
-def _known_call(arguments: tuple[Any, ...], steps: Sequence[Step]) -> _Known:
+def _known_call(arguments: tuple[Any, ...], before: Sequence[Step], steps: Sequence[Step]) -> _Known:
     """A call, checked."""
     name, dims, input, weight, *_ = arguments
     layer = check(*arguments)
     batched = input.dim() == dims + 2
     shape = (input.shape[0] if batched else 1, weight.shape[1] * layer.groups, *output_size(input.shape[-dims:], layer))
-    epilogue = _checked(name, steps, input, shape, batched) if steps else NONE
-    return _Known(layer, epilogue, encoded(epilogue, _DYNAMO_HAS_SYMBOLS) if steps else "")
+    epilogue = checked(name, steps, input, shape, batched) if steps else NONE
+    prologue = NONE
+    if before:
+        prologue = checked(name, before, input, tuple(input.shape) if batched else (1, *input.shape), True, "prologue")
+    return _Known(
+        layer, epilogue, prologue, encoded(epilogue, prologue, _DYNAMO_HAS_SYMBOLS) if steps or before else ""
+    )
 
 
-def _made(name: str, place: int, step: Any) -> Step:
-    """A step from what a user gives for one."""
-    if type(step) is Step:
-        return step
-    if isinstance(step, str):
-        return activation(step)
-    if not isinstance(step, Step):
-        raise TypeError(f"{name}: epilogue[{place}] must be made by polyphase.fused, not {type(step).__name__}")
-    return step
+def _made(what: str, given: Sequence[Any]) -> list[Step]:
+    """Steps from what a user gives for them."""
+    steps = []
+    for place, step in enumerate(given):
+        if isinstance(step, str):
+            step = activation(step)
+        elif not isinstance(step, Step):
+            raise TypeError(f"{what}[{place}] must be made by polyphase.fused, not {type(step).__name__}")
+        steps.append(step)
+    return steps
 
 
 def _run(
     known: _Known, operands: list[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, tracing: bool
 ) -> Tensor:
     """By the operator, past the dispatcher where nothing listens to it, or as operations of their own."""
-    layer, epilogue, text, _, call = known
+    layer, epilogue, prologue, text, _, call = known
     if tracing:
         by_operations = not torch.compiler.is_dynamo_compiling() and is_for_onnx()  # which has nodes for each
     else:  # transforms, whose rules are those of the operations
         by_operations = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if by_operations:
         of_dims = getattr(functional, f"conv_transpose{len(layer.stride)}d")
-        sums = of_dims(input, weight, bias, *layer[1:4], layer.groups, layer.dilation)
-        return operator.by_tensor_operations(epilogue, operands, sums).to(input.dtype)
+        before, behind = operator.split(prologue, operands)
+        read = operator.behind_prologue(prologue, before, input)
+        sums = of_dims(read, weight, bias, *layer[1:4], layer.groups, layer.dilation)
+        return operator.by_tensor_operations(epilogue, behind, sums).to(input.dtype)
     if call is not None:
         tensors = (input, weight, *operands) if bias is None else (input, weight, bias, *operands)
         if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
             return call(input, weight, bias, operands)
     _, *constants = layer  # not by a slice: see `polyphase.torch_op.derivatives`
     return operator.conv_transpose_epilogue(input, weight, bias, operands, text, *constants)
-
-
-def _autocast(step: Step) -> Step:
-    """A residual is cast as the input is; what is small stays as it is."""
-    cast = ((role, functional.autocast(each) if role == "residual" else each) for role, each in step.tensors)
-    return step._replace(tensors=tuple(cast))
-
-
-def _checked(name: str, steps: Sequence[Step], input: Tensor, shape: tuple[int, ...], batched: bool) -> Epilogue:
-    """The epilogue as data.
-
-    Raises:
-        TypeError, RuntimeError, ValueError: as `conv_transpose1d` says.
-    """
-    if input.dtype not in FLOATING:
-        raise RuntimeError(f"{name}: an epilogue takes a real floating-point input, got {input.dtype}")
-    operations = []
-    for place, step in enumerate(steps):
-        described = []
-        for role, tensor in step.tensors:
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: {role} of epilogue[{place}] must be a Tensor, not {type(tensor).__name__}")
-            if role == "residual" and not batched:
-                tensor = tensor.unsqueeze(0)
-            per = _per(f"{name}: {role} of epilogue[{place}]", role, tensor, shape)
-            described.append(Operand(role, per, _is_wide(f"{name}: {role} of epilogue[{place}]", per, tensor, input)))
-        operations.append(Operation(step.kind, step.constants, tuple(described), step.of))
-    return Epilogue(tuple(operations))
-
-
-def _per(what: str, role: str, tensor: Tensor, shape: tuple[int, ...]) -> str:
-    """How many elements an operand has."""
-    size = tuple(tensor.shape)
-    if role == "residual":
-        if size != shape:
-            raise RuntimeError(f"{what} must have the output's shape {shape}, got {size}")
-        return ELEMENT
-    ones = (1,) * (len(shape) - 2)
-    if size in ((shape[1],), (1, shape[1]), (1, shape[1], *ones)):
-        return CHANNEL
-    if size in ((), (1,)) and role in ("scale", "shift", "less", "slope"):
-        return ONE
-    if size in (shape[:2], (*shape[:2], *ones)) and role in ("scale", "shift", "less"):
-        return SAMPLE
-    raise RuntimeError(f"{what} must have shape ({shape[1]},), one element for each channel, got {size}")
-
-
-def _is_wide(what: str, per: str, tensor: Tensor, input: Tensor) -> bool:
-    """Whether an operand has float32's elements beside an input of a half type."""
-    if tensor.device != input.device:
-        raise RuntimeError(f"{what} must be on {input.device} as the input is, got {tensor.device}")
-    if tensor.dtype == input.dtype:
-        return False
-    half = input.dtype in (torch.float16, torch.bfloat16)
-    if half and tensor.dtype == torch.float32 and per != ELEMENT:
-        return True
-    allowed = f"{input.dtype} as the input has" + (" or float32" if half and per != ELEMENT else "")
-    raise RuntimeError(f"{what} must have {allowed}, got {tensor.dtype}")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
 from polyphase.jit.launcher import Executable
 from polyphase.kept import KEPT, Kept, Packed, kept_of, state_of
-from polyphase.problem.epilogue import NONE, Epilogue
+from polyphase.problem.epilogue import ELEMENT, Operand
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import ALIGNMENT
 from polyphase.program.kept import KeptProgram, kept_program
@@ -59,8 +60,9 @@ def _buffers(program: Program, place: int) -> tuple[dict[str, int], list[int], i
 class Call:
     """One pass of one problem, ready to run on tensors that lie as those it was made for: see `runtime.forward_call`.
 
-    The addresses of the program's buffers come behind those of `_ADDRESSES` and of the epilogue's operands, of which
-    ``residuals`` lie as the result does. ``final_strides``: those of what is returned, where that is a copy.
+    The addresses of the program's buffers come behind those of `_ADDRESSES` and of ``operands``, those of prologue and
+    epilogue, of which residuals lie as the result does. ``final_strides``: those of what is returned, where that is a
+    copy.
     """
 
     __slots__ = (
@@ -77,7 +79,7 @@ class Call:
         strides: tuple[int, ...],
         copies_weight: bool,
         empty: Empty,
-        epilogue: Epilogue = NONE,
+        operands: Mapping[str, Operand] = MappingProxyType({}),
         final_strides: tuple[int, ...] | None = None,
     ) -> None:
         self.index = index
@@ -86,8 +88,7 @@ class Call:
         self.strides = strides
         self.final_strides = final_strides
         self.copies_weight = copies_weight
-        operands = epilogue.named_operands
-        self._residuals = tuple(list(operands).index(name) for name in epilogue.residuals)
+        self._residuals = tuple(place for place, each in enumerate(operands.values()) if each.per == ELEMENT)
         places = _ADDRESSES | {name: _COUNT + place for place, name in enumerate(operands)}
         buffers, self._offsets, self._scratch_bytes = _buffers(program, _COUNT + len(operands))
         places |= buffers
@@ -105,7 +106,8 @@ class Call:
     ) -> torch.Tensor:
         """The pass of the two tensors that it reads. What is returned is no view: autograd may change it.
 
-        ``operands``: those of the epilogue. ``out``: what it is written to, of the strides that the call was made for.
+        ``operands``: those of prologue and epilogue. ``out``: what it is written to, of the strides that the call was
+        made for.
         """
         if _current_device() != self.index:
             with torch.cuda.device(self.index):

@@ -19,7 +19,7 @@ from polyphase.plan.planner import Plan, plan
 from polyphase.prepared import Call, empty_on_cpu, empty_on_cuda
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.epilogue import Epilogue, decoded
+from polyphase.problem.epilogue import NONE, Epilogue, decoded, encoded
 from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides
 from polyphase.problem.sizes import typical
 from polyphase.program.program import Program
@@ -57,7 +57,7 @@ def forward_with_epilogue(
     epilogue: str,
     *constants: Any,
 ) -> torch.Tensor:
-    """The layer's output behind an epilogue, as `polyphase.problem.epilogue` encodes it."""
+    """The layer's output with a prologue and an epilogue, as `polyphase.problem.epilogue` encodes them."""
     call = epilogue_call(input, weight, bias, epilogue, *constants)
     return call(input, weight, bias, operands)
 
@@ -70,7 +70,9 @@ def epilogue_call(
     *constants: Any,
     image_stride: int | None = None,
 ) -> Call:
-    """What computes the output behind an epilogue, none where that is ""; it serves tensors as `forward_call`'s does.
+    """What computes the output with the operations that `encoded` gave, none where that is "".
+
+    It serves tensors as `forward_call`'s does.
 
     ``image_stride``: elements from one image to the next in what the output is written to; by default it has no gaps.
     """
@@ -81,15 +83,17 @@ def epilogue_call(
     if call is None:
         problem = _problem(tuple(input.shape), weight, input, constants, bias is not None, tf32)
         problem = _with_format(problem, output_channels_last(input, weight))
-        problem = replace(problem, epilogue=decoded(epilogue)) if epilogue else problem
+        if epilogue:
+            behind, before = decoded(epilogue)
+            problem = replace(problem, epilogue=behind, prologue=before)
         try:
             call = _prepare(Pass.FORWARD, problem, input, None, weight, image_stride)
         except UnsupportedError as error:
             if not problem.epilogue.normalizes:
                 raise
             warnings.warn(f"PyTorch's functions compute the epilogue: {error}", stacklevel=2)
-            layer = epilogue_call(input, weight, bias, "", *constants)
-            call = cast(Call, Apart(layer, problem.epilogue))
+            layer = epilogue_call(input, weight, bias, encoded(NONE, problem.prologue), *constants)
+            call = cast(Call, Apart(layer, problem.epilogue, problem.prologue))
         _remember(_forward_calls, key, call)
     return call
 
@@ -222,7 +226,7 @@ def _prepare(
         final = None if wanted == strides else wanted
     copies_weight = weight is not None and not layouts.weight_channels_last and not weight.is_contiguous()
     empty = empty_on_cuda if tensor.is_cuda else empty_on_cpu
-    call = Call(program, device.arch, index, shape, strides, copies_weight, empty, problem.epilogue, final)
+    call = Call(program, device.arch, index, shape, strides, copies_weight, empty, problem.named_operands, final)
     for source in (source for each in chosen.programs for source in each.sources):
         compile_meanwhile(source, device.arch, index)
     return call

@@ -27,6 +27,7 @@ from polyphase.fuse_trace import Trace, call_name, is_of_pixels, shared_modules
 from polyphase.module_steps import STEPS
 from polyphase.problem import ConvTransposeProblem
 from polyphase.problem.epilogue import OF_PIXELS, Epilogue
+from polyphase.torch_op.steps import checked
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -289,7 +290,7 @@ class _Forward:
         if output.dim() != len(self._layers[str(layer.target)].input_size) + 2:  # a single image
             return None
         try:
-            return fused._checked("", steps, value, tuple(output.shape), True)
+            return checked("", steps, value, tuple(output.shape), True)
         except (TypeError, RuntimeError, ValueError):
             return None
 

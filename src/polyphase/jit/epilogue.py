@@ -1,4 +1,5 @@
-"""An epilogue's operations as CUDA: the text of ``epilogue/operations.cuh`` for one kernel."""
+"""An epilogue's operations as CUDA, and a prologue's: texts of ``epilogue/operations.cuh`` and of
+``operand/prologue.cuh`` for one kernel."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from polyphase.problem.epilogue import (
     Epilogue,
     Operand,
     Operation,
+    of_input,
 )
 
 _NONE = """\
@@ -25,18 +27,43 @@ _NONE = """\
 #define EPILOGUE_RESIDUALS 0     // tensors of the output's shape that they read
 """
 
+_NO_PROLOGUE = """\
+#define PROLOGUE 0
+#define PROLOGUE_PARAMETERS  // of a kernel, behind those of its epilogue
+#define PROLOGUE_OPERANDS (PrologueOperands{})
+struct PrologueOperands {};
+"""
+
+# What is made of an operation's operands once for a channel: a factor and a summand, or the snake's two factors.
+_DERIVED = {"normalize": ("factor", "added"), "snake": ("frequency", "amplitude")}
+
+
+def prologue_text(prologue: Epilogue) -> str:
+    """What kernels include as ``operand/prologue.cuh``."""
+    if not prologue:
+        return _NO_PROLOGUE
+    pointers = _pointers(prologue)
+    given = ", ".join(map(of_input, pointers))
+    declared = "".join(f", {kind} __restrict__ {of_input(name)}" for name, kind in pointers.items())
+    lines = [
+        f"// The prologue: {prologue}",
+        "#define PROLOGUE 1",
+        f"#define PROLOGUE_PARAMETERS {declared}",
+        f"#define PROLOGUE_OPERANDS PrologueOperands{{{given}}}",
+        *_structs(prologue, "Prologue"),
+        *_terms(prologue, "prologue_terms", "Prologue"),
+        "__device__ __forceinline__ accum_t prologue(accum_t v0, const PrologueTerms& of) {",
+        *_values(prologue, len(prologue.operations)),
+    ]
+    return "\n".join(lines) + "\n"
+
 
 def operations_text(epilogue: Epilogue) -> str:
     """What kernels include as ``epilogue/operations.cuh``."""
     if not epilogue:
         return _NONE
-    operands = epilogue.named_operands
-    pointers = {name: f"const {_type(operand)}*" for name, operand in operands.items()}
-    given = ", ".join(operands)
-    kept = [name for name, operand in operands.items() if operand.per in (ONE, CHANNEL)]
-    normalized = [i for i, operation in enumerate(epilogue.operations) if operation.kind == "normalize"]
-    kept = [name for name in kept if int(name.rpartition("_")[2]) not in normalized]
-    later = [name for name, operand in operands.items() if operand.per in (SAMPLE, ELEMENT)]
+    pointers = _pointers(epilogue)
+    given = ", ".join(pointers)
     lines = [
         f"// The epilogue: {epilogue}",
         "#define EPILOGUE 1",
@@ -45,21 +72,53 @@ def operations_text(epilogue: Epilogue) -> str:
         f"EpilogueOperands{{bias, 0, dst, sample_stride, OperationOperands{{{given}}}}}",
         f"#define EPILOGUE_CHANNELS {epilogue.channels}",
         f"#define EPILOGUE_CHANNEL(of_kernel) {_channel(epilogue)}",
-        f"#define EPILOGUE_READS_PLACES {bool(later):d}",
+        f"#define EPILOGUE_READS_PLACES {bool(_read_later(epilogue)):d}",
         f"#define EPILOGUE_RESIDUALS {len(epilogue.residuals)}",
         f"#define EPILOGUE_PER_SAMPLE {epilogue.per_sample:d}",
         f"#define EPILOGUE_NORMALIZES {epilogue.normalizes:d}",
-        "struct OperationOperands {",
-        *(f"  {kind} {name};" for name, kind in pointers.items()),
+        *_structs(epilogue, "Operation"),
+        *_terms(epilogue, "operation_terms", "Operation"),
+        *_prefetch(epilogue),
+        *_normalized_value(epilogue),
+        *_operations(epilogue),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _pointers(epilogue: Epilogue) -> dict[str, str]:
+    """The types of all operands."""
+    return {name: f"const {_type(operand)}*" for name, operand in epilogue.named_operands.items()}
+
+
+def _read_later(epilogue: Epilogue) -> list[str]:
+    """The operands of which outputs of a channel have others."""
+    return [name for name, operand in epilogue.named_operands.items() if operand.per in (SAMPLE, ELEMENT)]
+
+
+def _kept(epilogue: Epilogue) -> list[str]:
+    """The operands that are kept for a channel as they are read."""
+    return [
+        f"{operand.role}_{i}"
+        for i, operation in enumerate(epilogue.operations)
+        for operand in operation.operands
+        if operand.per in (ONE, CHANNEL) and operation.kind not in _DERIVED
+    ]
+
+
+def _structs(epilogue: Epilogue, name: str) -> list[str]:
+    """The addresses of all operands, and what a channel keeps of them."""
+    pointers = _pointers(epilogue)
+    derived = [(i, _DERIVED[each.kind]) for i, each in enumerate(epilogue.operations) if each.kind in _DERIVED]
+    return [
+        f"struct {name}Operands {{",
+        *(f"  {kind} {operand};" for operand, kind in pointers.items()),
         "};",
-        "struct OperationTerms {",
-        *(f"  accum_t {name};" for name in kept),
-        *(f"  accum_t factor_{i}, added_{i};" for i in normalized),
-        *(f"  {pointers[name]} {name};" for name in later),
+        f"struct {name}Terms {{",
+        *(f"  accum_t {operand};" for operand in _kept(epilogue)),
+        *(f"  accum_t {first}_{i}, {second}_{i};" for i, (first, second) in derived),
+        *(f"  {pointers[operand]} {operand};" for operand in _read_later(epilogue)),
         "};",
     ]
-    lines += [*_terms(epilogue, kept, later), *_prefetch(epilogue), *_normalized_value(epilogue)]
-    return "\n".join([*lines, *_operations(epilogue)]) + "\n"
 
 
 def _channel(epilogue: Epilogue) -> str:
@@ -75,22 +134,39 @@ def _type(operand: Operand) -> str:
     return "accum_t" if operand.wide else "scalar_t"
 
 
-def _terms(epilogue: Epilogue, kept: list[str], later: list[str]) -> list[str]:
+def _terms(epilogue: Epilogue, function: str, name: str) -> list[str]:
     """What is read once for a channel."""
     operands = epilogue.named_operands
     lines = [
-        "__device__ __forceinline__ OperationTerms operation_terms(const OperationOperands& of, int channel,",
-        "                                                          bool exists) {",
-        "  OperationTerms terms = {};",
+        f"__device__ __forceinline__ {name}Terms {function}(const {name}Operands& of, int channel, bool exists) {{",
+        f"  {name}Terms terms = {{}};",
     ]
-    for name in kept:
-        at = "0" if operands[name].per == ONE else "channel"
-        lines.append(f"  if (exists) terms.{name} = widen(read(of.{name} + {at}));")
+    for operand in _kept(epilogue):
+        lines.append(f"  if (exists) terms.{operand} = {_of_channel(operands[operand], operand)};")
     for i, operation in enumerate(epilogue.operations):
-        if operation.kind == "normalize":
-            lines += _normalized(i, operation)
-    lines += [f"  terms.{name} = of.{name};" for name in later]
+        if operation.kind in _DERIVED:
+            lines += _normalized(i, operation) if operation.kind == "normalize" else _snake(i, operation)
+    lines += [f"  terms.{operand} = of.{operand};" for operand in _read_later(epilogue)]
     return [*lines, "  return terms;", "}"]
+
+
+def _of_channel(operand: Operand, name: str) -> str:
+    """What is read of one that a channel's outputs have in common."""
+    return f"widen(read(of.{name} + {'0' if operand.per == ONE else 'channel'}))"
+
+
+def _snake(i: int, operation: Operation) -> list[str]:
+    """A snake as the factors of its sine's angle and of its square."""
+    epsilon, logarithmic = operation.constants
+    read = {operand.role: _of_channel(operand, f"{operand.role}_{i}") for operand in operation.operands}
+    alpha, beta = (f"exponential({each})" if logarithmic else each for each in (read["alpha"], read.get("beta", "")))
+    beta = beta if "beta" in read else f"terms.frequency_{i}"
+    return [
+        "  if (exists) {",
+        f"    terms.frequency_{i} = {alpha};",
+        f"    terms.amplitude_{i} = quotient((accum_t)1, {beta} + {_number(epsilon)});",
+        "  }",
+    ]
 
 
 def _normalized(i: int, operation: Operation) -> list[str]:
@@ -179,6 +255,8 @@ def _next(i: int, operation: Operation, first_residual: str) -> str:
         return _normalized_over_pixels(kind, value, read)
     if kind == "prelu":
         return f"leaky_relu({value}, {read['slope']})"
+    if kind == "snake":
+        return f"snake({value}, of.frequency_{i}, of.amplitude_{i})"
     if kind == "add":
         return f"{value} + {read['residual']}"
     return f"{value} {'+' if kind == 'add_value' else '*'} v{operation.of}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
-from polyphase.jit.epilogue import operations_text
+from polyphase.jit.epilogue import operations_text, prologue_text
 from polyphase.jit.includes import resolve
 from polyphase.problem import Axis
 from polyphase.problem.epilogue import NONE, Epilogue
@@ -21,6 +21,7 @@ KERNELS = Path(__file__).parent.parent / "kernels"
 SPECIALISATION = "specialisation.cuh"
 WGMMA_FORMS = "ptx/wgmma_forms.cuh"
 OPERATIONS = "epilogue/operations.cuh"
+PROLOGUE = "operand/prologue.cuh"
 
 # The tensors' type and the accumulator's, by the name of the dtype.
 _TYPES = {
@@ -67,6 +68,7 @@ class KernelSource:
         fallbacks: sets of constants that are changed, one set after the other, where registers would spill even with
             one block on a multiprocessor.
         epilogue: what is done to an output behind its sum and bias.
+        prologue: what is done to an element of the input.
     """
 
     kernel: str
@@ -77,6 +79,7 @@ class KernelSource:
     fallbacks: tuple[tuple[tuple[str, Constant], ...], ...] = ()
     folder: str = ""
     epilogue: Epilogue = NONE
+    prologue: Epilogue = NONE
 
     @property
     def min_blocks(self) -> int:
@@ -115,7 +118,7 @@ class KernelSource:
             if not isinstance(value, Axis)
         )
         forms = frozenset(replace(form, columns=0) for form in self.wgmma)
-        return self.kernel, self.dtype, self.wide_offsets, switches, forms, self.epilogue
+        return self.kernel, self.dtype, self.wide_offsets, switches, forms, self.epilogue, self.prologue
 
     def with_constants(self, **constants: Constant) -> KernelSource:
         """The same kernel with some of its constants changed."""
@@ -141,6 +144,7 @@ class KernelSource:
             SPECIALISATION: self.specialisation,
             WGMMA_FORMS: "".join(map(_wgmma, self.wgmma)),
             OPERATIONS: operations_text(self.epilogue),
+            PROLOGUE: prologue_text(self.prologue),
         }
 
     @cached_property
@@ -162,6 +166,7 @@ class KernelSource:
         """Paths and texts, those of the examples in place of generated ones."""
         known = {name: int(value) for name, value in self.constants if name in MACROS and isinstance(value, int)}
         known["EPILOGUE"], known["EPILOGUE_NORMALIZES"] = bool(self.epilogue), self.epilogue.normalizes
+        known["PROLOGUE"] = bool(self.prologue)
         root = "/".join(filter(None, (self.folder, f"{self.kernel}.cu")))
         return resolve(root, lambda path: replaced[path] if path in replaced else read(path), known)
 

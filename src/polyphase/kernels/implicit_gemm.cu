@@ -126,6 +126,14 @@ __device__ __forceinline__ PixelBand band_of(const TileScheduler& scheduler, int
 #endif
 }
 
+// How the pixels of a work tile's stage become operands.
+__device__ __forceinline__ StageInput input_of(const Params& params, const TileScheduler& scheduler,
+                                               const PrologueOperands& operands, const Cursor& now) {
+  const int row_group = now.index % params.tile_items * ROW_SHARES, group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
+  const int channel = stage_of_band(scheduler, now.stage) * STAGE_CHANNELS;
+  return {band_of(scheduler, now.stage), {operands, group * SRC_CHANNELS + channel, SRC_CHANNELS - channel}};
+}
+
 #if BULK_COPY
 // A stage's weights of a row group, by one thread.
 __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* from, unsigned barrier) {
@@ -187,10 +195,10 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
 
 // One of the warps that transpose boxes. A group of TRANSPOSE_WARPS takes every TRANSPOSE_GROUPS-th stage; its warps do
 // not wait for one another.
-__device__ __forceinline__ void transpose_stages(const Params& params, const TileScheduler& scheduler, int warp,
-                                                 unsigned char* stages, int stage_bytes, const unsigned char* raw,
-                                                 int raw_stage, unsigned full, unsigned empty, unsigned raw_full,
-                                                 unsigned raw_empty) {
+__device__ __forceinline__ void transpose_stages(const Params& params, const TileScheduler& scheduler,
+                                                 const PrologueOperands& operands, int warp, unsigned char* stages,
+                                                 int stage_bytes, const unsigned char* raw, int raw_stage,
+                                                 unsigned full, unsigned empty, unsigned raw_full, unsigned raw_empty) {
   const int group = warp / TRANSPOSE_WARPS;
   Cursor now;
   PipelineState<STAGES> slot;
@@ -201,7 +209,7 @@ __device__ __forceinline__ void transpose_stages(const Params& params, const Til
     mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     transpose_boxes<TRANSPOSE_WARPS>(params, raw + slot_raw.index * raw_stage,
                                      stages + slot.index * stage_bytes + WEIGHT_SLOT, warp % TRANSPOSE_WARPS,
-                                     band_of(scheduler, now.stage));
+                                     input_of(params, scheduler, operands, now));
     fence_proxy_async();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full + 8 * slot.index), mbarrier_arrive(raw_empty + 8 * slot_raw.index);
@@ -342,7 +350,7 @@ __device__ __forceinline__ void clear_padding(const Params& params, unsigned cha
 #if BOX_COPY
 // The producers where TMA brings pixels: the last warp issues it, the others transpose.
 __device__ __forceinline__ void produce_by_tma(const Params& params, TileScheduler& scheduler,
-                                               const scalar_t* __restrict__ src,
+                                               const scalar_t* __restrict__ src, const PrologueOperands& operands,
                                                const unsigned char* __restrict__ packed, Shared& shared,
                                                unsigned char* stages, int stage_bytes, unsigned char* raw,
                                                int raw_stage) {
@@ -351,7 +359,8 @@ __device__ __forceinline__ void produce_by_tma(const Params& params, TileSchedul
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32 - CONSUMERS * 4, 0);
   const unsigned raw_full = shared_address(shared.raw_full), raw_empty = shared_address(shared.raw_empty);
   if (warp < TRANSPOSE_GROUPS * TRANSPOSE_WARPS && !TMA_OPERANDS) {
-    transpose_stages(params, scheduler, warp, stages, stage_bytes, raw, raw_stage, full, empty, raw_full, raw_empty);
+    transpose_stages(params, scheduler, operands, warp, stages, stage_bytes, raw, raw_stage, full, empty, raw_full,
+                     raw_empty);
   } else if (warp == LOADER_THREADS / 32 - 1) {
     unsigned char* const pixels = TMA_OPERANDS ? stages + WEIGHT_SLOT : raw;
     load_boxes(params, scheduler, src, packed, stages, stage_bytes, pixels, TMA_OPERANDS ? stage_bytes : raw_stage,
@@ -415,7 +424,7 @@ __device__ __forceinline__ Operands operands_of(const Shared& shared, const Work
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
-                  const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, result_t* __restrict__ dst,
+                  const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS PROLOGUE_PARAMETERS, result_t* __restrict__ dst,
                   const __grid_constant__ Params params) {
   extern __shared__ __align__(TMA_OPERANDS ? 1024 : 128) unsigned char shared_memory[];
   __shared__ __align__(8) Shared shared;
@@ -478,7 +487,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 
 #if BOX_COPY
   if (takes_boxes(params) && warp_group >= CONSUMERS) {
-    produce_by_tma(params, scheduler, src, packed, shared, shared_memory, stage_bytes, raw, raw_stage);
+    produce_by_tma(params, scheduler, src, PROLOGUE_OPERANDS, packed, shared, shared_memory, stage_bytes, raw,
+                   raw_stage);
     return;
   }
 #endif
@@ -536,14 +546,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       start_copy();
       if (round < 0) continue;
       loader.convert(IN_PLACE ? stage + WEIGHT_SLOT : raw + copy_now.index * raw_stage, stage + WEIGHT_SLOT,
-                     band_of(scheduler, now.stage));
+                     input_of(params, scheduler, PROLOGUE_OPERANDS, now));
 #if !BULK_COPY
       cp_async_wait<1>();
 #endif
       fence_proxy_async();
       mbarrier_arrive(full + 8 * slot.index);
-      slot.skip(LOADER_GROUPS);
-      copy_now.skip(1);
+      slot.skip(LOADER_GROUPS), copy_now.skip(1);
       new_weights = now.skip_behind(ahead, scheduler, LOADER_GROUPS);
     }
     cp_async_wait<0>();

@@ -27,14 +27,16 @@ from polyphase.jit.source import KernelSource
 from polyphase.plan import measured as tuning
 from polyphase.plan.ranking_cache import kept
 from polyphase.plan.shortlist import candidates, refusal
-from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import compared
 from polyphase.program.epilogue import with_epilogue
 from polyphase.program.program import Program
+from polyphase.program.prologue import in_a_step, is_transposed, within_kernels
 from polyphase.program.struct_layout import ParamOverflowError
 from polyphase.schedules import SCHEDULES
+from polyphase.schedules.cost import prologue_seconds
 from polyphase.schedules.schedule import Candidate, Schedule
 
 #: Another config of the list is taken where its prediction is less than that much of the first's, and another
@@ -141,7 +143,7 @@ def plan(
         kernels.append((other, next(offered)))
     try:
         selected = tuple(
-            Selection(each, *_with_epilogue(each, candidate, given, problem, pass_, device, given_layouts, layouts))
+            Selection(each, *_with_functions(each, candidate, given, problem, pass_, device, given_layouts, layouts))
             for each, candidate in kernels
         )
     except ParamOverflowError:  # numbers that a kernel's parameter has no room for
@@ -170,7 +172,7 @@ def _that_take(problem: ConvTransposeProblem, pass_: Pass, schedules: Iterable[S
     return [schedule for schedule in schedules if epilogue_refusal(schedule, problem, pass_) is None]
 
 
-def _with_epilogue(
+def _with_functions(
     schedule: Schedule,
     candidate: Candidate,
     given: ConvTransposeProblem,
@@ -180,17 +182,28 @@ def _with_epilogue(
     given_layouts: Layouts | None,
     layouts: Layouts,
 ) -> tuple[Candidate, Program]:
-    """A config of the layer as it is ``computed``, and its program, with the epilogue of the ``given`` one.
+    """A config of the layer as it is ``computed``, and its program, with epilogue and prologue of the ``given`` one.
 
-    An epilogue has no say in what is chosen, but for `Epilogue.planned`: all schedules read the same for it.
+    Neither has a say in what is chosen, but for `Epilogue.planned`: all schedules read the same for an epilogue. What
+    computes a prologue is decided here, for the config that is chosen: its kernel, or a step before it.
     """
     program = schedule.program(computed, pass_, device, layouts, candidate.config)
-    if pass_ is not Pass.FORWARD or not given.epilogue:
+    if pass_ is not Pass.FORWARD or not (given.epilogue or given.prologue):
         return candidate, program
+    given_layouts = given_layouts or Layouts.of_call(given, pass_)
     seconds = candidate.seconds + given.residual_bytes / device.copy_bytes_per_second
-    return replace(candidate, seconds=seconds), with_epilogue(
-        program, given, computed, given_layouts or Layouts.of_call(given, pass_)
-    )
+    if given.prologue:
+        apart = prologue_seconds(given.elements[0] * DTYPE_BYTES[given.dtype], device)
+        within: float | None = 0.0
+        if not is_transposed(program):
+            within = schedule.prologue_seconds(computed, given.prologue, device, layouts, candidate.config)
+        if within is not None and within < apart:
+            program = within_kernels(program, given.prologue)
+        else:
+            program = in_a_step(program, given, given_layouts)
+        seconds += apart if within is None else min(within, apart)
+    program = with_epilogue(program, given, computed, given_layouts)
+    return replace(candidate, seconds=seconds), program
 
 
 def as_computed(
@@ -265,7 +278,7 @@ def programs(
     problem, layouts = as_computed(given, pass_, layouts)
     schedules = _that_take(given, pass_, SCHEDULES)
     return [
-        _with_epilogue(schedule, candidate, given, problem, pass_, device, given_layouts, layouts)
+        _with_functions(schedule, candidate, given, problem, pass_, device, given_layouts, layouts)
         for schedule, offered in _offers(schedules, problem, pass_, device, layouts)
         for candidate in offered
     ]
@@ -280,7 +293,7 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     problem, layouts = as_computed(problem, pass_, None)
     schedules = _that_take(given, pass_, SCHEDULES)
     firsts = [
-        _with_epilogue(schedule, next(offered), given, problem, pass_, device, None, layouts)[1]
+        _with_functions(schedule, next(offered), given, problem, pass_, device, None, layouts)[1]
         for schedule, offered in _offers(schedules, problem, pass_, device, layouts)
     ]
     both = plan(given, pass_, device, by_prediction=True).programs

@@ -1,7 +1,8 @@
 """What happens to an output behind its sum and bias, as data: elementwise operations in order.
 
 The planner, the programs and the text of the kernels read this one description (docs/kernels/epilogue.md). Values are
-in the accumulator's type from the sum on, and are rounded once, behind the last operation.
+in the accumulator's type from the sum on, and are rounded once, behind the last operation. A prologue is made of the
+same operations, on every element of the input (docs/kernels/prologue.md).
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ _OPERANDS = {
     "normalize": ("mean", "variance", "[weight]", "[offset]"),
     "layer_norm": ("[weight]", "[offset]"),
     "prelu": ("slope",),
+    "snake": ("alpha", "[beta]"),
     "add": ("residual",),
 }
 _OF_VALUES = ("add_value", "multiply_value")
+_CONSTANTS = {**{name: len(named) for name, named in ACTIVATIONS.items()}, "affine": 2, "normalize": 1, "layer_norm": 1,
+              "snake": 2}  # fmt: skip
+_MOVE_ZERO = ("sigmoid", "softplus", "normalize", "layer_norm", "softmax", "add")
 
 #: The operations that read all channels of a pixel, and how many a kernel has at once: two row blocks. (Of four, what
 #: a thread reads of its rows takes too many registers.)
@@ -69,6 +74,8 @@ class Operation:
     ``"layer_norm"``                          the same, of the mean and variance of the channels of each pixel
     ``"softmax"``                             ``exp(v)`` over the sum of that of the channels of the pixel
     ``"prelu"``                               ``v`` where it is positive, else ``v·slope``
+    ``"snake"``                               ``v + sin²(v·alpha) / (beta + constants[0])``; beta is alpha where it is
+                                              missing; with ``constants[1]`` of 1 exponentials take the place of both
     ``"add"``                                 ``v + residual``
     ``"add_value"``, ``"multiply_value"``     ``v + u`` and ``v·u``; ``u`` is the value that operation ``of`` reads
     ========================================  =====================================================================
@@ -80,7 +87,7 @@ class Operation:
     of: int = 0
 
     def __post_init__(self) -> None:
-        wanted = {"affine": 2, "normalize": 1, "layer_norm": 1}.get(self.kind, len(ACTIVATIONS.get(self.kind, ())))
+        wanted = _CONSTANTS.get(self.kind, 0)
         known = self.kind in ACTIVATIONS or self.kind in _OPERANDS or self.kind in ("affine", "softmax", *_OF_VALUES)
         if not known:
             raise ValueError(f"an epilogue has no operation {self.kind!r}; it has {', '.join(_kinds())}")
@@ -100,6 +107,15 @@ class Operation:
             raise ValueError(f"{self.kind} takes the operands {', '.join(named)}, given {roles}")
         if any(operand.per == ELEMENT for operand in self.operands) != (self.kind == "add"):
             raise ValueError(f"{self.kind} cannot have operands {self.operands}")
+
+    @property
+    def keeps_zero(self) -> bool:
+        """Whether zero stays zero, whatever finite operands there are."""
+        if self.kind == "clamp":
+            return self.constants[0] <= 0 <= self.constants[1]
+        if self.kind == "affine":
+            return self.constants[1] == 0
+        return self.kind not in _MOVE_ZERO and all(each.role not in ("shift", "less") for each in self.operands)
 
     def __str__(self) -> str:
         operands = (f"{role} per {per}" if per != ELEMENT else role for role, per, _ in self.operands)
@@ -158,6 +174,17 @@ class Epilogue:
         return any(operation.kind in OF_PIXELS for operation in self.operations)
 
     @property
+    def is_per_channel(self) -> bool:
+        """Whether it may be a prologue: what it does to a value depends on that and on its channel alone."""
+        per = {operand.per for operand in self.named_operands.values()}
+        return not self.normalizes and per <= {ONE, CHANNEL}
+
+    @property
+    def keeps_zero(self) -> bool:
+        """Whether zero stays zero."""
+        return all(operation.keeps_zero for operation in self.operations)
+
+    @property
     def planned(self) -> Epilogue:
         """What plans know of it: whether it `normalizes`."""
         return NORMALIZING if self.normalizes else NONE
@@ -177,9 +204,19 @@ NONE = Epilogue()
 NORMALIZING = Epilogue((Operation("layer_norm", (0.0,)),))
 
 
-def encoded(epilogue: Epilogue, symbols: bool = False) -> str:
-    """The operations as text, which an operator of PyTorch's takes; Dynamo traces it, where numbers may be symbols."""
-    return ";".join([_encoded(operation, symbols) for operation in epilogue.operations])
+def of_input(name: str) -> str:
+    """What programs and kernels call the operand ``name`` of a prologue."""
+    return f"input_{name}"
+
+
+def encoded(epilogue: Epilogue, prologue: Epilogue = NONE, symbols: bool = False) -> str:
+    """The operations as text, which an operator of PyTorch's takes, those of a prologue first.
+
+    Dynamo traces it, where numbers may be symbols.
+    """
+    behind = ";".join([_encoded(operation, symbols) for operation in epilogue.operations])
+    before = ";".join([_encoded(operation, symbols) for operation in prologue.operations])
+    return f"{before}|{behind}" if before else behind
 
 
 def _encoded(operation: Operation, symbols: bool) -> str:
@@ -190,10 +227,15 @@ def _encoded(operation: Operation, symbols: bool) -> str:
 
 
 @lru_cache(maxsize=1024)
-def decoded(text: str) -> Epilogue:
-    """The operations that `encoded` gave."""
+def decoded(text: str) -> tuple[Epilogue, Epilogue]:
+    """The epilogue and the prologue that `encoded` was given."""
+    before, _, behind = text.rpartition("|")
+    return _decoded(behind), _decoded(before)
+
+
+def _decoded(text: str) -> Epilogue:
     operations = []
-    for each in text.split(";"):
+    for each in text.split(";") if text else ():
         kind, constants, operands, of = each.split(":")
         described = (operand.split(" ") for operand in operands.split(",") if operand)
         operations.append(

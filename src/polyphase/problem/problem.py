@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-from polyphase.problem.epilogue import NONE, Epilogue
+from polyphase.problem.epilogue import NONE, Epilogue, Operand, of_input
 
 #: The largest stride, dilation or padding that is not huge.
 LARGE = 2**15
@@ -108,8 +108,8 @@ class ConvTransposeProblem:
     that float32 operands may be rounded to TF32, and of a problem `of_pass` that they are; it is False in any other
     dtype. ``tf32_as_pytorch``: the forward pass rounds them wherever PyTorch does, also where exact kernels are as
     fast. ``channels_last`` is the memory format of the tensors that a call reads. ``epilogue``: what the forward pass
-    does to every output behind its bias. The values are taken to be valid: `polyphase.torch_op.validate` raises the
-    errors.
+    does to every output behind its bias; ``prologue``: what it does to every element of the input. The values are taken
+    to be valid: `polyphase.torch_op.validate` raises the errors.
     """
 
     batch: int
@@ -128,8 +128,11 @@ class ConvTransposeProblem:
     tf32: bool = False
     tf32_as_pytorch: bool = False
     epilogue: Epilogue = NONE
+    prologue: Epilogue = NONE
 
     def __post_init__(self) -> None:
+        if not self.prologue.is_per_channel:
+            raise ValueError(f"a prologue reads elements and their channels alone, not {self.prologue}")
         if self.tf32 and self.dtype != "float32":
             object.__setattr__(self, "tf32", False)
         if self.tf32_as_pytorch and not self.tf32:
@@ -270,8 +273,8 @@ class ConvTransposeProblem:
 
         Whether the pass rounds to TF32 is decided here, by this problem's size; schedules go by ``tf32`` alone.
 
-        Of an epilogue plans know whether it reads all channels of a pixel at once. It is put into what they choose
-        (`polyphase.program.epilogue`).
+        Of an epilogue plans know whether it reads all channels of a pixel at once, of a prologue nothing. Both are put
+        into what they choose (`polyphase.program.epilogue`, `polyphase.program.prologue`).
 
         (PyTorch's results in double precision are contiguous on a GPU, whatever the operands are.)
         """
@@ -279,9 +282,10 @@ class ConvTransposeProblem:
         bias, last = self.bias and forward, self.channels_last and self.dtype != "float64"
         epilogue = self.epilogue.planned if forward else NONE
         tf32 = self.uses_tf32(pass_)
-        if (bias, last, tf32, epilogue) == (self.bias, self.channels_last, self.tf32, self.epilogue):
+        known = self.bias, self.channels_last, self.tf32, self.epilogue, self.prologue
+        if (bias, last, tf32, epilogue, NONE) == known:
             return self
-        return replace(self, bias=bias, channels_last=last, tf32=tf32, epilogue=epilogue)
+        return replace(self, bias=bias, channels_last=last, tf32=tf32, epilogue=epilogue, prologue=NONE)
 
     @property
     def largest_constant(self) -> int:
@@ -369,6 +373,12 @@ class ConvTransposeProblem:
         count = len(self.epilogue.residuals) if self.epilogue else 0
         return count * self.elements[2] * DTYPE_BYTES[self.dtype]
 
+    @property
+    def named_operands(self) -> dict[str, Operand]:
+        """What epilogue and prologue read, by the names that programs have for it, in the order of a call's."""
+        before = {of_input(name): operand for name, operand in self.prologue.named_operands.items()}
+        return before | self.epilogue.named_operands
+
     def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> float:
         """No pass runs faster than the larger of its bytes over the bandwidth and its flops over the rate."""
         return max(self.bytes / bytes_per_second, self.flops / flops_per_second)
@@ -394,6 +404,8 @@ class ConvTransposeProblem:
             parts.append("channels_last")
         if self.epilogue:
             parts.append(f"then {self.epilogue}")
+        if self.prologue:
+            parts.append(f"of {self.prologue}")
         return ", ".join(parts)
 
 

@@ -28,7 +28,7 @@ def kept_program(program: Program) -> KeptProgram | None:
     (pack,) = packing
     header = dict(pack.source.constants).get("COUNTER_BYTES", 0)
     assert isinstance(header, int)
-    steps = tuple(step for step in program.steps if step is not pack)
-    main = replace(program.main, overlaps=False)  # what it would wait for is not there
-    rest = replace(program, steps=steps, main_index=steps.index(program.main)).with_main(main)
+    others = [step for step in program.steps if step is not pack]
+    steps = tuple(replace(step, overlaps=False) for step in others)  # what they would wait for is not there
+    rest = replace(program, steps=steps, main_index=others.index(program.main))
     return KeptProgram(replace(pack, overlaps=False), rest, header)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyphase.costs import costs
+from polyphase.problem.epilogue import Epilogue, Operation
 from polyphase.problem.problem import ConvTransposeProblem
 
 if TYPE_CHECKING:
@@ -44,6 +45,27 @@ def transpose_seconds(moved: float, device: DeviceInfo, tensors: int = 1) -> flo
     """Predicted time of the layout transposes of ``tensors`` that read and write so many bytes in all."""
     terms = costs("transpose", device)
     return tensors * terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second)
+
+
+_PLAIN = ("relu", "leaky_relu", "clamp", "affine", "add_value", "multiply_value")
+
+
+def prologue_cycles(prologue: Epilogue, device: DeviceInfo) -> float:
+    """Cycles of a warp for each element of its threads, of those that transpose pixels."""
+    terms = costs("prologue", device)
+
+    def cycles(operation: Operation) -> float:
+        if operation.kind in _PLAIN:
+            return terms.plain
+        return terms.snake if operation.kind == "snake" else terms.operand if operation.operands else terms.function
+
+    return sum(map(cycles, prologue.operations))
+
+
+def prologue_seconds(input_bytes: int, device: DeviceInfo) -> float:
+    """Predicted time of a prologue in a step of its own: a read and a write of the input."""
+    terms = costs("prologue", device)
+    return terms.launch + 2 * input_bytes / (terms.bandwidth * device.copy_bytes_per_second)
 
 
 class Sharing(NamedTuple):

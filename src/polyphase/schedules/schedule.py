@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from polyphase.problem.epilogue import Epilogue
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.problem import LARGE, ConvTransposeProblem, Pass
 from polyphase.program.program import Program
@@ -86,6 +87,12 @@ class Schedule:
     def epilogue_limits(self, problem: ConvTransposeProblem) -> str | None:
         """Why the kernel cannot have the epilogue of ``problem``, or None where it can; it has an operation."""
         return "its blocks do not have all channels of a pixel" if problem.epilogue.normalizes else None
+
+    def prologue_seconds(
+        self, problem: ConvTransposeProblem, prologue: Epilogue, device: DeviceInfo, layouts: Layouts, config: Any
+    ) -> float | None:
+        """What a prologue adds where the config's kernel computes it; None where it reads operands as they lie."""
+        return None
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
         """Whether a layer that has a config has one at every size, output padding included."""

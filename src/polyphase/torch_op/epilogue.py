@@ -1,9 +1,10 @@
-"""An epilogue in PyTorch's terms: as an operator of the dispatcher, as tensor operations, and its derivatives.
+"""Epilogue and prologue in PyTorch's terms: as an operator of the dispatcher, as tensor operations, and derivatives.
 
-``polyphase::conv_transpose_epilogue`` is the layer and its epilogue, whose operations come as a string
-(`polyphase.problem.epilogue.encoded`) and whose operands as a list. Derivatives follow the chain rule, an operation
-after the other, in tensor operations that have derivatives themselves. The last operation's is taken from the output
-where that suffices; the values before it are computed again, and only where a derivative asks for them.
+``polyphase::conv_transpose_epilogue`` is the layer with its prologue and epilogue, whose operations come as a string
+(`polyphase.problem.epilogue.encoded`) and whose operands as a list, those of the prologue first. Derivatives follow the
+chain rule, an operation after the other, in tensor operations that have derivatives themselves. The last operation's is
+taken from the output where that suffices; the values before it are computed again, and only where a derivative asks for
+them. So are those of the prologue, of which the input alone is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, Epilogue, Operand, Operation, decoded
+from polyphase.problem.epilogue import CHANNEL, ELEMENT, NONE, ONE, Epilogue, Operand, Operation, decoded
 from polyphase.torch_op import derivatives, operators, portable
 from polyphase.torch_op.memory_format import empty_output
 from polyphase.torch_op.operators import LIBRARY
@@ -79,8 +80,19 @@ def apply(operation: Operation, place: int, values: Callable[[int], Tensor], of:
         return torch.softmax(v, 1)
     if kind == "prelu":
         return torch.where(v > 0, v, v * read["slope"])
+    if kind == "snake":
+        frequency, amplitude = _snake(operation, read, v)
+        return v + torch.sin(v * frequency).square() * amplitude
     other = read["residual"] if kind == "add" else values(operation.of)
     return v * other if kind == "multiply_value" else v + other
+
+
+def _snake(operation: Operation, read: dict[str, Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
+    """What the sine's angle and its square are multiplied by."""
+    frequency, beta = (read[role].to(v.dtype) for role in ("alpha", "beta" if "beta" in read else "alpha"))
+    if operation.constants[1]:
+        frequency, beta = frequency.exp(), beta.exp()
+    return frequency, (beta + operation.constants[0]).reciprocal()
 
 
 class Values:
@@ -115,11 +127,41 @@ def by_tensor_operations(epilogue: Epilogue, operands: Sequence[Tensor], sums: T
     return Values(epilogue, operands, lambda: sums)(len(epilogue.operations))
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What values are computed in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def split(prologue: Epilogue, operands: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The operands of a prologue, and those of an epilogue."""
+    count = len(prologue.named_operands)
+    return operands[:count], operands[count:]
+
+
+def behind_prologue(prologue: Epilogue, operands: Sequence[Tensor], input: Tensor) -> Tensor:
+    """The input as the layer reads it; half types are computed in float32, and rounded once."""
+    if not prologue:
+        return input
+    return by_tensor_operations(prologue, operands, input.to(_wide(input.dtype))).to(input.dtype)
+
+
+def separate(input: Tensor) -> Tensor:
+    """The input, or a copy where several elements may share memory: a prologue has a value for each."""
+    if input.is_contiguous():
+        return input
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(input.stride(), input.shape) if size > 1):
+        if stride <= reach:
+            return input.contiguous()
+        reach += (size - 1) * stride
+    return input
+
+
 class Apart:
     """A layer whose epilogue no kernel has: these functions compute it behind the layer's call."""
 
-    def __init__(self, layer: Callable[..., Tensor], epilogue: Epilogue) -> None:
-        self._layer, self._epilogue = layer, epilogue
+    def __init__(self, layer: Callable[..., Tensor], epilogue: Epilogue, prologue: Epilogue = NONE) -> None:
+        self._layer, self._epilogue, self._prologue = layer, epilogue, prologue
 
     def __call__(
         self,
@@ -130,7 +172,8 @@ class Apart:
         out: Tensor | None = None,
     ) -> Tensor:
         """The output, as `polyphase.prepared.Call` gives it."""
-        sums = self._layer(input, weight, bias)
+        before, operands = split(self._prologue, operands)
+        sums = self._layer(input, weight, bias, before)
         with torch.autocast(input.device.type, enabled=False):
             result = by_tensor_operations(self._epilogue, operands, sums)
         return (torch.empty_like(sums) if out is None else out).copy_(result)
@@ -217,6 +260,8 @@ def _of_operands(
     elif kind == "prelu":
         v = values(place)
         found["slope"] = torch.where(v > 0, torch.zeros_like(v), v) * g
+    elif kind == "snake":
+        found = _of_snake(operation, values(place), g, {role: of.get(f"{role}_{place}") for role in ("alpha", "beta")})
     else:
         found["shift"] = found["residual"] = g
         if "less" in wanted:
@@ -224,6 +269,19 @@ def _of_operands(
         if "scale" in wanted:
             found["scale"] = g * values(place)
     return {role: gradient for role, gradient in found.items() if role in wanted}
+
+
+def _of_snake(operation: Operation, v: Tensor, g: Tensor, of: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The gradients of a snake's operands, as large as the output."""
+    read = {each.role: shaped(each, tensor, v) for each in operation.operands if (tensor := of[each.role]) is not None}
+    frequency, amplitude = _snake(operation, read, v)
+    angle = v * frequency
+    of_alpha = g * amplitude * v * torch.sin(2 * angle)
+    of_beta = -g * (torch.sin(angle) * amplitude).square()
+    if operation.constants[1]:
+        of_alpha = of_alpha * frequency
+        of_beta = of_beta * (read["beta"].to(v.dtype).exp() if "beta" in read else frequency)
+    return {"alpha": of_alpha, "beta": of_beta} if "beta" in read else {"alpha": of_alpha + of_beta}
 
 
 def _before(operation: Operation, place: int, values: Values, g: Tensor, of: dict[str, Tensor]) -> Tensor:
@@ -248,6 +306,10 @@ def _before(operation: Operation, place: int, values: Values, g: Tensor, of: dic
         return y * (g - (g * y).sum(1, keepdim=True))
     if kind == "prelu":
         return torch.where(values(place) > 0, g, g * read["slope"])
+    if kind == "snake":
+        v = values(place)
+        frequency, amplitude = _snake(operation, read, v)
+        return g + g * frequency * amplitude * torch.sin(2 * v * frequency)
     return g * values(operation.of) if kind == "multiply_value" else g
 
 
@@ -280,11 +342,12 @@ def _portably(
     input: Tensor, weight: Tensor, bias: Tensor | None, operands: Sequence[Tensor], text: str, *constants: Any
 ) -> Tensor:
     """The operator for tensors of any device; half types are computed in float32, and rounded once."""
-    wide = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
-    widened = [each.to(wide) for each in operands]
+    wide, (epilogue, prologue) = _wide(input.dtype), decoded(text)
+    before, behind = split(prologue, [each.to(wide) for each in operands])
     with torch.autocast(input.device.type, enabled=False):
-        sums = portable.forward(input.to(wide), weight.to(wide), None if bias is None else bias.to(wide), *constants)
-        result = by_tensor_operations(decoded(text), widened, sums)
+        read = behind_prologue(prologue, before, input).to(wide)
+        sums = portable.forward(read, weight.to(wide), None if bias is None else bias.to(wide), *constants)
+        result = by_tensor_operations(epilogue, behind, sums)
     return empty_output(result.shape, input, weight).copy_(result)
 
 
@@ -297,6 +360,8 @@ def _on_cuda(
     constants = tuple(tuple(each) if isinstance(each, list) else each for each in constants)
     from polyphase import runtime  # the CUDA path; PyTorch without CUDA never needs it
 
+    if decoded(text)[1]:
+        input = separate(input)
     return runtime.forward_with_epilogue(input, weight, bias, tuple(operands), text, *constants)
 
 
@@ -328,19 +393,30 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
     input, weight, *rest, output = ctx.saved_tensors
     bias, operands = (rest[0], rest[1:]) if ctx.biased else (None, rest)
-    layer, epilogue = ctx.layer, decoded(ctx.text)
+    layer, (epilogue, prologue) = ctx.layer, decoded(ctx.text)
+    before, behind = split(prologue, operands)
     needed = ctx.needs_input_grad
     of_operands = needed[3] if isinstance(needed[3], (list, tuple)) else [needed[3]] * len(operands)
 
-    def start() -> Tensor:
-        return derivatives.run_operator((input, weight, None), bias, layer)
+    of_input = Values(prologue, before, lambda: input.to(_wide(input.dtype)))
+    read = of_input(len(prologue.operations)).to(input.dtype) if prologue else input
 
-    values = Values(epilogue, operands, start, output)
-    gradient, found = pulled_back(epilogue, operands, values, cotangent, of_operands)
-    wanted = [needed[0], needed[1], False, ctx.biased and needed[2]]
+    def start() -> Tensor:
+        return derivatives.run_operator((read, weight, None), bias, layer)
+
+    values = Values(epilogue, behind, start, output)
+    gradient, found = pulled_back(epilogue, behind, values, cotangent, of_operands[len(before) :])
+    of_before = of_operands[: len(before)]
+    wanted = [needed[0] or any(of_before), needed[1], False, ctx.biased and needed[2]]
     x, w, _, b = derivatives.gradients(
-        derivatives.run_operator, (input, weight, None), gradient.to(input.dtype), layer, wanted
+        derivatives.run_operator, (read, weight, None), gradient.to(input.dtype), layer, wanted
     )
+    if prologue:
+        found_before: list[Tensor | None] = [None] * len(before)
+        if x is not None:
+            x, found_before = pulled_back(prologue, before, of_input, x.to(_wide(input.dtype)), of_before)
+            x = x.to(input.dtype) if needed[0] else None
+        found = [*found_before, *found]
     b = None if b is None or bias is None else b.to(bias.dtype)
     return x, w, b, found, *[None] * 6
 

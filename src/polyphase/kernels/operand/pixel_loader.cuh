@@ -1,5 +1,6 @@
 // From the source tensor to the operands of tensor cores: a stage of a work tile's pixels, loaded by one group of
-// threads, or by TMA where the tensor's strides allow it to take boxes.
+// threads, or by TMA where the tensor's strides allow it to take boxes. A prologue is computed where pixels are
+// transposed, channels first; the planner gives none to kernels that read operands as they lie.
 
 #pragma once
 
@@ -10,6 +11,7 @@
 #include "ptx/arch.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/tma.cuh"
+#include "operand/input_value.cuh"
 #include "operand/tf32.cuh"
 #include "mainloop/gemm_tile.cuh"
 #if SCALED
@@ -78,11 +80,18 @@ typedef StageBand PixelBand;
 struct PixelBand {};
 #endif
 
+// By what band of magnitudes, and by what function of their channels, the pixels of a stage become operands.
+struct StageInput {
+  PixelBand band;
+  InputChannels channels;
+};
+
 // Of the pixels the first `filled` were copied, and the first `wanted` are used. With WHOLE all were copied, and
-// rounded.
+// rounded. `of_chunk` are the chunk's channels.
 template <bool WHOLE>
 __device__ __forceinline__ void transpose_pixels(const Params& params, unsigned char* to, const scalar_t* from,
-                                                 int filled, int wanted, const PixelBand& band) {
+                                                 int filled, int wanted, const PixelBand& band,
+                                                 const InputChannels& of_chunk) {
   const int lane = threadIdx.x % 32;
 #if SCALED
   Vector<unsigned, 4> channels[PARTS];
@@ -91,7 +100,8 @@ __device__ __forceinline__ void transpose_pixels(const Params& params, unsigned 
     float pair[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j)
-      pair[j] = band.of(WHOLE || lane < filled ? ((const float*)from)[(2 * k + j) * params.raw_pitch + lane] : 0.f);
+      pair[j] = band.of(of_chunk.value(
+          WHOLE || lane < filled ? ((const float*)from)[(2 * k + j) * params.raw_pitch + lane] : 0.f, 2 * k + j));
     split_halves(pair[0], pair[1], channels, k);
   }
 #pragma unroll
@@ -102,8 +112,9 @@ __device__ __forceinline__ void transpose_pixels(const Params& params, unsigned 
     Vector<float, 4> channels;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      channels.value[k] = WHOLE || lane < filled ? ((const float*)from)[k * params.raw_pitch + lane] : 0.f;
-    if (WHOLE && PARTS == 1)
+      channels.value[k] =
+          of_chunk.value(WHOLE || lane < filled ? ((const float*)from)[k * params.raw_pitch + lane] : 0.f, k);
+    if (WHOLE && PARTS == 1 && !PROLOGUE)
       ((Vector<float, 4>*)to)[lane] = channels;
     else
       store_rounded(params, to + lane * 16, channels);
@@ -116,7 +127,8 @@ __device__ __forceinline__ void transpose_pixels(const Params& params, unsigned 
       unsigned pair[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        pair[j] = exists ? ((const unsigned*)(from + (2 * k + j) * params.raw_pitch))[lane] : 0u;
+        pair[j] =
+            of_chunk.pair(exists ? ((const unsigned*)(from + (2 * k + j) * params.raw_pitch))[lane] : 0u, 2 * k + j);
       pixels[0].value[k] = join_halves(pair[0], pair[1], second);
       pixels[1].value[k] = join_halves(pair[0], pair[1], !second);
     }
@@ -136,7 +148,7 @@ __device__ __forceinline__ void round_pixels(const Params& params, unsigned char
 // A stage of boxes, shared out among WARPS; what boxes do not fill is zero.
 template <int WARPS>
 __device__ __forceinline__ void transpose_boxes(const Params& params, const unsigned char* copied, unsigned char* to,
-                                                int warp, const PixelBand& band) {
+                                                int warp, const StageInput& input) {
   const scalar_t* box = (const scalar_t*)copied;
   const int whole = params.box_pixels / TRANSPOSED_PIXELS * STAGE_CHUNKS;
   int i = warp, before = 0;  // pixels of the boxes before
@@ -145,7 +157,8 @@ __device__ __forceinline__ void transpose_boxes(const Params& params, const unsi
     for (i = warp; i < whole; i += WARPS) {
       const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TRANSPOSED_PIXELS;
       transpose_pixels<true>(params, to + chunk * params.chunk_bytes + (before + pixel) * 16,
-                             box + chunk * CHUNK * params.raw_pitch + pixel, 0, 0, band);
+                             box + chunk * CHUNK * params.raw_pitch + pixel, 0, 0, input.band,
+                             input.channels + chunk * CHUNK);
     }
     if (j + 1 < params.boxes) box += STAGE_CHANNELS * params.box_pixels, before += params.box_pixels;
   }
@@ -154,7 +167,7 @@ __device__ __forceinline__ void transpose_boxes(const Params& params, const unsi
     const int chunk = i % STAGE_CHUNKS, pixel = i / STAGE_CHUNKS * TRANSPOSED_PIXELS;
     transpose_pixels<false>(params, to + chunk * params.chunk_bytes + (before + pixel) * 16,
                             box + chunk * CHUNK * params.raw_pitch + pixel, params.box_pixels - pixel, wanted - pixel,
-                            band);
+                            input.band, input.channels + chunk * CHUNK);
   }
 }
 
@@ -300,7 +313,8 @@ struct Loader {
   }
 
   // A copied stage as the tensor cores read it.
-  __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to, const PixelBand& band) const {
+  __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to,
+                                          const StageInput& input) const {
     if constexpr (!IN_PLACE || sizeof(scalar_t) == 4) {
 #pragma unroll(sizeof(scalar_t) == 4 ? CHUNKS_AT_ONCE : 1)
       for (int i = thread / 32; i < ceil_div(params.run_pixels, TRANSPOSED_PIXELS) * STAGE_CHUNKS; i += LOADERS / 32) {
@@ -310,7 +324,8 @@ struct Loader {
         if constexpr (IN_PLACE)
           round_pixels(params, target);
         else
-          transpose_pixels<false>(params, target, row, params.run_pixels - pixel, params.run_pixels - pixel, band);
+          transpose_pixels<false>(params, target, row, params.run_pixels - pixel, params.run_pixels - pixel, input.band,
+                                  input.channels + chunk * CHUNK);
       }
     }
   }

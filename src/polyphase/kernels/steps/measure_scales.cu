@@ -2,14 +2,16 @@
 // first: the magnitudes of pixels and weights, by parts. Packing takes them together.
 //
 // The first PIXEL_PARTS blocks measure pixels: `lanes` neighbouring threads take `vector` pixels each, of an image and
-// a group, the others the same pixels in other channels. Behind these a block measures TILE output channels in one of
-// WEIGHT_PARTS parts of the input channels; a thread has the same weight of a row, of every input channel.
+// a group, the others the same pixels in other channels; behind a prologue. Behind these a block measures TILE output
+// channels in one of WEIGHT_PARTS parts of the input channels; a thread has the same weight of a row, of every input
+// channel.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
 #include "core/geometry.cuh"
 #include "core/types.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "operand/input_value.cuh"
 #include "operand/scaled_half.cuh"
 #include "operand/scales.cuh"
 
@@ -30,8 +32,8 @@ struct Params {
 };
 
 template <int VECTOR>
-__device__ __forceinline__ void find_largest(const Params& params, const scalar_t* from, int slice, int slices,
-                                             unsigned (&largest)[4]) {
+__device__ __forceinline__ void find_largest(const Params& params, const scalar_t* from, const InputChannels& of,
+                                             int slice, int slices, unsigned (&largest)[4]) {
   constexpr int AT_ONCE = 8;
 #pragma unroll 1
   for (int channel = slice; channel < SRC_CHANNELS; channel += AT_ONCE * slices) {
@@ -44,11 +46,14 @@ __device__ __forceinline__ void find_largest(const Params& params, const scalar_
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k)
 #pragma unroll
-      for (int i = 0; i < VECTOR; ++i) largest[i] = max(largest[i], finite_magnitude(values[k].value[i]));
+      for (int i = 0; i < VECTOR; ++i)
+        largest[i] = max(largest[i],
+                         finite_magnitude(of.value(values[k].value[i], min(channel + k * slices, SRC_CHANNELS - 1))));
   }
 }
 
-__device__ __forceinline__ void measure_pixels(const Params& params, const scalar_t* src, Measured& found) {
+__device__ __forceinline__ void measure_pixels(const Params& params, const scalar_t* src,
+                                               const PrologueOperands& operands, Measured& found) {
   __shared__ unsigned of_threads[THREADS][4];
   __shared__ Measured of_warps[THREADS / 32];
   const int lane = threadIdx.x & (params.lanes - 1), slice = threadIdx.x / params.lanes,
@@ -63,10 +68,11 @@ __device__ __forceinline__ void measure_pixels(const Params& params, const scala
       at[0] = image / GROUPS;
       const scalar_t* const from =
           src + offset_of(params.src, at) + image % GROUPS * SRC_CHANNELS * params.src.stride[1];
+      const InputChannels channels{operands, image % GROUPS * SRC_CHANNELS, SRC_CHANNELS};
       if (params.vector == 4)
-        find_largest<4>(params, from, slice, slices, largest);
+        find_largest<4>(params, from, channels, slice, slices, largest);
       else
-        find_largest<1>(params, from, slice, slices, largest);
+        find_largest<1>(params, from, channels, slice, slices, largest);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) of_threads[threadIdx.x][i] = largest[i];
@@ -113,11 +119,11 @@ __device__ __forceinline__ void measure_weights(int index, const scalar_t* weigh
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     measure_scales(const scalar_t* __restrict__ weight, unsigned char* __restrict__ workspace,
-                   const scalar_t* __restrict__ src, const Params params) {
+                   const scalar_t* __restrict__ src PROLOGUE_PARAMETERS, const Params params) {
   griddepcontrol_launch_dependents();
   const Scales scales(workspace + COUNTER_BYTES);
   if (blockIdx.x < PIXEL_PARTS)
-    measure_pixels(params, src, scales.pixels()[blockIdx.x]);
+    measure_pixels(params, src, PROLOGUE_OPERANDS, scales.pixels()[blockIdx.x]);
   else
     measure_weights(blockIdx.x - PIXEL_PARTS, weight, scales.channels());
 }

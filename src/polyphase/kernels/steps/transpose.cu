@@ -18,6 +18,8 @@
 // number of pieces apart, and 32 bytes more every eight rows: four pieces of eight pixels are gathered without bank
 // conflicts where either side has rows of whole pieces.
 //
+// A prologue is computed of every element that exists, where a thread has its channel: before it is split into parts.
+//
 // SUMS: the source has planes of partial sums in the accumulator's type, which are added in their order and narrowed (a
 // split-K reduction that writes the weight's order).
 
@@ -29,6 +31,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/memory.cuh"
+#include "operand/input_value.cuh"
 
 struct Params {
   long long stride[5];   // of the source, in elements: of images, channels, slabs, rows, columns
@@ -75,9 +78,16 @@ __device__ __forceinline__ const source_t* address_of(const source_t* src, const
          row % params.sizes[1] * params.stride[3] + pixel % params.sizes[2] * params.stride[4];
 }
 
+// An element of a channel behind the prologue, if there is such a channel.
+__device__ __forceinline__ scalar_t value_of(scalar_t x, const PrologueOperands& operands, int channel, int channels) {
+  return PROLOGUE && (unsigned)channel < (unsigned)channels ? InputChannels{operands, 0, channels}.value(x, channel)
+                                                            : x;
+}
+
 // Channels of one pixel, from `first` on; zeros where there are none. Groups that are padded are whole pieces.
 template <class T>
-__device__ __forceinline__ Piece read_piece(const T* from, const Params& params, int first) {
+__device__ __forceinline__ Piece read_piece(const T* from, const Params& params, const PrologueOperands& operands,
+                                            int first) {
   const bool as_they_are = params.parts == 1 && params.padded.value == params.group;
   const int of_parts = as_they_are ? 0 : first / params.padded, group = params.parts > 1 ? of_parts / 2 : of_parts;
   const int in_group = as_they_are ? first : first - of_parts * params.padded.value;
@@ -96,7 +106,12 @@ __device__ __forceinline__ Piece read_piece(const T* from, const Params& params,
   } else {
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i, from += params.stride[1]) {
-      piece.value[i] = (unsigned)(in_group + i) < channels ? read(from) : zero<scalar_t>();
+      const bool exists = (unsigned)(in_group + i) < channels;
+      piece.value[i] = exists ? read(from) : zero<scalar_t>();
+      if (PROLOGUE && exists) {
+        const int channel = group * params.group + in_group + i;
+        piece.value[i] = value_of(piece.value[i], operands, channel, channel + 1);
+      }
       if (params.parts > 1) piece.value[i] = part_of(piece.value[i], of_parts % 2);
     }
   }
@@ -162,7 +177,8 @@ struct RowTile {
 
   // Eight channels of a pixel each: four lanes have neighbouring pieces of it, and eight neighbouring pixels. A
   // thread's pixels are a multiple of 32 apart: their rows of the result begin alike.
-  __device__ __forceinline__ void store(const Piece* tile, scalar_t* __restrict__ dst, long long image_pixel) const {
+  __device__ __forceinline__ void store(const Piece* tile, const PrologueOperands& operands, scalar_t* __restrict__ dst,
+                                        long long image_pixel) const {
     static_assert(!ROWS || (THREADS == 256 && VECTOR == 8), "eight warps of eight pixels each");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int bits = max(0, 6 - params.pixel_bits);  // logarithm of the warps that have the same pixels
@@ -186,7 +202,8 @@ struct RowTile {
       for (int at = own; at < end; at += apart, rows += place(apart), to += apart) {
         Piece piece;
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) piece.value[i] = *(const scalar_t*)(rows + from[i]);
+        for (int i = 0; i < VECTOR; ++i)
+          piece.value[i] = value_of(*(const scalar_t*)(rows + from[i]), operands, first + at + i, params.group);
         const bool whole = first + at >= 0 && first + at + VECTOR <= params.channels;
         store_global_if(whole, to, *(const Vector<unsigned, 4>*)&piece);
         if (whole) continue;
@@ -200,8 +217,8 @@ struct RowTile {
   }
 };
 
-__device__ __forceinline__ void transpose_rows(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst,
-                                               const Params& params, Piece* tile) {
+__device__ __forceinline__ void transpose_rows(const scalar_t* __restrict__ src, const PrologueOperands& operands,
+                                               scalar_t* __restrict__ dst, const Params& params, Piece* tile) {
   const int all_pixels = params.sizes[2].value, tile_pixels = 1 << params.pixel_bits;
   const int across = (params.channels + max(params.halo - 1, 0) + params.row.value - 1) / params.row;
   const int block = (int)blockIdx.x / across, tiles = all_pixels + tile_pixels - 1 >> params.pixel_bits;
@@ -216,11 +233,11 @@ __device__ __forceinline__ void transpose_rows(const scalar_t* __restrict__ src,
                      (params.pieces.value | 1) * (unsigned)sizeof(Piece)};
   rows.load(src, tile);
   __syncthreads();
-  rows.store(tile, dst, (long long)image * all_pixels + first_pixel);
+  rows.store(tile, operands, dst, (long long)image * all_pixels + first_pixel);
 }
 
-__device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ src, scalar_t* __restrict__ dst,
-                                                 const Params& params, Piece* tile) {
+__device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ src, const PrologueOperands& operands,
+                                                 scalar_t* __restrict__ dst, const Params& params, Piece* tile) {
   const int thread = (int)threadIdx.x;
   const int tile_pixels = 1 << params.pixel_bits, count = params.pieces.value << params.pixel_bits;
   const int pitch = params.pieces.value | 1, across = (int)gridDim.x / ceil_div(params.pixels, tile_pixels);
@@ -233,7 +250,7 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
     for (int i = 0; i < AT_ONCE; ++i) {
       const int at = first + i * THREADS, pixel = first_pixel + (at & tile_pixels - 1);
       if (at < count && pixel < params.pixels)
-        pieces[i] = read_piece(address_of(src, params, pixel), params,
+        pieces[i] = read_piece(address_of(src, params, pixel), params, operands,
                                first_channel - params.halo + (at >> params.pixel_bits) * VECTOR);
     }
 #pragma unroll
@@ -281,12 +298,13 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    transpose(const source_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+    transpose(const source_t* __restrict__ src PROLOGUE_PARAMETERS, scalar_t* __restrict__ dst,
+              const __grid_constant__ Params params) {
   __shared__ Piece tile[PIECES];
   griddepcontrol_launch_dependents();
   if constexpr (ROWS)
-    transpose_rows((const scalar_t*)src, dst, params, tile);
+    transpose_rows((const scalar_t*)src, PROLOGUE_OPERANDS, dst, params, tile);
   else
-    transpose_pixels(src, dst, params, tile);
+    transpose_pixels(src, PROLOGUE_OPERANDS, dst, params, tile);
   griddepcontrol_wait();  // whoever waits for this step waits for the one ahead of it
 }

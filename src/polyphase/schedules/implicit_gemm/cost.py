@@ -9,17 +9,32 @@ from functools import lru_cache
 from polyphase.costs import Costs, costs
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import NONE, Epilogue
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.cost import slower_of
+from polyphase.schedules.cost import prologue_cycles, slower_of
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmConfig, Product, Taps
 from polyphase.schedules.implicit_gemm.cuts import Tile
 
+_AT_ONCE = 256  # elements whose prologue a multiprocessor that measures is at: by eight warps
 _ROUNDING = 1 - 1e-9  # a bound is summed up in another order than a prediction
 
 
 def estimate(gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int) -> tuple[float, str]:
     """Predicted seconds of a config, and whether ``layer_bytes`` or instructions bound it."""
     return Work(gather, config, device).estimate(gather, config.stages, tile, device, layer_bytes)
+
+
+def prologue_estimate(
+    gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int, prologue: Epilogue
+) -> float:
+    """What a prologue adds where those who load pixels compute it."""
+    bare, behind = (Work(gather, config, device, each) for each in (NONE, prologue))
+    found = (each.estimate(gather, config.stages, tile, device, layer_bytes)[0] for each in (behind, bare))
+    more = next(found) - next(found)
+    if not config.scaled:
+        return more
+    measured = math.prod(gather.src.shape) * prologue_cycles(prologue, device)
+    return more + measured / (_AT_ONCE * device.multiprocessors * device.clock_hz)
 
 
 def shared_ends(gather: Gather, config: GemmConfig, tile: Tile) -> float:
@@ -53,7 +68,7 @@ class Work:
     A planner asks one of them for many tiles, so that what they have in common is counted once.
     """
 
-    def __init__(self, gather: Gather, config: GemmConfig, device: DeviceInfo) -> None:
+    def __init__(self, gather: Gather, config: GemmConfig, device: DeviceInfo, prologue: Epilogue = NONE) -> None:
         self._terms = terms = costs("implicit_gemm", device)
         product, size = Product.of(gather, config), DTYPE_BYTES[gather.dtype]
         last = gather.src.channels_last
@@ -85,6 +100,10 @@ class Work:
         self._stage_channels = config.stage_channels(gather.dtype)
         self._convert = terms.convert_scaled if config.scaled else terms.convert
         self._transpose = terms.transpose_scaled if config.scaled else terms.transpose
+        if prologue:  # of each of 32 pixels, or of two, in all channels of a chunk
+            values = CHUNK_BYTES // config.operand_bytes(gather.dtype) * (4 // size)
+            more = values * prologue_cycles(prologue, device)
+            self._convert, self._transpose = self._convert + more, self._transpose + more
         self._count_stores(gather)
         self._bandwidth = _bandwidth(gather, terms)
         self._in_sectors = config.row_columns(gather) < gather.axes[2].stride

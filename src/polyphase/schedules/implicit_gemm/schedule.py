@@ -11,7 +11,7 @@ from polyphase.costs import costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.epilogue import MOST_CHANNELS
+from polyphase.problem.epilogue import MOST_CHANNELS, Epilogue
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import is_tiny, standard, typical
 from polyphase.program.params import params_of
@@ -26,7 +26,7 @@ from polyphase.schedules.implicit_gemm.config import (
     GemmConfig,
     Product,
 )
-from polyphase.schedules.implicit_gemm.cost import estimate, shared_ends
+from polyphase.schedules.implicit_gemm.cost import estimate, prologue_estimate, shared_ends
 from polyphase.schedules.implicit_gemm.cuts import Tile
 from polyphase.schedules.implicit_gemm.families import Layer, configs
 from polyphase.schedules.implicit_gemm.packing import pack_weights, packing_constants, scales_bytes
@@ -146,6 +146,22 @@ class ImplicitGemm(Schedule):
             return None
         seconds, bound = estimate(gather, config, tile, device, problem.bytes)
         return seconds + _packing_seconds(problem, gather, config, device), bound
+
+    def prologue_seconds(
+        self,
+        problem: ConvTransposeProblem,
+        prologue: Epilogue,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: GemmConfig,
+    ) -> float | None:
+        gather = Gather.of(problem, Pass.FORWARD, layouts)
+        # Pixels that do not exist are zeros, which come behind the operations, too.
+        if gather.src.channels_last or config.tma_operands or not prologue.keeps_zero:
+            return None
+        tile = best_tile(gather, config, problem.batch, device)
+        assert tile is not None
+        return prologue_estimate(gather, config, tile, device, problem.bytes, prologue)
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig

@@ -1,0 +1,12 @@
+// The operations of a prologue. `prologue_text` (jit/epilogue.py) makes a text of this kind for each kernel that
+// includes operand/input_value.cuh. The one below is that of a prologue without operations.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/types.cuh"
+
+#define PROLOGUE 0
+#define PROLOGUE_PARAMETERS  // of a kernel, behind those of its epilogue
+#define PROLOGUE_OPERANDS (PrologueOperands{})
+struct PrologueOperands {};

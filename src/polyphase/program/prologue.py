@@ -1,0 +1,92 @@
+"""A program with a prologue: the operations go into the steps that read the input, or into one before all of them.
+
+Before is right for every kernel: it reads a tensor that lies as the input does, and takes a read and a write of that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from polyphase.jit.source import KernelSource
+from polyphase.problem import DTYPE_BYTES
+from polyphase.problem.epilogue import Epilogue, of_input
+from polyphase.problem.layouts import Layouts, extent, five
+from polyphase.problem.problem import ConvTransposeProblem
+from polyphase.program.params import params_of
+from polyphase.program.program import Buffer, Program, prepared
+from polyphase.program.step import BIAS, SRC, Step, plain_step
+
+_THREADS = 256
+_AT_ONCE = 2  # vectors of a thread
+_BEHIND = f"{SRC}_behind_prologue"
+
+
+def is_transposed(program: Program) -> bool:
+    """Whether the input is read by transposes alone, which compute a prologue as they write."""
+    return {step.source.kernel for step in program.steps if SRC in step.operands} == {"transpose"}
+
+
+def within_kernels(program: Program, prologue: Epilogue) -> Program:
+    """The program whose kernels compute the prologue as they read the input: what multiplies, measures, transposes."""
+    steps = (_reading(step, prologue) if SRC in step.operands else step for step in program.steps)
+    return replace(program, steps=tuple(steps))
+
+
+def _reading(step: Step, prologue: Epilogue) -> Step:
+    place = step.operands.index(BIAS if BIAS in step.operands else SRC) + 1
+    names = tuple(map(of_input, prologue.named_operands))
+    return replace(
+        step,
+        source=replace(step.source, prologue=prologue),
+        one_way=None if step.one_way is None else replace(step.one_way, prologue=prologue),
+        operands=(*step.operands[:place], *names, *step.operands[place:]),
+        tensor_maps=tuple(replace(each, tf32=False) for each in step.tensor_maps),  # rounded behind the operations
+    )
+
+
+def in_a_step(program: Program, problem: ConvTransposeProblem, layouts: Layouts) -> Program:
+    """The program with a step that computes the prologue; ``layouts`` are those of ``problem``'s tensors.
+
+    It stands before the first that reads the input: behind the packing of weights, beside which it runs, where pixels
+    are not measured for that.
+    """
+    names = map(of_input, problem.prologue.named_operands)
+    place = next(i for i, step in enumerate(program.steps) if SRC in step.operands)
+    step = replace(apply_step(problem, layouts), operands=(SRC, *names, _BEHIND), overlaps=place > 0)
+    behind = prepared(program, (), {SRC: Buffer(_BEHIND, problem.dtype, extent(problem.input_shape, layouts.input))})
+    first = replace(behind.steps[place], overlaps=False)  # it reads pixels before it waits
+    steps = (*behind.steps[:place], step, first, *behind.steps[place + 1 :])
+    return replace(behind, steps=steps, main_index=program.main_index + (place <= program.main_index))
+
+
+def apply_step(problem: ConvTransposeProblem, layouts: Layouts) -> Step:
+    """The step that computes a prologue."""
+    shape, strides = five(problem.input_shape), layouts.input
+    order = sorted(range(5), key=lambda i: (shape[i] == 1, strides[i]))  # as they lie in memory, the innermost first
+    elements, dense, run, count = math.prod(shape), True, 1, 1
+    for i in order:
+        dense = dense and (shape[i] == 1 or strides[i] == count)
+        run = count if i == 1 else run
+        count *= shape[i]
+    vector = 16 // DTYPE_BYTES[problem.dtype] if dense and layouts.aligned else 1
+    vector = vector if elements % vector == 0 else 1
+    constants = (
+        ("THREADS", _THREADS),
+        ("VECTOR", vector),
+        ("AT_ONCE", _AT_ONCE),
+        ("DENSE", dense),
+        ("ONE_CHANNEL", run % vector == 0),
+        ("MIN_BLOCKS", 1),
+    )
+    tile = _THREADS * vector * _AT_ONCE
+    wide = elements + tile >= 2**31
+    source = KernelSource("apply_prologue", problem.dtype, wide, constants, folder="steps", prologue=problem.prologue)
+    params = params_of(source).pack(
+        elements=elements,
+        run=run if shape[1] > 1 else 1,
+        channels=shape[1],
+        stride=[strides[i] for i in order],
+        size=[shape[i] for i in order],
+    )
+    return plain_step(source, math.ceil(elements / tile), _THREADS, params)
