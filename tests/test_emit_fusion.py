@@ -261,6 +261,15 @@ def test_concatenations_are_left_to_pytorch(tmp_path: Path) -> None:
     assert found.remarks == ["up: computes tanh(); then cat: in an emitted file PyTorch joins tensors"]
 
 
+def test_activations_before_a_layer_are_left_to_pytorch(tmp_path: Path) -> None:
+    text = (LEVEL2 / "relu_group_norm.py").read_text(encoding="utf-8")
+    text = text.replace("return self.norm(self.relu(self.up(x)))", "return torch.tanh(self.up(self.relu(x)))")
+    found = emitted_text(text.replace("inplace=True", ""), tmp_path)
+    (remark,) = found.remarks
+    assert remark.startswith("up: computes tanh()")
+    assert remark.endswith("; relu before it is not fused in emitted files")
+
+
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [

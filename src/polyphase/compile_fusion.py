@@ -1,10 +1,10 @@
-"""Chains behind a layer in the graphs that `torch.compile` makes: ``polyphase.enable_compile_fusion()``.
+"""Chains around a layer in the graphs that `torch.compile` makes: ``polyphase.enable_compile_fusion()``.
 
 Inductor fuses nothing into an operator that is not its own. So the graph is changed before it comes to that: where
 polyphase's operator is followed by batch norms in evaluation mode, layer norms over channels, activations, factors and
-sums, which nothing else reads, all of them become one call of ``polyphase::conv_transpose_epilogue``. Graphs are
-changed at Inductor's hook before derivatives (`torch._inductor.config.pre_grad_custom_pass`), where norms and
-activations are still whole.
+sums, which nothing else reads, all of them become one call of ``polyphase::conv_transpose_epilogue``; so does an
+activation or a snake that the operator alone reads. Graphs are changed at Inductor's hook before derivatives
+(`torch._inductor.config.pre_grad_custom_pass`), where norms and activations are still whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
-from polyphase import elementwise, fused, layer_norms
+from polyphase import elementwise, fused, layer_norms, snakes
 from polyphase.elementwise import (
     change_between,
     changes_other,
@@ -31,13 +31,15 @@ from polyphase.elementwise import (
     name_of,
     next_reader,
     per,
+    read,
     read_as,
     read_next,
     step_of,
     step_of_value,
 )
 from polyphase.layer_norms import layer_norm_of
-from polyphase.problem.epilogue import decoded, encoded
+from polyphase.problem.epilogue import ACTIVATIONS, NONE, decoded, encoded
+from polyphase.snakes import snake_at
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
 from polyphase.torch_op.operators import conv_transpose
 from polyphase.torch_op.steps import checked
@@ -101,7 +103,8 @@ def enable_compile_fusion() -> CompileFusion:
     ``with``: a model is compiled when it is first called. Taken in are batch norms in evaluation mode, layer norms over
     channels where a kernel computes them, activations, sums with tensors of the output's shape, factors and sums per
     channel, and sums and products with an earlier value (``y·sigmoid(y)``), while nothing else reads what is between,
-    and dtypes are the output's. Graphs that record derivatives stay as they are.
+    and dtypes are the output's; and an activation or a snake whose result a layer alone reads. Graphs that record
+    derivatives stay as they are.
 
     Returns:
         The pass: a context, with ``disable()`` and the ``chains`` that it has found.
@@ -172,7 +175,7 @@ def _has_only_pointwise(graph: Graph) -> bool:
 
 
 def _digest() -> str:
-    files = (__file__, elementwise.__file__, layer_norms.__file__)
+    files = (__file__, elementwise.__file__, layer_norms.__file__, snakes.__file__)
     return hashlib.sha256(b"".join(Path(each).read_bytes() for each in files)).hexdigest()
 
 
@@ -182,22 +185,28 @@ _MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 def _fuse(graph: Graph) -> list[str]:
     """Fuse every chain of a graph, and tell them."""
-    found: list[str] = []
+    found: dict[Node, str] = {}
     nodes = list(graph.nodes)
     order = {node: place for place, node in enumerate(nodes)}
     taken: set[Node] = set()
-    for layer in nodes:
-        value = _value(layer)
-        if layer.target not in _LAYERS or layer.kwargs or not isinstance(value, Tensor) or value.requires_grad:
-            continue
+    for layer in filter(_is_layer, nodes):
         steps = _chain(layer, nodes, order, taken)
         if steps:
             taken.update(node for step in steps for node in step.nodes)
-            _replace(graph, layer, steps)
-            found.append(" → ".join(["conv_transpose", *(step.name for step in steps)]))
+            found[_replace(graph, layer, steps)] = " → ".join(["conv_transpose", *(step.name for step in steps)])
+    nodes = list(graph.nodes)
+    for layer in filter(_is_layer, nodes):
+        if (step := _before(layer, nodes)) is not None:
+            told = found.pop(layer, "conv_transpose")
+            found[_replace_input(graph, layer, step)] = f"{step.name} → {told}"
     if found:
         graph.lint()
-    return found
+    return list(found.values())
+
+
+def _is_layer(node: Node) -> bool:
+    value = _value(node)
+    return node.target in _LAYERS and not node.kwargs and isinstance(value, Tensor) and not value.requires_grad
 
 
 def _value(node: Any) -> Any:
@@ -235,6 +244,77 @@ def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[No
     while steps and (steps[-1].step is None or not is_closed(chain)):
         del chain[-len(steps.pop().nodes) :]
     return steps
+
+
+def _before(layer: Node, nodes: list[Node]) -> _Step | None:
+    """What the layer can compute of its input; the first operand is what it then reads."""
+    value = layer.args[0]
+    if not isinstance(value, Node) or list(value.users) != [layer]:
+        return None
+    step = _activation(value) or _snake(value)
+    if step is None or step.step is None:
+        return None
+    input = _value(step.operands[0][0])
+    if input.dtype != _value(value).dtype or _value(value).requires_grad:
+        return None
+    try:
+        checked("conv_transpose", [step.step], input, tuple(input.shape), True, "prologue")
+    except (TypeError, RuntimeError, ValueError):
+        return None
+    between = nodes[nodes.index(step.nodes[0]) : nodes.index(layer)]
+    changing = change_between(between, step.nodes, lambda each: None)
+    modes = any(getattr(each.target, "__name__", "") in _MODES for each in between)
+    return None if changing is not None or modes else step
+
+
+def _activation(value: Node) -> _Step | None:
+    """A call of an activation."""
+    name = name_of(value.target) if value.op in ("call_function", "call_method") else ""
+    if not name or not value.args or not isinstance(value.args[0], Node) or is_in_place(value.target, value.kwargs):
+        return None
+    input = value.args[0]
+    reading = read(name, input, value.args, value.kwargs)
+    if reading is None or not (reading.kind in ACTIVATIONS or reading.kind == "prelu"):
+        return None
+    if reading.other is None:
+        return _Step(name, 0, (value,), fused.Step(reading.kind, reading.constants), [(input, None)])
+    other = _value(reading.other)
+    if not isinstance(reading.other, Node) or not isinstance(other, Tensor):
+        return None
+    return _Step(name, 0, (value,), fused.prelu(other.reshape(-1)), [(input, None), (reading.other, (-1,))])
+
+
+def _snake(value: Node) -> _Step | None:
+    found = snake_at(value, _value)
+    if found is None:
+        return None
+    vectors = [_value(node).reshape(-1) for node in found.operands]
+    step = fused.snake(vectors[0], vectors[1] if len(vectors) > 1 else None, found.snake.eps, found.snake.logarithmic)
+    return _Step("snake", 0, found.nodes, step, [(found.input, None), *((node, (-1,)) for node in found.operands)])
+
+
+def _replace_input(graph: Graph, layer: Node, step: _Step) -> Node:
+    """Put a call that reads through ``step`` in the place of a layer's."""
+    _, weight, bias, *rest = layer.args
+    operands: Any = []
+    text: Any = ""
+    if layer.target is conv_transpose_epilogue:
+        operands, text, *rest = rest
+    (input, _), *vectors = step.operands
+    shown = _value(input)
+    assert step.step is not None
+    prologue = checked("conv_transpose", [step.step], shown, tuple(shown.shape), True, "prologue")
+    with graph.inserting_before(layer):
+        before = [node if shape is None else graph.call_method("reshape", (node, shape)) for node, shape in vectors]
+        arguments = (input, weight, bias, [*before, *operands], f"{encoded(NONE, prologue)}{text}", *rest)
+        call = graph.call_function(conv_transpose_epilogue, arguments)
+    call.meta = {**layer.meta}
+    layer.replace_all_uses_with(call)
+    graph.erase_node(layer)
+    for node in reversed(step.nodes):
+        if not node.users:
+            graph.erase_node(node)
+    return call
 
 
 def _next(chain: list[Node], numbers: dict[Node, int], order: dict[Node, int], steps: Sequence[_Step]) -> _Step | None:
@@ -341,7 +421,7 @@ def _is_valid(layer: Node, steps: Sequence[_Step]) -> bool:
     return runtime.has_kernel(_value(input), _value(weight), bias is not None, epilogue, *constants)
 
 
-def _replace(graph: Graph, layer: Node, steps: list[_Step]) -> None:
+def _replace(graph: Graph, layer: Node, steps: list[_Step]) -> Node:
     """Put one call in the place of the last of a chain."""
     chain = [node for step in steps for node in step.nodes]
     input, weight, bias, *rest = layer.args
@@ -359,3 +439,4 @@ def _replace(graph: Graph, layer: Node, steps: list[_Step]) -> None:
     chain[-1].replace_all_uses_with(call)
     for node in (*reversed(chain), layer):
         graph.erase_node(node)
+    return call

@@ -140,7 +140,7 @@ def change_between(
         module = module_of(node)
         if module is not None:
             changed = node.args[:1] if getattr(module, "inplace", False) else ()
-            new = isinstance(module, _MAKE_NEW)
+            new = isinstance(module, MAKE_NEW)
         else:
             call = node.op in ("call_function", "call_method")
             changed = _may_change(node) if call else ()
@@ -195,7 +195,8 @@ def changes_other(target: Any, value: Any, args: Sequence[Any], kwargs: Mapping[
     return bool(args) and args[0] is not value and is_in_place(target, kwargs)
 
 
-_MAKE_NEW = (torch.nn.modules.conv._ConvNd, torch.nn.modules.batchnorm._NormBase, torch.nn.Linear)
+#: Modules whose result is no view of what they are given.
+MAKE_NEW = (torch.nn.modules.conv._ConvNd, torch.nn.modules.batchnorm._NormBase, torch.nn.Linear)
 _NEW_OF_FUNCTIONS = {f"conv{what}{dims}d" for what in ("", "_transpose") for dims in (1, 2, 3)}
 _NEW_OF_FUNCTIONS |= {"batch_norm", "linear", "conv_transpose", "conv_transpose_epilogue"}
 

@@ -2,12 +2,12 @@
 
 A chain is a transposed convolution and what reads its output, where nothing else does, one after the other: batch
 norms, layer norms over channels, activations, dropouts, sums, and products and sums with an earlier value of the chain,
-as modules or as calls of PyTorch's functions. It is found by symbolic tracing (`torch.fx`) of the model, or of the
-parts of it that can be traced, as they run in evaluation mode. Nothing is copied, no parameter moves and no code is
-rewritten: the layer keeps a list of what follows it and reads parameters at every call. What it returns says what is
-expected of it (`polyphase.pending`): a module passes on what expects it, and computes its own operation of anything
-else. All of that holds while the whole chain is in evaluation mode and without hooks; else each computes what it always
-did.
+as modules or as calls of PyTorch's functions; and an activation, as a module, whose output the layer alone reads. It is
+found by symbolic tracing (`torch.fx`) of the model, or of the parts of it that can be traced, as they run in evaluation
+mode. Nothing is copied, no parameter moves and no code is rewritten: the layer keeps a list of what follows it and
+reads parameters at every call. What it returns says what is expected of it (`polyphase.pending`): a module passes on
+what expects it, and computes its own operation of anything else. All of that holds while the whole chain is in
+evaluation mode and without hooks; else each computes what it always did.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from polyphase.elementwise import COPIES
 from polyphase.fuse_trace import LAYERS, Trace, call_name, graphs, shared_modules
 from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, step_of_module
 from polyphase.modules import APART_FOR, StandIn
-from polyphase.pending import Between, Marked, Pending, Waiting, computed, versions_of
+from polyphase.pending import Between, Marked, Pending, Waiting, computed
+from polyphase.snakes import snake, snake_of
 from polyphase.torch_op.validate import Layer, output_size
+from polyphase.versions import versions_of
 
 _FUSED = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -41,6 +43,7 @@ class Block:
 
     Attributes:
         name: the layer's qualified name.
+        before: the module of which it computes the operation on its input, or "".
         fused: what it computes, in order: modules by their qualified names, calls as ``relu()``.
         reason: why there are no more.
     """
@@ -48,17 +51,22 @@ class Block:
     name: str
     fused: tuple[str, ...]
     reason: str
+    before: str = ""
 
     def __str__(self) -> str:
         taken = " → ".join(self.fused)
-        return f"{self.name}: computes {taken}; then {self.reason}" if taken else f"{self.name}: alone; {self.reason}"
+        name = f"{self.name}: computes {self.before} of its input" if self.before else self.name
+        if not taken:
+            return f"{name}; {self.reason}" if self.before else f"{name}: alone; {self.reason}"
+        return f"{name}{', and' if self.before else ': computes'} {taken}; then {self.reason}"
 
 
 class Chain:
     """What follows a layer and is computed by it. The layer and each module of it keep it.
 
     ``modules``: those right behind the layer. ``then``: the kinds of the calls that follow
-    (`polyphase.elementwise.name_of`), and modules behind them, which only a layer that waits computes.
+    (`polyphase.elementwise.name_of`), and modules behind them, which only a layer that waits computes. ``before``: the
+    activation of the layer's input, where there is one; without derivatives the layer computes it.
     ``places``: where the model had each, the module that holds it and its name there; copies of a chain have none.
     ``normalizes``: one of ``modules`` is a layer norm. Under autocast it gives float32, and of an input without a batch
     it normalises another dimension, so all of them are then computed by themselves.
@@ -71,12 +79,15 @@ class Chain:
         then: tuple[Module | str, ...] = (),
         places: tuple[tuple[weakref.ref[Module], str, Module], ...] = (),
         normalizes: bool = False,
+        before: Module | None = None,
     ) -> None:
         self.layer = layer
+        self.before = before
         self.modules = modules
         self.then = then
         #: Its modules in order, without the layer.
-        self.all_modules = (*modules, *(each for each in then if isinstance(each, Module)))
+        first = () if before is None else (before,)
+        self.all_modules = (*first, *modules, *(each for each in then if isinstance(each, Module)))
         self._normalizes = normalizes
         self._places = places
 
@@ -114,27 +125,50 @@ class Chain:
     # took longer than all others of a model, and `restore` changes classes, which are guarded in any case.
     _is_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def run(self, input: Any, output_padding: Any) -> Any:
-        """The layer and what is behind it: a tensor, or what knows of the modules and functions that are to follow."""
+    def begin(self, input: Any) -> Any:
+        """What the activation of the layer's input returns: what stands for it, for the layer; else None."""
         layer: Any = self.layer
+        if type(input) not in _PLAIN or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+            return None
+        if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
+            return None
+        if input.dim() != len(layer.stride) + 2 or not input.is_floating_point() or not self.is_active():
+            return None
+        before: Any = self.before
+        if step_of_module(before) is None:  # a snake whose numbers have changed
+            return None
+
+        def compute(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
+            result: Tensor = type(before)._stands_for.forward(before, input)
+            return result if out is None else out.copy_(result)
+
+        waiting = Waiting(compute, (input,), (before, layer), lambda: tuple(input.shape), input.dtype, input.device)
+        return Pending.of(waiting, [], versions_of(waiting.reads)).pass_through(before)
+
+    def run(self, input: Any, output_padding: Any) -> Any:
+        """The layer and what is around it: a tensor, or what knows of the modules and functions that are to follow."""
+        layer: Any = self.layer
+        before: Sequence[fused.Step] = ()
+        if type(input) is Pending and self.before is not None and (found := input.read_by(layer)) is not None:
+            input, before = found
         input = computed(input)
         tensors = (input, layer.weight, layer.bias)
         apart = self._normalizes and (torch._C._is_any_autocast_enabled() or input.dim() != len(layer.stride) + 2)
         if apart or not input.is_floating_point():  # no epilogue takes complex numbers
-            return self._run(tensors, output_padding, ())
+            return self._run(tensors, output_padding, (), before)
         tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
         if tracing and self.modules:
-            return Between(self._run(tensors, output_padding, self._steps()), self.modules)
+            return Between(self._run(tensors, output_padding, self._steps(), before), self.modules)
         if tracing or type(input) not in _PLAIN or torch._C._are_functorch_transforms_active():
-            return self._run(tensors, output_padding, ())
+            return self._run(tensors, output_padding, (), before)
         if self.then and not torch.is_grad_enabled() and input.dim() == len(layer.stride) + 2:
-            waiting = self._waiting(tensors, output_padding, (*self.modules, *self.then))
+            waiting = self._waiting(tensors, output_padding, (*self.modules, *self.then), before)
             return Pending.of(waiting, [], versions_of(waiting.reads))
         if not self.modules:
-            return self._run(tensors, output_padding, ())
+            return self._run(tensors, output_padding, (), before)
         steps = self._steps()
-        waiting = self._waiting(tensors, output_padding, self.modules)
-        return Marked.of(self._run(tensors, output_padding, steps), waiting, steps)
+        waiting = self._waiting(tensors, output_padding, self.modules, before)
+        return Marked.of(self._run(tensors, output_padding, steps, before), waiting, steps)
 
     def _steps(self) -> list[fused.Step | None]:
         """The operations right behind the layer, one for each module, of the parameters as they are now."""
@@ -145,15 +179,24 @@ class Chain:
         tensors: tuple[Any, Any, Any],
         output_padding: Any,
         steps: Sequence[fused.Step | None],
+        before: Sequence[fused.Step],
         out: Tensor | None = None,
     ) -> Tensor:
         layer: Any = self.layer
         more: dict[str, Any] = {} if out is None else {"out": out}
+        if before:
+            more["prologue"] = before
         dims = len(layer.stride)
         constants = (layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
         return _FUSED[dims](*tensors, *constants, epilogue=[step for step in steps if step is not None], **more)
 
-    def _waiting(self, tensors: tuple[Any, Any, Any], output_padding: Any, expected: Sequence[Any]) -> Waiting:
+    def _waiting(
+        self,
+        tensors: tuple[Any, Any, Any],
+        output_padding: Any,
+        expected: Sequence[Any],
+        before: Sequence[fused.Step],
+    ) -> Waiting:
         layer: Any = self.layer
         input = tensors[0]
         dtype, cast = input.dtype, None
@@ -163,15 +206,16 @@ class Chain:
 
         def compute(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
             if cast is None and not torch._C._is_any_autocast_enabled():
-                return self._run(tensors, output_padding, steps, out)
+                return self._run(tensors, output_padding, steps, before, out)
             with torch.autocast(input.device.type, enabled=False) if cast is None else cast():
-                return self._run(tensors, output_padding, steps, out)
+                return self._run(tensors, output_padding, steps, before, out)
 
         def size() -> tuple[int, ...]:
             known = Layer(layer.kernel_size, layer.stride, layer.padding, output_padding, layer.dilation, layer.groups)
             return (input.shape[0], layer.out_channels, *output_size(input.shape[2:], known))
 
         reads = tensors if tensors[2] is not None else tensors[:2]
+        reads = (*reads, *(each for step in before for _, each in step.tensors))
         return Waiting(compute, reads, expected, size, dtype, input.device)
 
 
@@ -187,12 +231,17 @@ def _forward(module: Any, input: Any) -> Any:
         if passed is not None:
             return passed
         input = input.tensor()
+    chain = vars(module).get("_chain")
+    if chain is not None and chain.before is module and (begun := chain.begin(input)) is not None:
+        return begun
     return type(module)._stands_for.forward(module, input)
 
 
 def _extra_repr(module: Any) -> str:
     own = type(module)._stands_for.extra_repr(module)
-    told = "computed by the transposed convolution before it in evaluation mode"
+    chain = vars(module).get("_chain")
+    where = "behind it" if chain is not None and chain.before is module else "before it"
+    told = f"computed by the transposed convolution {where} in evaluation mode"
     return f"{own}, {told}" if own else told
 
 
@@ -214,23 +263,24 @@ def _taken(cls: type[Module], reader: Any) -> Any:
     return StandIn(f"Taken{cls.__name__}", (cls,), namespace)
 
 
-def _taken_class(cls: type[Module]) -> Any:
-    """The class of modules that a layer computes for ``cls``, made here where it is a layer norm's."""
+def _taken_class(cls: type[Module], reader: Any = layer_norm) -> Any:
+    """The class of modules that a layer computes for ``cls``, made here where it is a layer norm's or a snake's."""
     found = next((taken for other, taken in _TAKEN.items() if other is cls), None)
     if found is None:
-        found = _TAKEN[cls] = _taken(cls, layer_norm)
-        found.__reduce_ex__ = _reduced_norm
+        found = _TAKEN[cls] = _taken(cls, reader)
+        found.__reduce_ex__ = _reduced
     return found
 
 
-def _new_norm(cls: type[Module]) -> Any:
-    taken = _taken_class(cls)
+def _new(cls: type[Module], reader: Any) -> Any:
+    taken = _taken_class(cls, reader)
     return taken.__new__(taken)
 
 
-def _reduced_norm(module: Any, protocol: Any) -> tuple[Any, ...]:
+def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:
     """What is pickled: no module has its class under a name."""
-    return (_new_norm, (type(module)._stands_for,), *object.__reduce_ex__(module, max(2, protocol))[2:])
+    kind = type(module)
+    return (_new, (kind._stands_for, kind._reader), *object.__reduce_ex__(module, max(2, protocol))[2:])
 
 
 # Under names of this module, so that modules can be pickled.
@@ -245,22 +295,35 @@ def fuse(model: Module) -> tuple[Block, ...]:
     shared = shared_modules(model)
     for prefix, graph, root in graphs(model):
         trace = Trace(graph, root, shared)
+        found = []
         for node in graph.nodes:
             layer: Any = root.get_submodule(node.target) if node.op == "call_module" else None
             if layer is None or not _is_layer(layer) or id(layer) in seen:
                 continue
             seen.add(id(layer))
-            name = f"{prefix}{node.target}"
             if layer._chain is not None:
-                blocks.append(Block(name, (), "it has been fused before"))
+                blocks.append(Block(f"{prefix}{node.target}", (), "it has been fused before"))
                 continue
-            chain, reason = trace.chain_of(node)
-            if chain:
-                _join(root, [node, *chain])
-            taken = (f"{call_name(each)}()" if call_name(each) else f"{prefix}{each.target}" for each in chain)
-            blocks.append(Block(name, tuple(taken), reason))
+            found.append((node, *trace.chain_of(node)))
+        # What a layer computes of its output, no other does of its input.
+        blocks += [_block(prefix, root, trace.before(node), node, chain, reason) for node, chain, reason in found]
     missing = (name for name, each in model.named_modules() if _is_layer(each) and id(each) not in seen)
     return (*blocks, *(Block(name, (), "what calls it cannot be traced by torch.fx") for name in missing))
+
+
+def _block(
+    prefix: str,
+    root: Module,
+    before: torch.fx.Node | None,
+    layer: torch.fx.Node,
+    chain: Sequence[torch.fx.Node],
+    reason: str,
+) -> Block:
+    """Have the layer of a node compute the nodes of its chain, and tell it."""
+    if chain or before is not None:
+        _join(root, [layer, *chain], before)
+    taken = (f"{call_name(each)}()" if call_name(each) else f"{prefix}{each.target}" for each in chain)
+    return Block(f"{prefix}{layer.target}", tuple(taken), reason, "" if before is None else f"{prefix}{before.target}")
 
 
 def _is_layer(module: Any) -> bool:
@@ -281,7 +344,8 @@ def unfuse(model: Module) -> None:
 def _free(module: Module) -> None:
     if any(type(module) is taken for taken in _TAKEN.values()):
         module.__class__ = type(module)._stands_for  # type: ignore[attr-defined]
-        vars(module).pop("_chain", None)
+        for name in ("_chain", "_snake"):
+            vars(module).pop(name, None)
 
 
 def _place(root: Module, path: str) -> tuple[weakref.ref[Module], str, Module]:
@@ -290,9 +354,14 @@ def _place(root: Module, path: str) -> tuple[weakref.ref[Module], str, Module]:
     return weakref.ref(root.get_submodule(holder)), name, root.get_submodule(path)
 
 
-def _join(root: Module, chain: Sequence[torch.fx.Node]) -> None:
-    """Have a layer, the module of the first of these nodes of ``root``, compute what the others call behind it."""
-    places = [_place(root, str(each.target)) for each in chain if each.op == "call_module"]
+def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | None) -> None:
+    """Have a layer, the module of the first of these nodes of ``root``, compute what the others call behind it.
+
+    ``before``: the node of the activation that it computes of its input.
+    """
+    nodes = [*chain] if before is None else [before, *chain]
+    places = [_place(root, str(each.target)) for each in nodes if each.op == "call_module"]
+    activation = None if before is None else root.get_submodule(str(before.target))
     called = [each for each in chain if call_name(each) not in COPIES]
     layer, *parts = [call_name(each) or root.get_submodule(str(each.target)) for each in called]
     # With derivatives it computes modules alone, up to a value that is read twice. Some modules wait as calls do: under
@@ -303,8 +372,11 @@ def _join(root: Module, chain: Sequence[torch.fx.Node]) -> None:
     modules: Any = tuple(parts[:first])
     dims = len(layer.stride) + 2  # type: ignore[union-attr, arg-type]
     normalizes = any(reader_of(each, dims) is layer_norm for each in modules)
-    joined = Chain(layer, modules, tuple(parts[first:]), tuple(places), normalizes)  # type: ignore[arg-type]
+    joined = Chain(layer, modules, tuple(parts[first:]), tuple(places), normalizes, activation)  # type: ignore[arg-type]
     vars(layer)["_chain"] = joined
     for module in joined.all_modules:
-        module.__class__ = _taken_class(type(module))
+        known = snake_of(module) if module is activation else None
+        if known is not None:
+            vars(module)["_snake"] = known
+        module.__class__ = _taken_class(type(module), layer_norm if known is None else snake)
         vars(module)["_chain"] = joined

@@ -11,6 +11,7 @@ from torch.nn import Module
 from polyphase.elementwise import (
     CONCATENATIONS,
     COPIES,
+    MAKE_NEW,
     change_between,
     changes_other,
     changes_what_is_read,
@@ -22,23 +23,24 @@ from polyphase.elementwise import (
     read_next,
     step_of_value,
 )
-from polyphase.module_steps import has_hooks, layer_norm, norm, normalized_dims, reader_of
+from polyphase.module_steps import has_hooks, layer_norm, norm, normalized_dims, reader_before, reader_of
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from polyphase.problem.epilogue import MOST_CHANNELS, OF_PIXELS
+from polyphase.snakes import snake_of
 
 LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
 class _Tracer(torch.fx.Tracer):
-    """Modules of a chain are nodes, also polyphase's, and layer norms over channels, which PyTorch does not have."""
+    """Modules of a chain are nodes, also polyphase's, layer norms over channels and snakes, which PyTorch has not."""
 
     def __init__(self, model: Module) -> None:
         super().__init__()
-        self._norms = {id(module) for module in model.modules() if normalized_dims(module)}
+        self._known = {id(module) for module in model.modules() if normalized_dims(module) or snake_of(module)}
 
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
         """Whether a module is a node of the graph."""
-        return isinstance(m, LAYERS) or id(m) in self._norms or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, LAYERS) or id(m) in self._known or super().is_leaf_module(m, module_qualified_name)
 
 
 def graphs(model: Module, prefix: str = "") -> Iterator[tuple[str, torch.fx.Graph, Module]]:
@@ -87,7 +89,10 @@ class Trace:
         self._taken: set[torch.fx.Node] = set()
 
     def _module(self, node: torch.fx.Node) -> Module:
-        return self._root.get_submodule(str(node.target))
+        return self._module_at(node.target)
+
+    def _module_at(self, target: Any) -> Module:
+        return self._root.get_submodule(str(target))
 
     def _module_of(self, node: torch.fx.Node) -> Module | None:
         return self._module(node) if node.op == "call_module" else None
@@ -117,6 +122,30 @@ class Trace:
         found = chain[1:]
         self._taken.update(found)
         return found, reason
+
+    def before(self, layer: torch.fx.Node) -> torch.fx.Node | None:
+        """The node of an activation that the layer alone reads, and can compute of its input; None if there is none."""
+        given = layer.args[0] if layer.args else None
+        if not isinstance(given, torch.fx.Node) or given.op != "call_module" or given in self._taken:
+            return None
+        module, called = self._module(given), (given.target, layer.target)
+        if reader_before(module) is None or list(given.users) != [layer]:
+            return None
+        if any(self._calls.count(each) > 1 or id(self._module_at(each)) in self._shared for each in called):
+            return None
+        if len(given.args) != 1 or given.kwargs or "forward" in vars(module) or has_hooks(module):
+            return None
+        if getattr(module, "inplace", False) and not self._is_read_once(given.args[0]):
+            return None
+        between = self._nodes[self._order[given] + 1 : self._order[layer]]
+        return given if change_between(between, (), self._module_of) is None else None
+
+    def _is_read_once(self, value: Any) -> bool:
+        """Whether a node makes a new tensor, which one node reads: nobody sees whether that changes it."""
+        if not isinstance(value, torch.fx.Node) or len(value.users) != 1:
+            return False
+        module = self._module_of(value)
+        return value.target in CONCATENATIONS if module is None else isinstance(module, MAKE_NEW)
 
     def _why_no_reader(self, numbers: dict[torch.fx.Node, int], reader: torch.fx.Node | None) -> str:
         """Why the next node that reads a value of a chain cannot be a part of it, or "".

@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from polyphase import fused
 from polyphase.layer_norms import is_layer_norm, is_smooth
+from polyphase.snakes import snake, snake_of
 
 
 def norm(module: Any) -> fused.Step:
@@ -56,6 +57,11 @@ STEPS: dict[Any, Callable[[Any], fused.Step | None]] = {
 }
 
 
+#: Those of them that a layer computes of its input. Of tensors without a batch some have other dimensions as channels.
+BEFORE = (torch.nn.ReLU, torch.nn.ReLU6, torch.nn.LeakyReLU, torch.nn.PReLU, torch.nn.ELU, torch.nn.GELU, torch.nn.SiLU,
+          torch.nn.Tanh, torch.nn.Hardtanh, torch.nn.Hardswish, torch.nn.Mish)  # fmt: skip
+
+
 def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | None:
     """What reads a module as a step, of tensors of so many dimensions; None if no epilogue computes it."""
     if type(module) is torch.nn.Softmax and module.dim not in (1, 1 - dims):
@@ -66,6 +72,13 @@ def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | No
         if type(module) is cls:
             return reader
     return layer_norm if dims in normalized_dims(module) else None
+
+
+def reader_before(module: Any) -> Callable[[Any], fused.Step | None] | None:
+    """What reads a module as an operation on a layer's input; None if no prologue computes it."""
+    if type(module) in BEFORE:
+        return STEPS[type(module)]
+    return snake if snake_of(module) is not None else None
 
 
 def step_of_module(module: Any) -> fused.Step | None:

@@ -8,6 +8,8 @@ Where `polyphase.fuse` has traced a model and found such calls behind a layer, t
   module can stand for ``F.relu(self.up(x))``;
 - while PyTorch traces or compiles a `Between`, which holds such a tensor as a `Marked` is.
 
+An activation before a layer returns a `Pending`, too, which the layer reads through.
+
 Modules that are called in the order that was found pass it on, and the last gives the tensor. Any other use computes
 what was asked for so far, and goes on with that, or is an error: values are never those of calls that were not made.
 """
@@ -42,6 +44,7 @@ from polyphase.module_steps import step_of_module
 from polyphase.problem.epilogue import OF_PIXELS
 from polyphase.problem.layouts import ALIGNMENT
 from polyphase.torch_op.memory_format import output_channels_last
+from polyphase.versions import versions_of
 
 _CONSTANTS = (int, float, bool, str)
 _READ: dict[Any, Reading | None] = {}  # calls that were read before
@@ -107,6 +110,13 @@ class Pending(Tensor):
         if step is not None and (_is_wider(step.kind) or _is_recorded(step)):
             return None
         return self._next(step, False)
+
+    def read_by(self, layer: Any) -> tuple[Tensor, list[fused.Step]] | None:
+        """What a layer is given that is to compute the steps itself, which are of its input; None where it is not."""
+        if not self._expects(layer) or torch.is_grad_enabled():
+            return None
+        _check_versions(self._waiting, self._steps, self._versions)
+        return self._waiting.reads[0], self._steps
 
     def _expects(self, part: Any) -> bool:
         expected = self._waiting.expected
@@ -401,20 +411,6 @@ def _check_versions(waiting: Waiting, steps: Sequence[fused.Step | None], versio
             "a tensor that a fused layer reads (its input, a parameter, what is added) has changed in place "
             "before the functions behind the layer were called"
         )
-
-
-def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()) -> list[int]:
-    """How often each tensor has been changed in place; those of inference mode do not count it."""
-    tensors = [*reads]
-    for step in steps:
-        if step is not None and step.tensors:
-            tensors += [each for _, each in step.tensors]
-    if not torch.is_inference_mode_enabled():
-        try:
-            return [each._version for each in tensors]
-        except RuntimeError:  # of a tensor from inference mode: it takes 20 µs, where that is on always
-            pass
-    return [0 if each.is_inference() else each._version for each in tensors]
 
 
 def _is_wider(kind: str) -> bool:

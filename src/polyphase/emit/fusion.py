@@ -199,7 +199,9 @@ class _Forward:
             if len(layer.args) != 1 or layer.kwargs:
                 nodes, reason = [], "it is called with further arguments"
             names, why = self._joined(layer, nodes)
-            self.blocks.append(str(fuse.Block(str(layer.target), tuple(names), why or reason)))
+            before = trace.before(layer)  # which is emitted as PyTorch's call
+            alone = "" if before is None else f"; {before.target} before it is not fused in emitted files"
+            self.blocks.append(f"{fuse.Block(str(layer.target), tuple(names), why or reason)}{alone}")
 
     def _joined(self, layer: Node, nodes: list[Node]) -> tuple[list[str], str]:
         """Note as many nodes behind a layer as its kernel computes here: their names, and why there are no more."""
