@@ -1,4 +1,4 @@
-"""Blocks of models around the layer, on one GPU: PyTorch, polyphase, and polyphase with what stands behind the layer.
+"""Blocks of models around the layer, on one GPU: PyTorch, polyphase, and polyphase with what stands around the layer.
 
     PYTHONPATH=src python benchmarks/blocks.py                  # writes benchmarks/results/blocks.csv, in five minutes
 
@@ -94,6 +94,18 @@ class UpBlock(nn.Module):
         return torch.cat([skip, self.up(x)], 1)
 
 
+class Snake1d(nn.Module):
+    """DAC's activation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.rand(1, channels, 1) + 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, L)."""
+        return x + (self.alpha + 1e-9).reciprocal() * torch.sin(self.alpha * x).pow(2)
+
+
 def dcgan() -> nn.Module:
     """The generator of DCGAN, 64 pixels."""
     widths = (100, 512, 256, 128, 64)
@@ -129,6 +141,12 @@ BLOCKS: dict[str, Block] = {
     "Mask R-CNN head, 400 boxes": Block(mask, ((400, 256, 14, 14),)),
     "U-Net up, batch 16": Block(UpBlock, ((16, 128, 256, 256), (16, 64, 512, 512))),
     "SAM upscaling, batch 16": Block(sam, ((16, 256, 64, 64),)),
+    "HiFi-GAN up, batch 16": Block(
+        lambda: nn.Sequential(nn.LeakyReLU(0.1), nn.ConvTranspose1d(128, 64, 4, 2, 1)), ((16, 128, 6400),)
+    ),
+    "DAC up, batch 8": Block(
+        lambda: nn.Sequential(Snake1d(192), nn.ConvTranspose1d(192, 96, 4, 2, 1)), ((8, 192, 22016),)
+    ),
     **{f"KernelBench 2-{number}": Block(problem.build, problem.inputs) for number, problem in LEVEL2.items()},
 }
 
