@@ -13,8 +13,7 @@ from polyphase.schedules.tap_gemm.product import MOST_STEP, Product
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 
 _MOST_SUMS = 192  # of a thread, those that are promoted counted twice
-# Terms that tensor cores sum; longer sums are promoted. What they truncate is far below what rounding to 8 bits costs.
-_LONG, _LONG_BFLOAT16 = 8192, 65536
+_LONG = 8192  # terms that tensor cores sum; longer sums are promoted
 
 
 class TmaTapConfig(NamedTuple):
@@ -72,9 +71,8 @@ def flush(product: Product, config: TmaTapConfig) -> int:
     """Stages after which sums are promoted, 0 for never."""
     if product.parts == 2:
         return 1
-    most = _LONG_BFLOAT16 if product.problem.dtype == "bfloat16" else _LONG
-    long = product.gather.src_channels * max(product.phase_taps) > most
-    return most // (2 * chunk_of(product, config)) if long else 0
+    long = product.gather.src_channels * max(product.phase_taps) > _LONG
+    return _LONG // (2 * chunk_of(product, config)) if long else 0
 
 
 def stage_bytes(product: Product, config: TmaTapConfig) -> int:
