@@ -115,7 +115,7 @@ def _register_symbolic() -> None:
 
     @symbolic_helper.parse_args("v", "v", "v", "is", "is", "is", "is", "i")
     def conv_transpose(
-        graph: Any,
+        graph: torch.Graph,  # a class: before Python 3.11 the exporter fails at `Any`
         input: Any,
         weight: Any,
         bias: Any,
@@ -126,7 +126,7 @@ def _register_symbolic() -> None:
         groups: int,
     ) -> Any:
         tensors = (input, weight) if symbolic_helper._is_none(bias) else (input, weight, bias)
-        return graph.op(
+        return graph.op(  # type: ignore[attr-defined]
             "ConvTranspose",
             *tensors,
             strides_i=stride,

@@ -17,7 +17,7 @@ from polyphase.torch_op import operators
 from polyphase.torch_op.call_cache import CallCache
 from polyphase.torch_op.derivatives import run as run_differentiable
 from polyphase.torch_op.derivatives import run_operator
-from polyphase.torch_op.sharding import know_dtensors
+from polyphase.torch_op.sharding import DTENSORS, know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import Layer, check
 
@@ -149,7 +149,8 @@ def _conv_transpose(
     layer, call = (while_traced(check, *arguments), None) if tracing else _check_once(arguments, constants)
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     if tracing:  # Dynamo takes no Function with a jvp; the operators have derivatives and vmap rules of their own
-        know_dtensors()
+        if DTENSORS:
+            know_dtensors()
         run = run_operator if torch.compiler.is_dynamo_compiling() else run_traced
         output = run((batch, weight, None), bias, layer)
     elif _wants_derivatives(input, weight, bias):

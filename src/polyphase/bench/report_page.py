@@ -230,10 +230,8 @@ def _left(report: ModelReport) -> list[str]:
         for entry in report.check.swapped.left
     ]
     if report.functional:
-        found.append(
-            f"{_counted(report.functional, 'call')} outside modules: run it within polyphase.override(), or call "
-            "polyphase's function there"
-        )
+        calls = f"{_counted(report.functional, 'call')} outside modules"
+        found.append(f"{calls}: run it within polyphase.override(), or call polyphase's function there")
     return found
 
 

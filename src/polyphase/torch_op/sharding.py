@@ -39,6 +39,10 @@ def give_strategies() -> None:
         DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[operator] = known
 
 
+#: Whether PyTorch has them under a public name; in 2.4, which has not, Dynamo may fail at what is marked below.
+DTENSORS = torch.__version__ >= "2.5"
+
+
 def know_dtensors() -> bool:
     """Gives the strategies where DTensors are in use; Dynamo calls it when it meets it, and traces nothing."""
     if "torch.distributed.tensor" in sys.modules:
