@@ -46,6 +46,7 @@ LAYERS = {
     "every parameter": make((1, 40, 7, 9), 20, (3, 4), 2, 1, (0, 1), dilation=(2, 1), groups=4, bias=True),
     "3-D": make((2, 12, 3, 4, 6), 8, (2, 3, 3), (1, 2, 2), (0, 1, 1), groups=4, bias=True),
     "3-D, stride 1": make((1, 9, 5, 6, 7), 9, 3, 1, 1, groups=3),
+    "3-D, one group": make((2, 18, 4, 5, 7), 11, (4, 3, 2), bias=True),
     "1-D": make((3, 16, 41), 6, 5, 3, 1, 1, dilation=2, groups=2, bias=True),
     "1-D, stride 1": make((2, 4, 300), 4, 9, 1, 4, groups=2),
     "outputs without taps": make((2, 24, 5, 7), 24, 2, 3, groups=3, bias=True),

@@ -181,8 +181,8 @@ class GroupedGemmWindow(Schedule):
     kept = True
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if problem.groups == 1:
-            return "one group: other schedules fill their tiles with its channels"
+        if problem.groups == 1 and problem.dims < 3:
+            return "one group, and no volume: other schedules fill their tiles with its channels"
         for channels in (problem.in_channels_per_group, problem.out_channels_per_group):
             if channels not in _CHANNELS:
                 many = "few" if channels < _CHANNELS.start else "many"
