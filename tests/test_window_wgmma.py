@@ -138,7 +138,8 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     ],
     ids=str,
 )
-def test_blocks_go_on_to_further_tiles(problem: ConvTransposeProblem) -> None:
+def test_blocks_go_on_to_further_tiles(problem: ConvTransposeProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_wgmma, "_PERSISTENT", 1)
     device = replace(H200, multiprocessors=2)
     schedule, layouts = SCHEDULES[Pass.INPUT_GRAD], Layouts.dense(problem)
     for candidate in itertools.islice(candidates(schedule, problem, Pass.INPUT_GRAD, device, layouts), 2):

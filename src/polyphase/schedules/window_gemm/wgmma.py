@@ -44,6 +44,7 @@ _SMALLER = 1536, 24, 16  # image side in 1-D, 2-D, 3-D of the second size at whi
 _LEAST_SPLIT = 8  # tiles of a weight gradient's split, at least
 _MOST_WAVES = 4  # of CTAs, that splits may make
 _PRELOADED = 4  # row tiles times column tiles of which a weight gradient's flush loads earlier sums together
+_PERSISTENT = 4  # stages of an input gradient's tile from which on blocks go on to further tiles
 _ENDS = 4  # what a CTA's prologue and epilogue take, in stages
 
 
@@ -141,8 +142,9 @@ class _WindowWgmma(Gradient):
                 "piece_bytes": tiling.runs.piece_bytes,
             }
         else:
-            params["items"] = blocks * tiling.total
-            blocks = min(blocks * tiling.total, device.multiprocessors)
+            params["items"] = blocks = blocks * tiling.total
+            if math.ceil(flattened.out_channels_per_group / config.out_chunk) >= _PERSISTENT:
+                blocks = min(blocks, device.multiprocessors)
         source, threads = self._source(problem, flattened, pass_, config), 128 * GROUPS + LOADERS
         maps = tuple(each for each in (tiling.runs.tensor_map, tiling.window_map) if each is not None)
         main = main_step(source, blocks * planes, threads, shared_bytes_of(config, tiling), params, maps)
