@@ -99,16 +99,11 @@ def candidate(section: Section, rows: Sequence[Row], say: Say) -> Values | None:
 
 
 def judge(
-    sections: Sequence[Section],
-    fits: dict[str, Values],
-    rows: Sequence[Row],
-    before: np.ndarray,
-    slower: float,
-    say: Say,
+    sections: Sequence[Section], fits: dict[str, Values], rows: Sequence[Row], before: np.ndarray, say: Say
 ) -> np.ndarray:
     """Takes as many fits as make no choice worse, and gives the forecasts then.
 
-    All are taken at first. While choices are worse by geometric mean, or one of them is slower by more than ``slower``,
+    All are taken at first. While choices are worse by geometric mean, or one of them is slower by more than `_SLOWER`,
     the fit is given up without which they are best.
     """
     by_name = {section.name: section for section in sections}
@@ -132,12 +127,12 @@ def judge(
 
     def worth(taken: frozenset[str]) -> tuple[int, float]:
         new = ranking(rows, list(seconds(taken)))
-        return sum(ratio > slower * old.ratios[case] for case, ratio in new.ratios.items()), new.mean
+        return sum(ratio > _SLOWER * old.ratios[case] for case, ratio in new.ratios.items()), new.mean
 
     taken = frozenset(fits)
     while taken and (worth(taken)[0] or worth(taken)[1] > old.mean):
-        count, mean = worth(taken)
-        say(f"fits of {', '.join(sorted(taken))}: choices {mean:.4f}, {count} slower by over {slower - 1:.0%}")
+        slower, mean = worth(taken)
+        say(f"fits of {', '.join(sorted(taken))}: choices {mean:.4f}, {slower} slower by over {_SLOWER - 1:.0%}")
         taken = min((taken - {name} for name in sorted(taken)), key=worth)
     say(f"taken are the fits of {', '.join(sorted(taken)) or 'no section'}: {old.mean:.4f} -> {worth(taken)[1]:.4f}")
     for name, section in by_name.items():
@@ -235,7 +230,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("files", nargs="+", type=Path, help="CSV files of `tune`")
     parser.add_argument("--arch", default=table.MEASURED, help="the architecture of the GPU that they were measured on")
     parser.add_argument("--sections", help="those to fit, comma-separated; without it, all")
-    parser.add_argument("--slower", type=float, default=_SLOWER, help="times what a case took before that it may take")
     parser.add_argument("--keep", action="store_true", help="fit nothing: say and write how well today's terms fit")
     parser.add_argument("--plan", action="store_true", help="ask the planner for each case, before and after (minutes)")
     parser.add_argument("--out", type=Path, help="where to write; without it, the package's file of the architecture")
@@ -266,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             fits[section.name] = found
     values = {section.name: section.values for section in sections}
     if fits:
-        after = judge(sections, fits, rows, before, given.slower, print)
+        after = judge(sections, fits, rows, before, print)
     for section in sections:
         changed = section.values != values[section.name]
         if changed or "commit" not in section.data or (given.keep and section.name in wanted):

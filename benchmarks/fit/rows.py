@@ -152,8 +152,6 @@ def parse_config(schedule: Schedule, text: str) -> Any | None:
     Those that were renamed have their new names, those that came later their defaults.
     """
     kind = get_type_hints(type(schedule).cost)["config"]
-    if kind is Any:  # another schedule's, of which this one is made
-        return None
     if kind is Any:  # of col2im, whose configs are those of another schedule
         return None
     today = _RENAMED_FIELDS.get(schedule.name, {})
