@@ -37,9 +37,8 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import CHANNEL, Epilogue, Operand, Operation, of_input
 from polyphase.problem.layouts import Layouts
-from polyphase.program import prologue as step_of_program
 from polyphase.program.program import Program
-from polyphase.program.prologue import in_a_step, within_kernels
+from polyphase.program.prologue import apply_step, in_a_step, within_kernels
 from polyphase.program.step import BIAS, DST, SRC, WEIGHT, Step
 
 LEAKY = Epilogue((Operation("leaky_relu", (0.1,)),))
@@ -303,12 +302,7 @@ def steps(problem: ConvTransposeProblem, device: DeviceInfo, timer: Timer) -> It
 
 def steps_of(problem: ConvTransposeProblem, layouts: Layouts) -> list[tuple[int, Step]]:
     """It with one vector for each thread, and with more."""
-    planned, found = step_of_program._AT_ONCE, []
-    for count in (1, 2, 4):
-        step_of_program._AT_ONCE = count
-        found.append((count, step_of_program.apply_step(problem, layouts)))
-    step_of_program._AT_ONCE = planned
-    return found
+    return [(count, apply_step(problem, layouts, count)) for count in (1, 2, 4)]
 
 
 def models(timer: Timer) -> Iterator[Iterator[tuple[object, ...]]]:

@@ -18,7 +18,7 @@ from polyphase.program.program import Buffer, Program, prepared
 from polyphase.program.step import BIAS, SRC, Step, plain_step
 
 _THREADS = 256
-_AT_ONCE = 2  # vectors of a thread
+_AT_ONCE = {2: 2}  # vectors of a thread, by the bytes of an element; one of others
 _BEHIND = f"{SRC}_behind_prologue"
 
 
@@ -60,26 +60,27 @@ def in_a_step(program: Program, problem: ConvTransposeProblem, layouts: Layouts)
     return replace(behind, steps=steps, main_index=program.main_index + (place <= program.main_index))
 
 
-def apply_step(problem: ConvTransposeProblem, layouts: Layouts) -> Step:
-    """The step that computes a prologue."""
-    shape, strides = five(problem.input_shape), layouts.input
+def apply_step(problem: ConvTransposeProblem, layouts: Layouts, at_once: int | None = None) -> Step:
+    """The step that computes a prologue; ``at_once``: vectors of a thread, where that is asked for."""
+    shape, strides, size = five(problem.input_shape), layouts.input, DTYPE_BYTES[problem.dtype]
+    at_once = at_once or _AT_ONCE.get(size, 1)
     order = sorted(range(5), key=lambda i: (shape[i] == 1, strides[i]))  # as they lie in memory, the innermost first
     elements, dense, run, count = math.prod(shape), True, 1, 1
     for i in order:
         dense = dense and (shape[i] == 1 or strides[i] == count)
         run = count if i == 1 else run
         count *= shape[i]
-    vector = 16 // DTYPE_BYTES[problem.dtype] if dense and layouts.aligned else 1
+    vector = 16 // size if dense and layouts.aligned else 1
     vector = vector if elements % vector == 0 else 1
     constants = (
         ("THREADS", _THREADS),
         ("VECTOR", vector),
-        ("AT_ONCE", _AT_ONCE),
+        ("AT_ONCE", at_once),
         ("DENSE", dense),
         ("ONE_CHANNEL", run % vector == 0),
         ("MIN_BLOCKS", 1),
     )
-    tile = _THREADS * vector * _AT_ONCE
+    tile = _THREADS * vector * at_once
     wide = elements + tile >= 2**31
     source = KernelSource("apply_prologue", problem.dtype, wide, constants, folder="steps", prologue=problem.prologue)
     params = params_of(source).pack(
