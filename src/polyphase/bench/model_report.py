@@ -97,6 +97,18 @@ class ModelReport:
         return self.check.ok and not self.faults
 
     @property
+    def host_bound(self) -> str:
+        """What to do where the whole model is slower though none of its layers is; else nothing."""
+        lost = [race.what for race in self.check.races if race.ours.ms > race.torch.ms]
+        if self.slower or self.faults or not lost:
+            return ""
+        taken = sum(layer.total(lambda record: record.ms) or 0.0 for layer in self.layers)
+        return (
+            f"{', '.join(lost)}: slower, though no layer is. All passes of the layers take {taken:.3f} ms; what is "
+            "longer is the host's time for calls: larger inputs, torch.compile or a CUDA graph leave the layers' gain"
+        )
+
+    @property
     def recipe(self) -> str:
         """The lines that apply it: to modules, and to calls of PyTorch's function."""
         swap = ["polyphase.accelerate(model)"] if self.layers or not self.functional else []

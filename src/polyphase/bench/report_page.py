@@ -59,6 +59,8 @@ def summary(report: ModelReport) -> list[str]:
             f"{milliseconds(floor)} ms"
             for title, time, floor in _totals(report)
         ]
+    if report.host_bound:
+        lines.append(report.host_bound)
     if report.slower:
         lines.append(f"slower than PyTorch's, to be left alone: {', '.join(report.slower)}")
     lines.append("accuracy: " + _verdict(report))
@@ -78,6 +80,7 @@ def page(report: ModelReport) -> str:
         f'<p class="soft">inputs {escape(report.inputs)}, {escape(report.dtype)}; '
         f"{'measured on' if report.measured else 'times predicted for'} {escape(report.card)}</p>",
         _cards(report),
+        f'<p class="soft">{escape(report.host_bound)}</p>' if report.host_bound else "",
         "<h2>How to apply it</h2>",
         f"<pre><code>{escape(report.recipe)}</code></pre>",
         "<h2>Layers</h2>",
