@@ -231,7 +231,7 @@ def _forward(module: Any, input: Any) -> Any:
         if passed is not None:
             return passed
         input = input.tensor()
-    chain = vars(module).get("_chain")
+    chain = module.__dict__.get("_chain")  # not by `vars`: Dynamo of PyTorch 2.8 may fail at it
     if chain is not None and chain.before is module and (begun := chain.begin(input)) is not None:
         return begun
     return type(module)._stands_for.forward(module, input)
@@ -239,7 +239,7 @@ def _forward(module: Any, input: Any) -> Any:
 
 def _extra_repr(module: Any) -> str:
     own = type(module)._stands_for.extra_repr(module)
-    chain = vars(module).get("_chain")
+    chain = module.__dict__.get("_chain")  # not by `vars`: Dynamo of PyTorch 2.8 may fail at it
     where = "behind it" if chain is not None and chain.before is module else "before it"
     told = f"computed by the transposed convolution {where} in evaluation mode"
     return f"{own}, {told}" if own else told
