@@ -34,6 +34,7 @@ from search import Values, affected, fit, forecasts, forget, same_tiles  # noqa:
 from polyphase.costs import table  # noqa: E402
 
 _SLOWER = 1.03  # times what a case took before, up to which a fit is taken
+_AS_GOOD = 1.0005  # times the mean before, up to which choices are as good
 _ROWS_OF_A_TERM = 4  # at least
 _FOLDER = Path(table.__file__).parent
 
@@ -73,21 +74,23 @@ def take(section: Section, values: Values) -> None:
     forget()
 
 
-def candidate(section: Section, rows: Sequence[Row], say: Say) -> Values | None:
+def candidate(section: Section, rows: Sequence[Row], say: Say, only: Sequence[str] = ()) -> Values | None:
     """Values that a fit to all rows finds; None where there are few rows, or where a fit does not carry over.
 
-    It carries over where fitted to two thirds of the layers it makes the error on the others less.
+    It carries over where fitted to two thirds of the layers it makes the error on the others less. ``only``: the terms
+    to fit; without them, all.
     """
     start = section.values
+    terms = {name: term for name, term in section.terms.items() if name in only or not only}
     with same_tiles():
-        told_of = sum(len(affected(section.rows, section.name, start, term)) > 0 for term in start)
+        told_of = sum(len(affected(section.rows, section.name, start, term)) > 0 for term in terms)
     if len(section.rows) < _ROWS_OF_A_TERM * told_of:
         say(f"{section.name}: {len(section.rows)} rows are few for {told_of} terms (at least {_ROWS_OF_A_TERM} each)")
         return None
     seen = [row for row in section.rows if zlib.crc32(row.case[0].encode()) % 3]
     unseen = [row for row in section.rows if row not in set(seen)]
-    part = fit(seen, section.name, start, section.terms, weights_of(seen, rows))
-    found = fit(section.rows, section.name, start, section.terms, weights_of(section.rows, rows))
+    part = fit(seen, section.name, start, terms, weights_of(seen, rows))
+    found = fit(section.rows, section.name, start, terms, weights_of(section.rows, rows))
     told, own = (
         [error(some, list(forecasts(some, section.name, values))) for values in (start, fitted)]
         for some, fitted in ((unseen, part), (section.rows, found))
@@ -130,7 +133,7 @@ def judge(
         return sum(ratio > _SLOWER * old.ratios[case] for case, ratio in new.ratios.items()), new.mean
 
     taken = frozenset(fits)
-    while taken and (worth(taken)[0] or worth(taken)[1] > old.mean):
+    while taken and (worth(taken)[0] or worth(taken)[1] > _AS_GOOD * old.mean):
         slower, mean = worth(taken)
         say(f"fits of {', '.join(sorted(taken))}: choices {mean:.4f}, {slower} slower by over {_SLOWER - 1:.0%}")
         taken = min((taken - {name} for name in sorted(taken)), key=worth)
@@ -230,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("files", nargs="+", type=Path, help="CSV files of `tune`")
     parser.add_argument("--arch", default=table.MEASURED, help="the architecture of the GPU that they were measured on")
     parser.add_argument("--sections", help="those to fit, comma-separated; without it, all")
+    parser.add_argument("--terms", default="", help="of these sections, comma-separated; without it, all")
     parser.add_argument("--keep", action="store_true", help="fit nothing: say and write how well today's terms fit")
     parser.add_argument("--plan", action="store_true", help="ask the planner for each case, before and after (minutes)")
     parser.add_argument("--out", type=Path, help="where to write; without it, the package's file of the architecture")
@@ -256,7 +260,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     fits: dict[str, Values] = {}
     for section in sections:
-        if section.name in wanted and not given.keep and (found := candidate(section, rows, print)) is not None:
+        if (
+            section.name in wanted
+            and not given.keep
+            and (found := candidate(section, rows, print, tuple(filter(None, given.terms.split(",")))))
+        ):
             fits[section.name] = found
     values = {section.name: section.values for section in sections}
     if fits:
