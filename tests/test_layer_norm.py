@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 
 from emulator import available
-from kernel_harness import H200, Emulator, formats
+from kernel_harness import H200, Emulator, formats, integers, reference, run
 from polyphase.plan.planner import programs
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import CHANNEL, SAMPLE, Epilogue, Operand, Operation
+from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.schedules.schedule import Candidate
 from test_epilogue import RESIDUAL, both, check
@@ -87,3 +89,23 @@ def test_every_kind_of_config(problem: ConvTransposeProblem, device: DeviceInfo,
         pytest.skip("no tile has all channels of a pixel")
     for candidate, program in list(kinds.values())[:3]:
         check(problem, candidate, program, Emulator(number * 31 % 100))
+
+
+@emulated
+@pytest.mark.parametrize("layer", ["few channels", "stride 2"])
+def test_softmaxes_of_infinities(layer: str) -> None:
+    """As PyTorch's: minus infinities have no share, unless there is nothing else; with an infinity there are none."""
+    problem = replace(LAYERS[layer], dtype="bfloat16", epilogue=Epilogue((RESIDUAL, Operation("softmax"))))
+    residual = torch.zeros(problem.output_shape, dtype=torch.float64)
+    residual[0, ::2, 1] = residual[0, 1::2, 2] = residual[0, :-1, 3] = residual[0, :, 4] = -torch.inf
+    residual[0, 1, 5], residual[0, 2, 6] = torch.inf, torch.nan
+    x, weight = integers(problem.input_shape, 1), integers(problem.weight_shape, 2) / 16
+    sums = reference(problem, Pass.FORWARD, (x, weight), torch.zeros(problem.out_channels, dtype=torch.float64))
+    expected = torch.softmax(sums + residual, 1)
+    candidate, program = programs(problem, Pass.FORWARD, H200)[0]
+    bias, layouts = torch.zeros(problem.out_channels), Layouts.of_call(problem, Pass.FORWARD)
+    of = {"residual_0": residual}
+    out = run(problem, Pass.FORWARD, program, layouts, (x, weight), bias, operands_of=of)
+    torch.testing.assert_close(
+        out.double(), expected, rtol=2.0**-8, atol=2.0**-8, equal_nan=True, msg=candidate.describe()
+    )

@@ -17,15 +17,12 @@
 #include "epilogue/finish.cuh"
 
 struct Moments {
-  float center, spread;
+  // Of no value. A softmax begins with the least finite number: minus infinities add nothing then.
+  float center = EPILOGUE_SOFTMAX ? -3.402823466e38f : 0.f, spread = 0.f;
 
   // One value more than `count`.
   __device__ __forceinline__ void add(float value, int count) {
     if (EPILOGUE_SOFTMAX) {
-      if (count == 0) {
-        *this = {value, 1.f};
-        return;
-      }
       const float ahead = value - center, power = exponential(-fabsf(ahead));
       spread = ahead > 0 ? spread * power + 1.f : spread + power;
       center = ahead > 0 ? value : center;
@@ -41,7 +38,6 @@ struct Moments {
 __device__ __forceinline__ Moments both(const Moments& one, const Moments& other, int count, int others) {
   const float ahead = other.center - one.center;
   if (EPILOGUE_SOFTMAX) {
-    if (others == 0 || count == 0) return others == 0 ? one : other;
     const float power = exponential(-fabsf(ahead));
     return ahead > 0 ? Moments{other.center, other.spread + one.spread * power}
                      : Moments{one.center, one.spread + other.spread * power};
@@ -96,6 +92,7 @@ __device__ __forceinline__ Normal normal_of(const Moments* of_warps, int pitch) 
     all = both(all, of_warps[warp * pitch], count, rows_of_warp(warp));
     count += rows_of_warp(warp);
   }
-  if (EPILOGUE_SOFTMAX) return {all.center, 1 / all.spread};
+  // Of an infinite largest value there are no shares, as in PyTorch.
+  if (EPILOGUE_SOFTMAX) return {all.center, (1 + (all.center - all.center)) / all.spread};
   return {all.center, 1 / square_root(all.spread * (1.f / DST_CHANNELS) + EPILOGUE_EPSILON)};
 }
