@@ -217,6 +217,20 @@ def test_within_kernels_is_what_a_step_gives(name: str, dtype: str) -> None:
 
 
 @emulated
+def test_snakes_of_large_angles_stay_in_bounds() -> None:
+    """Of an angle that float32 has no fractions of, sin² is anything from 0 to 1; of an infinite one it is NaN."""
+    problem = replace(make((1, 1, 8, 5), 1, 1), prologue=alone("snake", 0.0, 0.0, operands=(ALPHA, BETA)))
+    x = 10.0 ** torch.arange(40, dtype=torch.float32).view(1, 1, 8, 5).double()
+    x[0, 0, 7, 4], weight = torch.inf, torch.ones(problem.weight_shape, dtype=torch.float64)
+    of = dict.fromkeys(problem.named_operands, torch.ones(1, dtype=torch.float64))
+    program, layouts = plan(problem, Pass.FORWARD, H200).program, Layouts.of_call(problem, Pass.FORWARD)
+    assert program is not None
+    out = run(problem, Pass.FORWARD, program, layouts, (x, weight), operands_of=of).flatten()
+    assert bool(((out[:-1] >= x.flatten()[:-1].float()) & (out[:-1] <= x.flatten()[:-1].float() + 1.001)).all())
+    assert bool(out[-1].isnan())
+
+
+@emulated
 @pytest.mark.parametrize("name", ["snake beta", "prelu", "sigmoid"])
 def test_inputs_that_lie_otherwise(name: str) -> None:
     bare = make((2, 6, 3, 5), 5, 3, 2, 1, bias=True)
