@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fuse, fused, pending
+from polyphase import fuse, fused
+from polyphase.torch_op import into
 
 
 class UNet(nn.Module):
@@ -147,13 +148,13 @@ def test_what_changes_before_it_is_joined() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(2, 4, 8, 8), (2, 3, 5, 7), (1, 5, 4, 4)])
 def test_a_slice_is_copied(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending, "_COPIED_AT_ONCE", 0)
+    monkeypatch.setattr(into, "_COPIED_AT_ONCE", 0)
     part = torch.randn(shape).to(dtype)
     for before in (1, 4):
         result = torch.full((shape[0], before + shape[1] + 2, *shape[2:]), 7.0, dtype=dtype)
         slices = result.split([before, shape[1], 2], 1)
-        pending._copy(part, slices[1])
+        into.copy_to_slice(part, slices[1])
         assert torch.equal(slices[1], part)
         assert all((each == 7).all() for each in (slices[0], slices[2]))
-        pending._copy(part.transpose(-1, -2).contiguous().transpose(-1, -2), slices[1].zero_())
+        into.copy_to_slice(part.transpose(-1, -2).contiguous().transpose(-1, -2), slices[1].zero_())
         assert torch.equal(slices[1], part)

@@ -194,3 +194,98 @@ def test_under_autocast() -> None:
         within = model[0](x)
     with torch.no_grad():
         assert within.mul(1).dtype == torch.bfloat16
+
+
+CHANGED_ELSEWHERE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a detached value": lambda m, y: ((z := y.detach()), (w := z.sigmoid_()), y * w if m.more else w)[-1],
+    "a view, and a detached value": lambda m, y: ((z := y.detach()), m.more and y.view(-1).mul_(2), z.tanh())[-1],
+    "an element of a detached value": lambda m, y: ((z := y.detach()), m.more and z[:, 0].mul_(2), y.tanh() * z)[-1],
+    "a value that is read again": lambda m, y: ((w := torch.sigmoid(y)), m.more and y.tanh_(), w * y)[-1],
+    "by a module": lambda m, y: ((w := m.act(y)), y if m.more else w)[-1],
+    "by a module, and again": lambda m, y: ((w := m.act(y)), (z := w.tanh()), y * z if m.more else z)[-1],
+    "by a module and a function": lambda m, y: ((w := m.act(y).neg()), y * w if m.more else w)[-1],
+    "a clone": lambda m, y: ((z := y.clone()), m.more and y.view(-1).mul_(2), z.tanh())[-1],
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_ELSEWHERE)
+def test_values_that_are_changed_in_place_as_the_trace_has_not_seen(name: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.more = nn.ConvTranspose2d(3, 4, 2, 2), nn.LeakyReLU(0.1, inplace=True), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return CHANGED_ELSEWHERE[name](self, self.up(x))
+
+    plain = Model().eval()
+    model = copy.deepcopy(plain)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused
+    x = torch.randn(2, 3, 4, 5)
+    for plain.more in (False, True):
+        model.more = plain.more
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                torch.testing.assert_close(model(x), plain(x))
+
+
+def test_a_softmax_over_another_dimension() -> None:
+    plain = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.Softmax(-3), nn.Tanh()).eval()
+    model = copy.deepcopy(plain)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("1", "2")
+    plain[1].dim = model[1].dim = 2
+    with torch.no_grad():
+        x = torch.randn(2, 3, 4, 5)
+        torch.testing.assert_close(model(x), plain(x))
+
+
+def test_layers_that_are_replaced_are_fused_anew() -> None:
+    """What has been a chain's is no other's: it computes for itself."""
+    from test_fuse_norm import LayerNorm2d
+
+    model = nn.Sequential(nn.ReLU(), nn.ConvTranspose2d(3, 4, 2, 2), LayerNorm2d(4), nn.GELU()).eval()
+    polyphase.accelerate(model, fuse=True)
+    model[1] = nn.ConvTranspose2d(3, 4, 3, 2)
+    block = polyphase.accelerate(model, fuse=True).blocks[0]
+    assert str(block) == "1: alone; 2 is what another layer computes"
+    plain = polyphase.restore(copy.deepcopy(model)).model
+    x = torch.randn(2, 3, 4, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+    # Other models' modules are theirs.
+    other = nn.Sequential(nn.ReLU(), nn.ConvTranspose2d(3, 4, 2, 2)).eval()
+    plain = copy.deepcopy(other)
+    assert polyphase.accelerate(other, fuse=True).blocks[0].before == "0"
+    with torch.no_grad():
+        torch.testing.assert_close(other(x), plain(x))
+
+
+BEHIND: list[Callable[[], nn.Module]] = [lambda: nn.ReLU(), lambda: nn.Softplus(), lambda: nn.Softmax(1)]
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_reentrant_checkpoints_of_parts_that_wait(behind: Callable[[], nn.Module]) -> None:
+    """A checkpoint gives derivatives to what it computes without, which must be a tensor."""
+    plain = nn.Sequential(nn.ELU(), nn.ConvTranspose2d(3, 4, 2, 2), behind(), nn.Tanh(), nn.Conv2d(4, 2, 1)).eval()
+    model = copy.deepcopy(plain)
+    polyphase.accelerate(model, fuse=True)
+
+    def call(m: Any, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint_sequential(m, 5, x, use_reentrant=True)
+        return result
+
+    _assert_the_same(plain.double(), model.double(), call)
+
+
+@pytest.mark.parametrize("module", [nn.PReLU, nn.BatchNorm1d])
+def test_what_are_channels_of_a_batch_alone(module: Callable[[int], nn.Module]) -> None:
+    """Of ``(C, L)`` these have L."""
+    plain = nn.Sequential(nn.ConvTranspose1d(3, 4, 2, 2), module(4), nn.Tanh()).eval()
+    for tensor in (*plain[1].parameters(), *plain[1].buffers()):
+        tensor.data = torch.arange(1, 5) / 4 if tensor.dim() else tensor.data
+    model = copy.deepcopy(plain)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("1", "2")
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(model(x), plain(x))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))

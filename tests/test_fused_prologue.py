@@ -358,3 +358,59 @@ def test_an_input_that_changes_in_place_is_an_error_or_not_fused() -> None:
         x.add_(1)
         with pytest.raises(RuntimeError, match="has changed in place"):
             taken[2](active)
+
+
+@pytest.mark.parametrize("of", ["a buffer", "parametrized"])
+def test_what_takes_the_place_of_a_snakes_parameter(of: str, prologues: list[Epilogue]) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    plain = model(SnakeBeta(6, False))
+    taken = copy.deepcopy(plain)
+    polyphase.accelerate(taken, fuse=True)
+    for each in (plain, taken):
+        act: Any = each[1]
+        if of == "parametrized":
+            nn.utils.parametrize.register_parametrization(act, "beta", Twice())
+        else:
+            beta = act.beta.detach() * 2
+            del act.beta
+            act.register_buffer("beta", beta)
+    x = torch.randn(2, 4, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(taken(x), plain(x))
+    assert any(prologues)
+
+
+def test_hooks_between_are_given_tensors(prologues: list[Epilogue]) -> None:
+    seen: list[Tensor] = []
+
+    def note(module: Any, given: Any, result: Any = None) -> None:
+        seen.append(given[0] if result is None else result)
+
+    def made(register: Callable[[Any], Any]) -> Any:
+        part = nn.Sequential(nn.Conv1d(4, 4, 1), nn.ELU())
+        plain = nn.Sequential(part, nn.Sequential(nn.ConvTranspose1d(4, 4, 3))).eval()
+        register(plain)
+        polyphase.accelerate(plain, fuse=True)
+        seen.clear()
+        with torch.no_grad():
+            plain(torch.randn(2, 4, 9))
+        return plain
+
+    for register in (
+        lambda m: m[0].register_forward_hook(note),
+        lambda m: m[1].register_forward_pre_hook(note),
+        lambda m: m[1][0].register_forward_pre_hook(note),
+    ):
+        made(register)
+        assert [type(each) for each in seen] == [Tensor]
+    assert not any(prologues)
+    # PyTorch's own do not look at what the layer is given.
+    later = made(lambda m: nn.utils.weight_norm(m[1][0]))
+    assert any(prologues)
+    later[1][0].register_forward_pre_hook(note)
+    with torch.no_grad():
+        later(torch.randn(2, 4, 9))
+    assert [type(each) for each in seen] == [Tensor]

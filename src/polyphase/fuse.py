@@ -25,7 +25,7 @@ from torch.nn import Module
 from polyphase import functional, fused
 from polyphase.elementwise import COPIES
 from polyphase.fuse_trace import LAYERS, Trace, call_name, graphs, shared_modules
-from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, step_of_module
+from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, sees_input, step_of_module
 from polyphase.modules import APART_FOR, StandIn
 from polyphase.pending import Between, Marked, Pending, Waiting, computed
 from polyphase.snakes import snake, snake_of
@@ -68,8 +68,8 @@ class Chain:
     (`polyphase.elementwise.name_of`), and modules behind them, which only a layer that waits computes. ``before``: the
     activation of the layer's input, where there is one; without derivatives the layer computes it.
     ``places``: where the model had each, the module that holds it and its name there; copies of a chain have none.
-    ``normalizes``: one of ``modules`` is a layer norm. Under autocast it gives float32, and of an input without a batch
-    it normalises another dimension, so all of them are then computed by themselves.
+    ``normalizes``: one of ``modules`` is a layer norm, which gives float32 under autocast: all are then computed by
+    themselves. So they are of an input without a batch where one has a tensor: its channels are another dimension.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Chain:
         first = () if before is None else (before,)
         self.all_modules = (*first, *modules, *(each for each in then if isinstance(each, Module)))
         self._normalizes = normalizes
+        self._has_channels = any(each._parameters or each._buffers for each in modules)
         self._places = places
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,6 +131,8 @@ class Chain:
         layer: Any = self.layer
         if type(input) not in _PLAIN or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
             return None
+        if input.requires_grad or sees_input(layer):  # for the first see `run`
+            return None
         if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
             return None
         if input.dim() != len(layer.stride) + 2 or not input.is_floating_point() or not self.is_active():
@@ -153,7 +156,8 @@ class Chain:
             input, before = found
         input = computed(input)
         tensors = (input, layer.weight, layer.bias)
-        apart = self._normalizes and (torch._C._is_any_autocast_enabled() or input.dim() != len(layer.stride) + 2)
+        apart = self._normalizes and torch._C._is_any_autocast_enabled()
+        apart |= self._has_channels and input.dim() != len(layer.stride) + 2
         if apart or not input.is_floating_point():  # no epilogue takes complex numbers
             return self._run(tensors, output_padding, (), before)
         tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
@@ -161,7 +165,9 @@ class Chain:
             return Between(self._run(tensors, output_padding, self._steps(), before), self.modules)
         if tracing or type(input) not in _PLAIN or torch._C._are_functorch_transforms_active():
             return self._run(tensors, output_padding, (), before)
-        if self.then and not torch.is_grad_enabled() and input.dim() == len(layer.stride) + 2:
+        # A reentrant checkpoint records nothing, and gives what a layer returns derivatives: it must be a tensor.
+        recorded = torch.is_grad_enabled() or input.requires_grad
+        if self.then and not recorded and input.dim() == len(layer.stride) + 2:
             waiting = self._waiting(tensors, output_padding, (*self.modules, *self.then), before)
             return Pending.of(waiting, [], versions_of(waiting.reads))
         if not self.modules:

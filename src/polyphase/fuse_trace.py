@@ -23,7 +23,15 @@ from polyphase.elementwise import (
     read_next,
     step_of_value,
 )
-from polyphase.module_steps import has_hooks, layer_norm, norm, normalized_dims, reader_before, reader_of
+from polyphase.module_steps import (
+    has_hooks,
+    layer_norm,
+    norm,
+    normalized_dims,
+    reader_before,
+    reader_of,
+    sees_input,
+)
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from polyphase.problem.epilogue import MOST_CHANNELS, OF_PIXELS
 from polyphase.snakes import snake_of
@@ -97,6 +105,11 @@ class Trace:
     def _module_of(self, node: torch.fx.Node) -> Module | None:
         return self._module(node) if node.op == "call_module" else None
 
+    def _parents(self, node: torch.fx.Node) -> list[Module]:
+        """The modules within the root that hold a node's module."""
+        path = str(node.target).split(".")
+        return [self._module_at(".".join(path[:depth])) for depth in range(1, len(path))]
+
     def chain_of(self, layer: torch.fx.Node) -> tuple[list[torch.fx.Node], str]:
         """The nodes behind a layer's that it can compute, and why there are no more."""
         found: list[torch.fx.Node] = []
@@ -137,8 +150,16 @@ class Trace:
             return None
         if getattr(module, "inplace", False) and not self._is_read_once(given.args[0]):
             return None
+        if self._is_seen(given, layer):
+            return None
         between = self._nodes[self._order[given] + 1 : self._order[layer]]
         return given if change_between(between, (), self._module_of) is None else None
+
+    def _is_seen(self, given: torch.fx.Node, layer: torch.fx.Node) -> bool:
+        """Whether a hook sees what a module gives a layer."""
+        if any(each._forward_hooks for each in self._parents(given)):
+            return True
+        return any(each._forward_pre_hooks for each in self._parents(layer)) or sees_input(self._module(layer))
 
     def _is_read_once(self, value: Any) -> bool:
         """Whether a node makes a new tensor, which one node reads: nobody sees whether that changes it."""
@@ -206,9 +227,7 @@ class Trace:
     def _why_not_later(self, chain: Iterable[torch.fx.Node], call: torch.fx.Node, name: str) -> str:
         """Why the layer cannot be computed when a function is called, or ""."""
         layer, taken = next(iter(chain)), self._taken.union(chain)
-        path = str(layer.target).split(".")
-        parents = (self._root.get_submodule(".".join(path[:depth])) for depth in range(1, len(path)))
-        if any(parent._forward_hooks for parent in parents):
+        if any(parent._forward_hooks for parent in self._parents(layer)):
             return f"hooks would see it before {name}()"
         between = self._nodes[self._order[layer] + 1 : self._order[call]]
         changing = change_between(between, taken, self._module_of)
@@ -230,6 +249,8 @@ def is_of_pixels(module: Any, dims: int) -> bool:
 def _why_not(module: Any, dims: int, node: torch.fx.Node, calls: list[Any], shared: set[int]) -> str:
     """Why a module cannot be computed by the layer before it, whose output has so many dimensions, or ""."""
     reader = reader_of(module, dims)
+    if reader is None and hasattr(type(module), "_reader"):
+        return "is what another layer computes"
     if reader is None:
         return f"is a {type(module).__name__}, which no epilogue computes"
     if calls.count(node.target) > 1 or id(module) in shared:

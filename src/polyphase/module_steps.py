@@ -64,7 +64,7 @@ BEFORE = (torch.nn.ReLU, torch.nn.ReLU6, torch.nn.LeakyReLU, torch.nn.PReLU, tor
 
 def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | None:
     """What reads a module as a step, of tensors of so many dimensions; None if no epilogue computes it."""
-    if type(module) is torch.nn.Softmax and module.dim not in (1, 1 - dims):
+    if type(module) is torch.nn.Softmax and not is_over_channels(module, dims):
         return None
     if type(module) is torch.nn.Softmax2d and dims != 4:
         return None
@@ -74,10 +74,16 @@ def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | No
     return layer_norm if dims in normalized_dims(module) else None
 
 
+def is_over_channels(module: Any, dims: int) -> bool:
+    """Whether a softmax is one over channels, of tensors of so many dimensions."""
+    return vars(module).get("dim", 1) in (1, 1 - dims)
+
+
 def reader_before(module: Any) -> Callable[[Any], fused.Step | None] | None:
     """What reads a module as an operation on a layer's input; None if no prologue computes it."""
-    if type(module) in BEFORE:
-        return STEPS[type(module)]
+    for cls in BEFORE:
+        if type(module) is cls:  # not equal, as the class is of what another layer computes already
+            return STEPS[cls]
     return snake if snake_of(module) is not None else None
 
 
@@ -98,8 +104,8 @@ def normalized_dims(module: Any) -> tuple[int, ...]:
     has_more = module._modules or module._buffers or set(module._parameters) != {"weight", "bias"}
     if has_more or type(getattr(module, "eps", None)) is not float or "forward" in vars(module):
         return ()
-    if type(module).__module__.startswith("torch."):
-        return ()
+    if type(module).__module__.startswith("torch.") or hasattr(type(module), "_stands_for"):
+        return ()  # the latter are computed by a layer already
     if any(type(each) in (int, float) and name != "eps" for name, each in vars(module).items()):
         return ()  # a factor of 1, say, which may change
     if not vectors or any(each.dim() != 1 or each.shape != vectors[0].shape for each in vectors):
@@ -132,3 +138,9 @@ def has_hooks(module: Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def sees_input(layer: Module) -> bool:
+    """Whether a hook sees what a layer is given. (Those of PyTorch's weight and spectral norms do not look at it.)"""
+    hooks = layer._forward_pre_hooks.values()
+    return any(not type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks)

@@ -40,16 +40,16 @@ from polyphase.elementwise import (
     step_of,
     step_of_value,
 )
-from polyphase.module_steps import step_of_module
+from polyphase.module_steps import is_over_channels, step_of_module
 from polyphase.problem.epilogue import OF_PIXELS
 from polyphase.problem.layouts import ALIGNMENT
+from polyphase.torch_op.into import copy_to_slice
 from polyphase.torch_op.memory_format import output_channels_last
 from polyphase.versions import versions_of
 
 _CONSTANTS = (int, float, bool, str)
 _READ: dict[Any, Reading | None] = {}  # calls that were read before
 _MOST_READ = 1024
-_COPIED_AT_ONCE = 1 << 18  # elements: the host takes longer for views than the GPU for fewer
 
 
 class Waiting(NamedTuple):
@@ -109,7 +109,9 @@ class Pending(Tensor):
         step = step_of_module(module)
         if step is not None and (_is_wider(step.kind) or _is_recorded(step)):
             return None
-        return self._next(step, False)
+        if step is not None and step.kind == "softmax" and not is_over_channels(module, len(self._waiting.size())):
+            return None
+        return self._next(step, bool(vars(module).get("inplace")))
 
     def read_by(self, layer: Any) -> tuple[Tensor, list[fused.Step]] | None:
         """What a layer is given that is to compute the steps itself, which are of its input; None where it is not."""
@@ -136,8 +138,11 @@ class Pending(Tensor):
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A function of it: recorded if it is the next one expected, else computed of tensors."""
         name = name_of(function)
-        if name in COPIES and self._value is None and self._read(name, args, kwargs) is not None:
-            return Pending.of(self._waiting, self._steps, self._versions, self._place)
+        copied = name in COPIES and self._value is None and not torch.is_grad_enabled()
+        if copied and self._read(name, args, kwargs) is not None:
+            if name == "clone":
+                return Pending.of(self._waiting, self._steps, self._versions, self._place)
+            return self  # detached: who changes the one in place changes the other
         if name and self._expects(name) and not changes_other(function, self, args, kwargs):
             reading = self._read(name, args, kwargs)
             step = None if reading is None else self._step(reading)
@@ -167,7 +172,7 @@ class Pending(Tensor):
         if other is None:
             return None if _is_wider(reading.kind) else fused.Step(reading.kind, reading.constants)
         if type(other) is Pending:
-            if other._waiting is waiting and self._follows(other):
+            if other._waiting is waiting and other._value is None and self._follows(other):
                 return step_of_value(reading, len(other._steps))
             other = other.tensor()
         if not isinstance(other, Tensor) or (other.requires_grad and torch.is_grad_enabled()):
@@ -245,9 +250,12 @@ class Marked(Tensor):
             parameters = (each for each in module._parameters.values() if each is not None)
             if any(each.requires_grad for each in parameters):
                 return None
+        in_place = vars(module).get("inplace")
         if place + 1 == len(expected):  # as a view where a checkpoint gives it another place in the graph
-            return self.as_subclass(Tensor) if recorded or mark.output.requires_grad else mark.output
-        marked = self.as_subclass(Marked)
+            last = self.as_subclass(Tensor) if recorded or mark.output.requires_grad else mark.output
+            self._value = last if in_place else None
+            return last
+        marked = self if in_place else self.as_subclass(Marked)
         marked._mark, marked._place = mark, place + 1
         return marked
 
@@ -314,19 +322,8 @@ def _joined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
         if type(part) is Pending:
             part.compute(out)
         else:
-            _copy(part, out)
+            copy_to_slice(part, out)
     return result
-
-
-def _copy(part: Tensor, out: Tensor) -> None:
-    """Copy a tensor to a slice of channels, by elements of 16 bytes: PyTorch copies slices one element at a time."""
-    if part.numel() > _COPIED_AT_ONCE and part.is_contiguous() and out[0].is_contiguous():
-        try:
-            out.flatten(1).view(torch.complex128).copy_(part.flatten(1).view(torch.complex128))
-            return
-        except RuntimeError:  # no multiples of 16 bytes
-            pass
-    out.copy_(part)
 
 
 def _is_to_be_joined(part: Any) -> bool:

@@ -32,6 +32,7 @@ class Snake(NamedTuple):
     eps: float
     logarithmic: bool
     numbers: tuple[tuple[str, Any], ...] = ()
+    has_beta: bool = False
 
 
 def is_snake(call: Callable[..., Tensor], shape: tuple[int, ...], count: int, snake: Snake) -> bool:
@@ -67,6 +68,8 @@ def snake_of(module: Any) -> Snake | None:
     names = [*parameters]
     if names not in (["alpha"], ["alpha", "beta"]) or module._modules or module._buffers or "forward" in vars(module):
         return None
+    if hasattr(type(module), "_stands_for"):  # a layer computes it already
+        return None
     channels = {each.numel() for each in parameters.values()}
     if len(channels) != 1 or type(module).__module__.startswith("torch."):
         return None
@@ -87,7 +90,7 @@ def snake_of(module: Any) -> Snake | None:
     with torch.no_grad():
         numbers = (each for node in graph.nodes for each in (*node.args, *node.kwargs.values()))
         for eps, logarithmic in itertools.product(_small(numbers), (False, True)):
-            found = Snake(eps, logarithmic, _numbers(module))
+            found = Snake(eps, logarithmic, _numbers(module), len(names) > 1)
             if is_snake(call, shape, len(names), found):
                 return found
     return None
@@ -108,8 +111,8 @@ def snake(module: Any) -> fused.Step | None:
     known: Snake = vars(module)["_snake"]
     if known.numbers != _numbers(module):
         return None
-    alpha, beta = module.alpha, module._parameters.get("beta")
-    return fused.snake(alpha, beta, known.eps, known.logarithmic)
+    beta = module.beta if known.has_beta else None  # a parameter, or what has taken its place
+    return fused.snake(module.alpha, beta, known.eps, known.logarithmic)
 
 
 class Found(NamedTuple):
