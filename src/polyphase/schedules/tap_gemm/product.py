@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
@@ -216,18 +216,23 @@ def taps_met(axis: Axis, forward: bool, size: int, cells: int, extent: int) -> t
     """
     tiles, step = -(-cells // extent), (1 if forward else axis.stride)
     last, found, of_middle = (extent - 1) * step, 0, 0
-    for offset, taps in _source_offsets(axis, forward).items():
+    offsets = _source_offsets(axis, forward)
+    if 0 < tiles < len(offsets):  # of long kernels: tile by tile
+        firsts = range(0, tiles * extent * step, extent * step)
+        met = [bisect_right(offsets, size - 1 - first) - bisect_left(offsets, -first - last) for first in firsts]
+        return sum(met), met[tiles // 2]
+    for offset in offsets:
         least = max(0, -((offset + last) // (extent * step)))
         most = min(tiles - 1, (size - 1 - offset) // (extent * step))
-        found += taps * max(0, most - least + 1)
-        of_middle += taps if least <= tiles // 2 <= most else 0
+        found += max(0, most - least + 1)
+        of_middle += least <= tiles // 2 <= most
     return found, of_middle
 
 
 @lru_cache(maxsize=1024)
-def _source_offsets(axis: Axis, forward: bool) -> Counter[int]:
-    """Source elements that taps make cell 0 read, and how many taps each."""
-    return Counter(-axis.shift(tap) if forward else tap * axis.dilation - axis.padding for tap in range(axis.kernel))
+def _source_offsets(axis: Axis, forward: bool) -> list[int]:
+    """Source elements that taps make cell 0 read, in ascending order."""
+    return sorted(-axis.shift(tap) if forward else tap * axis.dilation - axis.padding for tap in range(axis.kernel))
 
 
 def common_limits(problem: ConvTransposeProblem) -> str | None:
