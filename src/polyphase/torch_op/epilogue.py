@@ -190,6 +190,9 @@ def _activated(operation: Operation, place: int, values: Values, g: Tensor) -> T
     return backward(g, values(place + of_result), of_result, *constants)
 
 
+#: Operations whose derivative is taken from their result, where that is the output.
+_OF_RESULT = ("relu", "leaky_relu", "elu", "tanh", "sigmoid", "clamp", "softmax")
+
 # Of the gradient of the result, the result or the argument, whether it is the result, and the constants.
 _BACKWARD: dict[str, Callable[..., Tensor]] = {
     "relu": lambda g, v, _: _aten.threshold_backward(g, v, 0),
@@ -387,11 +390,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, weight, bias, operands, ctx.text, *constants = inputs
     ctx.layer = Layer(tuple(weight.shape[2:]), *constants)
     ctx.biased = bias is not None
-    ctx.save_for_backward(input, weight, *(() if bias is None else (bias,)), *operands, output)
+    epilogue, _ = decoded(ctx.text)
+    # Who changes the output in place changes what is kept: as PyTorch's own, most norms and sums keep none.
+    ctx.of_output = bool(epilogue) and epilogue.operations[-1].kind in _OF_RESULT
+    kept = (output,) if ctx.of_output else ()
+    ctx.save_for_backward(input, weight, *(() if bias is None else (bias,)), *operands, *kept)
 
 
 def _backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-    input, weight, *rest, output = ctx.saved_tensors
+    input, weight, *rest = ctx.saved_tensors
+    output = rest.pop() if ctx.of_output else None
     bias, operands = (rest[0], rest[1:]) if ctx.biased else (None, rest)
     layer, (epilogue, prologue) = ctx.layer, decoded(ctx.text)
     before, behind = split(prologue, operands)
