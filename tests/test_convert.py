@@ -465,3 +465,12 @@ def test_gradients_of_an_accelerated_model(device: torch.device) -> None:
         model(x).square().mean().backward()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_method_of_no_module() -> None:
+    """Its text was executed without a name for its globals."""
+    names: dict[str, Any] = {}
+    exec("def forward(self, x):\n    return self.up(x)", names)
+    model = type("Model", (nn.Module,), names)()
+    model.up = nn.ConvTranspose2d(2, 2, 2)
+    assert function_calls(model) == []

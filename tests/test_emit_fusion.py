@@ -254,6 +254,16 @@ def test_a_value_is_there_as_long_as_it_is_read(tmp_path: Path) -> None:
         assert loaded.epilogues(*loaded.module.get_inputs()) == ["add(residual) → relu"]
 
 
+@needs_emulator
+def test_what_an_operator_changes_in_place_has_other_names(tmp_path: Path) -> None:
+    text = (LEVEL2 / "relu_group_norm.py").read_text(encoding="utf-8")
+    forward = "y = z = torch.tanh(self.up(x))\n        z = z * 2\n        w = z\n        z += 1\n        return y + w"
+    text = text.replace("return self.norm(self.relu(self.up(x)))", forward)
+    loaded = Loaded(emitted_text(text, tmp_path).text)
+    with torch.no_grad():
+        assert loaded.epilogues(*loaded.module.get_inputs()) == ["tanh"]
+
+
 def test_concatenations_are_left_to_pytorch(tmp_path: Path) -> None:
     text = (LEVEL2 / "relu_group_norm.py").read_text(encoding="utf-8")
     joined = "return torch.cat([torch.tanh(self.up(x)), nn.functional.pad(x, (1, 1, 1, 1))], 1)"
@@ -278,6 +288,8 @@ def test_activations_before_a_layer_are_left_to_pytorch(tmp_path: Path) -> None:
         ("return F.relu(self.up(x)) + torch.ones(1)", "its forward makes a tensor of its own"),
         ("return F.relu(self.up(x)) * self.numbers[0]", "its forward reads numbers, a list, which torch.fx"),
         ("return F.relu(self.up(x)) * self.inner(x.shape[0])", "torch.fx does not trace its forward"),
+        ("y = self.up(x)\n        x -= 1\n        return F.relu(y)", "sub changes a tensor in place"),
+        ("n = m = x.shape[2]\n        n += 1\n        return F.relu(self.up(x)) * m", "its forward changes a number"),
         ("y = self.up(x)\n        x.zero_()\n        return F.relu(y)", "zero_ changes a tensor in place"),
     ],
 )

@@ -289,3 +289,69 @@ def test_what_are_channels_of_a_batch_alone(module: Callable[[int], nn.Module]) 
     torch.testing.assert_close(model(x), plain(x))
     with torch.no_grad():
         torch.testing.assert_close(model(x), plain(x))
+
+
+class Between(nn.Module):
+    """What changes between a layer and what waits behind it."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.soft, self.act, self.between = nn.ConvTranspose2d(3, 3, 1), nn.Softplus(), nn.Tanh(), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.between(self, x + 1)
+
+
+def _add(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x)
+    x += 1
+    return torch.relu(y)
+
+
+def _sub(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x)
+    x -= 0.5
+    return y * x
+
+
+def _module(m: Any, x: Tensor) -> Tensor:
+    y = torch.relu(m.up(x))
+    x.add_(1)
+    return m.act(y)
+
+
+def _waiting(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x)
+    x.add_(1)
+    return m.soft(y)
+
+
+@pytest.mark.parametrize("between", [_add, _sub, _module, _waiting])
+def test_changes_between_a_layer_and_what_waits(between: Callable[[Any, Tensor], Tensor]) -> None:
+    """By operators too, which torch.fx takes for sums; tensors of inference mode do not count changes."""
+    plain = Between(between).eval()
+    model = copy.deepcopy(plain)
+    assert "changes a tensor in place before" in polyphase.accelerate(model, fuse=True).blocks[0].reason
+    x = torch.randn(2, 3, 4, 5)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("norm", [nn.Softmax(1), nn.Softmax2d()])
+def test_a_chain_has_one_operation_of_all_channels(norm: nn.Module) -> None:
+    plain = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), nn.Softmax2d(), nn.Tanh(), norm, nn.ReLU()).eval()
+    model = copy.deepcopy(plain)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("1", "2")
+    x = torch.randn(2, 3, 4, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("behind", [nn.BatchNorm2d(4), nn.GELU(), nn.SiLU(), nn.PReLU()])
+def test_an_output_that_is_changed_in_place_and_recorded(behind: nn.Module) -> None:
+    """PyTorch's functions keep it no more than these do."""
+    plain = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), behind).eval().double()
+    model = copy.deepcopy(plain)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("1",)
+    _assert_the_same(plain, model, lambda m, x: m(x).add_(x.mean()))

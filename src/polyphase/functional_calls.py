@@ -18,7 +18,7 @@ def function_calls(model: Module) -> list[str]:
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         methods = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
         for value in methods.values():
-            if isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in ("torch", _HERE):
+            if isinstance(value, FunctionType) and (value.__module__ or "").partition(".")[0] not in ("torch", _HERE):
                 found.update((f"{value.__qualname__} calls {function}", None) for function in sorted(_called(value)))
     return list(found)
 

@@ -24,7 +24,7 @@ from torch.nn import Module
 
 from polyphase import functional, fused
 from polyphase.elementwise import COPIES
-from polyphase.fuse_trace import LAYERS, Trace, call_name, graphs, shared_modules
+from polyphase.fuse_trace import LAYERS, WAITING, Trace, call_name, graphs, shared_modules
 from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, sees_input, step_of_module
 from polyphase.modules import APART_FOR, StandIn
 from polyphase.pending import Between, Marked, Pending, Waiting, computed
@@ -34,7 +34,6 @@ from polyphase.versions import versions_of
 
 _FUSED = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}
 _PLAIN = (Tensor, torch.nn.Parameter)
-_WAITING = (torch.nn.Softplus, torch.nn.Softmax, torch.nn.Softmax2d)
 
 
 @dataclass(frozen=True)
@@ -372,7 +371,7 @@ def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | 
     layer, *parts = [call_name(each) or root.get_submodule(str(each.target)) for each in called]
     # With derivatives it computes modules alone, up to a value that is read twice. Some modules wait as calls do: under
     # autocast they may have to compute for themselves, and of an input without a batch something else.
-    waits = [place for place, part in enumerate(parts) if isinstance(part, (str, *_WAITING))]
+    waits = [place for place, part in enumerate(parts) if isinstance(part, (str, *WAITING))]
     again = [place for place, value in enumerate(called[:-1]) if len(value.users) > 1]
     first = min([len(parts), *waits, *again])
     modules: Any = tuple(parts[:first])

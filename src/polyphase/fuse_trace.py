@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,9 +38,34 @@ from polyphase.problem.epilogue import MOST_CHANNELS, OF_PIXELS
 from polyphase.snakes import snake_of
 
 LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
+#: Modules that a layer waits for, as it does for calls.
+WAITING = (torch.nn.Softplus, torch.nn.Softmax, torch.nn.Softmax2d)
 
 
-class _Tracer(torch.fx.Tracer):
+class _Proxy(torch.fx.Proxy):
+    """One whose ``x += y`` is a node that changes x; of PyTorch's it is a sum, and the change is in no graph."""
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def call(self: Any, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return call
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
+class InPlaceTracer(torch.fx.Tracer):
+    """Changes by operators are nodes."""
+
+    def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
+        """What stands for a node's value while a model is traced."""
+        return _Proxy(node, self)
+
+
+class _Tracer(InPlaceTracer):
     """Modules of a chain are nodes, also polyphase's, layer norms over channels and snakes, which PyTorch has not."""
 
     def __init__(self, model: Module) -> None:
@@ -186,13 +212,19 @@ class Trace:
             reason = _why_not(module, dims, reader, self._calls, self._shared)
             reason = reason and f"{reader.target} {reason}"
             if not reason and is_of_pixels(module, dims):
-                reason = self._why_not_of_pixels(layer)
+                reason = self._why_not_of_pixels(numbers)
+            if not reason and self._waits([*numbers, reader]):
+                reason = self._why_not_later(numbers, reader, str(reader.target))
         else:
             in_place = is_in_place(reader.target, reader.kwargs)
             reason = self._why_no_call(numbers, reader)
         if not reason and changes_what_is_read(reader, numbers, in_place):
             return "it changes in place what is read again"
         return reason
+
+    def _waits(self, chain: Iterable[torch.fx.Node]) -> bool:
+        """Whether a layer waits for one of these."""
+        return any(call_name(node) or isinstance(self._module_of(node), WAITING) for node in chain)
 
     def _why_no_call(self, numbers: dict[torch.fx.Node, int], call: torch.fx.Node) -> str:
         """Why a call cannot be computed of the last value of a chain by the layer, or ""."""
@@ -213,13 +245,16 @@ class Trace:
         again = found is not None and found[0].other in numbers
         if found is None or (again and step_of_value(found[0], 0) is None):
             return f"{name} reads it with arguments that no epilogue takes"
-        if found[0].kind in OF_PIXELS and (reason := self._why_not_of_pixels(layer)):
+        if found[0].kind in OF_PIXELS and (reason := self._why_not_of_pixels(numbers)):
             return reason
         return self._why_not_later(numbers, call, name)
 
-    def _why_not_of_pixels(self, layer: torch.fx.Node) -> str:
-        """Why no kernel has all channels of a pixel at once, or ""."""
+    def _why_not_of_pixels(self, chain: Iterable[torch.fx.Node]) -> str:
+        """Why no kernel has all channels of a pixel at once behind a chain, or ""."""
+        layer, *nodes = chain
         module: Any = self._module(layer)
+        if any(call_name(node) in OF_PIXELS or is_of_pixels(self._module_of(node), _dims(module)) for node in nodes):
+            return "its kernels have all channels of a pixel at once one time"
         if module.groups > 1:
             return "its kernels have the channels of one group at once"
         return "" if module.out_channels <= MOST_CHANNELS else f"its kernels have {MOST_CHANNELS} channels at once"

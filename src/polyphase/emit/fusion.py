@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node, Tracer
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from polyphase import elementwise, fuse, fused
 from polyphase.elementwise import COPIES, is_closed
-from polyphase.fuse_trace import Trace, call_name, is_of_pixels, shared_modules
+from polyphase.fuse_trace import InPlaceTracer, Trace, call_name, is_of_pixels, shared_modules
 from polyphase.module_steps import STEPS
 from polyphase.problem import ConvTransposeProblem
 from polyphase.problem.epilogue import OF_PIXELS, Epilogue
@@ -154,6 +154,10 @@ class _Forward:
         self.graph = self._traced()
         self._lines = _lines_of(self.graph, called)
         _run_on_shapes(self._model, self.graph, inputs)
+        for node in self.graph.nodes:
+            changed = node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
+            if changed and elementwise.is_in_place(node.target, {}) and not isinstance(node.meta["value"], Tensor):
+                raise NotFused("its forward changes a number that has two names")  # which torch.fx writes as one
         self.chains: dict[Node, Chain] = {}  # by the last node of each
         self._parts: dict[Node, tuple[list[Node], list[str]]] = {}  # nodes, and operands as they are written
         self.blocks: list[str] = []
@@ -173,8 +177,8 @@ class _Forward:
         before = _attributes(self._model)
         try:
             with _reading(self._reads):
-                graph = Tracer().trace(self._model)
-            again = Tracer().trace(self._model)
+                graph = InPlaceTracer().trace(self._model)
+            again = InPlaceTracer().trace(self._model)
         except Exception as failure:  # whatever a model does with a proxy
             what = str(failure).strip().partition("\n")[0]
             raise NotFused(f"torch.fx does not trace its forward ({type(failure).__name__}: {what})") from None
