@@ -22,7 +22,7 @@ _NUMBER = (int, float)
 
 
 class Reading(NamedTuple):
-    """An operation of `polyphase.problem.epilogue`, or none where ``kind`` is "": one of `COPIES`, a dropout at rest.
+    """An operation of `polyphase.problem.epilogue`, or none where ``kind`` is "": a copy, a dropout in evaluation.
 
     ``other``: the tensor of "add", "subtract" and "multiply", and the slope of "prelu".
     """
@@ -92,7 +92,7 @@ _FUNCTIONS = _functions()
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 
 
-#: What gives a value once more, where no derivatives are recorded.
+#: Functions whose result has the values that they are given: without derivatives nothing is to be computed.
 COPIES = ("clone", "detach")
 
 

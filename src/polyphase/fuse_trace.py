@@ -254,7 +254,7 @@ class Trace:
         layer, *nodes = chain
         module: Any = self._module(layer)
         if any(call_name(node) in OF_PIXELS or is_of_pixels(self._module_of(node), _dims(module)) for node in nodes):
-            return "its kernels have all channels of a pixel at once one time"
+            return "an epilogue has one softmax or layer norm"
         if module.groups > 1:
             return "its kernels have the channels of one group at once"
         return "" if module.out_channels <= MOST_CHANNELS else f"its kernels have {MOST_CHANNELS} channels at once"

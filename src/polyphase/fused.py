@@ -250,7 +250,7 @@ def run(
 def _cast(
     name: str, dims: int, tensors: tuple[Tensor, Tensor, Tensor | None], before: list[Step], steps: list[Step]
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], list[Step], list[Step]]:
-    """What autocast makes of a call. Of an input that it casts, the values behind the prologue are cast, alone."""
+    """What autocast makes of a call. Where it casts the input, the prologue is computed before, and its values cast."""
     input, weight, bias = tensors
     if before and functional.autocast_dtype(input) not in (None, input.dtype):
         batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
@@ -259,7 +259,7 @@ def _cast(
             read = operator.behind_prologue(prologue, [each for step in before for _, each in step.tensors], batch)
         input, before = read if batch is input else read.squeeze(0), []
     bias = None if bias is None else functional.autocast(bias)
-    # A residual is cast as the input is; what is small stays as it is.
+    # A residual is cast as the input is; operands for each channel stay as they are.
     cast = [
         step._replace(
             tensors=tuple(
