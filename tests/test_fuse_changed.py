@@ -348,10 +348,24 @@ def test_a_chain_has_one_operation_of_all_channels(norm: nn.Module) -> None:
         torch.testing.assert_close(model(x), plain(x))
 
 
-@pytest.mark.parametrize("behind", [nn.BatchNorm2d(4), nn.GELU(), nn.SiLU(), nn.PReLU()])
+@pytest.mark.parametrize("behind", [nn.BatchNorm2d(4), nn.GELU(), nn.PReLU(), nn.ELU(), nn.ReLU6(), nn.LeakyReLU()])
 def test_an_output_that_is_changed_in_place_and_recorded(behind: nn.Module) -> None:
     """PyTorch's functions keep it no more than these do."""
-    plain = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), behind).eval().double()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.behind = nn.ConvTranspose2d(3, 4, 2, 2), nn.BatchNorm2d(4), behind
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.behind(self.norm(self.up(x)))
+            y += x.mean()
+            return y.sin()
+
+    plain = Model().eval().double()
     model = copy.deepcopy(plain)
-    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("1",)
-    _assert_the_same(plain, model, lambda m, x: m(x).add_(x.mean()))
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("norm", "behind", "add()")
+    _assert_the_same(plain, model, lambda m, x: m(x))
+    with torch.no_grad():
+        x = torch.randn(2, 3, 4, 5, dtype=torch.float64)
+        torch.testing.assert_close(model(x), plain(x))

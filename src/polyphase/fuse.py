@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from polyphase import functional, fused
-from polyphase.elementwise import COPIES
+from polyphase.elementwise import COPIES, is_in_place
 from polyphase.fuse_trace import LAYERS, WAITING, Trace, call_name, graphs, shared_modules
 from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, sees_input, step_of_module
 from polyphase.modules import APART_FOR, StandIn
@@ -34,6 +34,8 @@ from polyphase.versions import versions_of
 
 _FUSED = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}
 _PLAIN = (Tensor, torch.nn.Parameter)
+#: Those whose derivative a layer takes from their result, and PyTorch from what they are given.
+_KEEP_RESULT = (torch.nn.ELU, torch.nn.LeakyReLU, torch.nn.Hardtanh)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Chain:
     (`polyphase.elementwise.name_of`), and modules behind them, which only a layer that waits computes. ``before``: the
     activation of the layer's input, where there is one; without derivatives the layer computes it.
     ``places``: where the model had each, the module that holds it and its name there; copies of a chain have none.
+    ``changed``: a function changes in place what the last of ``modules`` gives, which is then not to be kept for
+    derivatives: with these that module computes for itself.
     ``normalizes``: one of ``modules`` is a layer norm, which gives float32 under autocast: all are then computed by
     themselves. So they are of an input without a batch where one has a tensor: its channels are another dimension.
     """
@@ -79,10 +83,12 @@ class Chain:
         places: tuple[tuple[weakref.ref[Module], str, Module], ...] = (),
         normalizes: bool = False,
         before: Module | None = None,
+        changed: bool = False,
     ) -> None:
         self.layer = layer
         self.before = before
         self.modules = modules
+        self._recorded = modules[:-1] if changed else modules
         self.then = then
         #: Its modules in order, without the layer.
         first = () if before is None else (before,)
@@ -169,10 +175,11 @@ class Chain:
         if self.then and not recorded and input.dim() == len(layer.stride) + 2:
             waiting = self._waiting(tensors, output_padding, (*self.modules, *self.then), before)
             return Pending.of(waiting, [], versions_of(waiting.reads))
-        if not self.modules:
+        modules = self._recorded if recorded else self.modules
+        if not modules:
             return self._run(tensors, output_padding, (), before)
-        steps = self._steps()
-        waiting = self._waiting(tensors, output_padding, self.modules, before)
+        steps = self._steps()[: len(modules)]
+        waiting = self._waiting(tensors, output_padding, modules, before)
         return Marked.of(self._run(tensors, output_padding, steps, before), waiting, steps)
 
     def _steps(self) -> list[fused.Step | None]:
@@ -359,6 +366,11 @@ def _place(root: Module, path: str) -> tuple[weakref.ref[Module], str, Module]:
     return weakref.ref(root.get_submodule(holder)), name, root.get_submodule(path)
 
 
+def _is_changed(module: Module, value: torch.fx.Node) -> bool:
+    """Whether a function changes in place what a module gives, of which a layer would keep it for derivatives."""
+    return isinstance(module, _KEEP_RESULT) and any(is_in_place(each.target, each.kwargs) for each in value.users)
+
+
 def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | None) -> None:
     """Have a layer, the module of the first of these nodes of ``root``, compute what the others call behind it.
 
@@ -377,7 +389,8 @@ def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | 
     modules: Any = tuple(parts[:first])
     dims = len(layer.stride) + 2  # type: ignore[union-attr, arg-type]
     normalizes = any(reader_of(each, dims) is layer_norm for each in modules)
-    joined = Chain(layer, modules, tuple(parts[first:]), tuple(places), normalizes, activation)  # type: ignore[arg-type]
+    changed = bool(modules) and _is_changed(modules[-1], called[first])
+    joined = Chain(layer, modules, tuple(parts[first:]), tuple(places), normalizes, activation, changed)  # type: ignore[arg-type]
     vars(layer)["_chain"] = joined
     for module in joined.all_modules:
         known = snake_of(module) if module is activation else None
