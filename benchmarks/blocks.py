@@ -1,6 +1,6 @@
 """Blocks of models around the layer, on one GPU: PyTorch, polyphase, and polyphase with what stands around the layer.
 
-    PYTHONPATH=src python benchmarks/blocks.py                  # writes benchmarks/results/blocks.csv, in five minutes
+    PYTHONPATH=src python benchmarks/blocks.py                  # writes benchmarks/results/blocks.csv; see --seconds
 
 Each block runs in inference: by PyTorch, with its layers swapped (`accelerate`), and fused (`accelerate(fuse=True)`);
 eager, by `torch.compile`, as a CUDA graph of either. Outputs are compared with float64 on part of the batch: a block

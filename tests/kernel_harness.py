@@ -277,6 +277,22 @@ def formats(problem: ConvTransposeProblem) -> list[ConvTransposeProblem]:
     return [problem] if problem.dims == 1 else [problem, replace(problem, channels_last=True)]
 
 
+def in_formats(
+    layers: Mapping[str, ConvTransposeProblem], devices: Sequence[DeviceInfo]
+) -> Iterator[tuple[str, ConvTransposeProblem, DeviceInfo, int, str]]:
+    """Layers in all memory formats, without ``devices`` on an H200 and by turns on an A100.
+
+    Each with its name, the device, its number, and a name of all that.
+    """
+    number = 0
+    for layer, problem in layers.items():
+        for formatted in formats(problem):
+            number += 1
+            for device in devices or ((H200, A100) if number % 3 == 0 else (H200,)):
+                order = "last" if formatted.channels_last else "first"
+                yield layer, formatted, device, number, f"{layer}-{order}-{device.arch}"
+
+
 def strange_layouts(problem: ConvTransposeProblem) -> Iterator[Layouts]:
     """The problem's tensors dense, with the weight's other order, unaligned, rows of wider tensors, columns apart."""
     dense = Layouts.dense(problem)
@@ -295,7 +311,7 @@ def strange_layouts(problem: ConvTransposeProblem) -> Iterator[Layouts]:
 
 
 #: The device that single schedules are tested for.
-H200 = DeviceInfo.for_arch("sm_90a")
+H200, A100 = DeviceInfo.for_arch("sm_90a"), DeviceInfo.for_arch("sm_80")
 
 
 def offers(

@@ -18,7 +18,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from emulator import available
-from kernel_harness import DTYPES, H200, Emulator, Executor, formats, integers, reference, run
+from kernel_harness import DTYPES, H200, Emulator, Executor, formats, in_formats, integers, reference, run
 from polyphase.jit.epilogue import operations_text
 from polyphase.jit.source import KERNELS, OPERATIONS
 from polyphase.plan.planner import as_computed, epilogue_refusal, plan, programs
@@ -33,7 +33,6 @@ from polyphase.schedules.schedule import Candidate
 
 make = ConvTransposeProblem.make
 emulated = pytest.mark.skipif(not available(), reason="needs Linux and g++")
-A100 = DeviceInfo.for_arch("sm_80")
 
 
 def both(per: str, wide: bool = False) -> tuple[Operand, Operand]:
@@ -249,14 +248,9 @@ class Case:
 
 
 def cases(*devices: DeviceInfo) -> Iterator[ParameterSet]:
-    """All layers in all memory formats; without devices on an H200, and by turns on an A100."""
-    number = 0
-    for layer, problem in LAYERS.items():
-        for formatted in formats(problem):
-            number += 1
-            for device in devices or ((H200, A100) if number % 3 == 0 else (H200,)):
-                order = "last" if formatted.channels_last else "first"
-                yield pytest.param(Case(layer, formatted, device), id=f"{layer}-{order}-{device.arch}")
+    """All layers, as `in_formats` has them."""
+    for layer, problem, device, _, name in in_formats(LAYERS, devices):
+        yield pytest.param(Case(layer, problem, device), id=name)
 
 
 @emulated

@@ -18,7 +18,18 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from emulator import available
-from kernel_harness import DTYPES, H200, Emulator, Executor, formats, integers, reference, run, strange_layouts
+from kernel_harness import (
+    DTYPES,
+    H200,
+    Emulator,
+    Executor,
+    formats,
+    in_formats,
+    integers,
+    reference,
+    run,
+    strange_layouts,
+)
 from polyphase.jit.epilogue import prologue_text
 from polyphase.jit.source import KERNELS, PROLOGUE
 from polyphase.plan.planner import plan, programs
@@ -36,7 +47,6 @@ from polyphase.schedules.schedule import Candidate
 
 make = ConvTransposeProblem.make
 emulated = pytest.mark.skipif(not available(), reason="needs Linux and g++")
-A100 = DeviceInfo.for_arch("sm_80")
 
 
 def alone(kind: str, *constants: float, operands: tuple[Operand, ...] = ()) -> Epilogue:
@@ -152,14 +162,9 @@ def check(problem: ConvTransposeProblem, described: str, out: Tensor) -> None:
 
 
 def cases(*devices: DeviceInfo) -> Iterator[ParameterSet]:
-    """All layers in all memory formats; without devices on an H200, and by turns on an A100."""
-    number = 0
-    for layer, problem in LAYERS.items():
-        for formatted in formats(problem):
-            number += 1
-            for device in devices or ((H200, A100) if number % 3 == 0 else (H200,)):
-                order = "last" if formatted.channels_last else "first"
-                yield pytest.param(formatted, device, number, id=f"{layer}-{order}-{device.arch}")
+    """All layers, as `in_formats` has them."""
+    for _, problem, device, number, name in in_formats(LAYERS, devices):
+        yield pytest.param(problem, device, number, id=name)
 
 
 @emulated
@@ -177,9 +182,9 @@ def test_in_every_schedule(bare: ConvTransposeProblem, device: DeviceInfo, numbe
         dtype = ("float32", "bfloat16", "float32", "float16")[number % 4]
         problem = replace(bare, dtype=dtype, prologue=PROLOGUES[names[number % len(names)]])
         found = [each for each in programs(problem, Pass.FORWARD, device) if each[0].schedule == candidate.schedule]
-        if found:
-            one, program = found[number // 5 % len(found)]
-            check(problem, f"{one.describe()} of {problem}", computed(problem, program, None, Emulator(number % 100)))
+        assert found, f"{candidate.schedule} refuses {problem}"
+        one, program = found[number // 5 % len(found)]
+        check(problem, f"{one.describe()} of {problem}", computed(problem, program, None, Emulator(number % 100)))
 
 
 def ways(problem: ConvTransposeProblem) -> Iterator[tuple[Candidate, Program, Program]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -115,18 +115,23 @@ def _is_vector(tensor: Any, channels: int) -> bool:
 # changes a tensor in place.
 _NAMES = ("mean", "var", "var_mean", "getitem", "add", "sub", "mul", "div", "truediv", "pow", "square", "sqrt", "rsqrt",
           "layer_norm", "permute", "transpose", "movedim", "moveaxis", "contiguous")  # fmt: skip
-_FUNCTIONS = {
-    getattr(home, name)
-    for name in _NAMES
-    for home in (operator, torch, torch.nn.functional)
-    if hasattr(home, name) and callable(getattr(home, name))
-}
+
+
+def functions_of(names: Sequence[str], homes: Sequence[Any]) -> set[Any]:
+    """The functions of these names that modules have."""
+    return {getattr(home, name) for name in names for home in homes if callable(getattr(home, name, None))}
+
+
+def is_call_of(node: Node, names: Sequence[str], functions: Collection[Any]) -> bool:
+    """Whether a node calls a method of these names, or one of the functions, for a new result."""
+    if "out" in node.kwargs:
+        return False
+    return node.target in names if node.op == "call_method" else node.op == "call_function" and node.target in functions
+
+
+_FUNCTIONS = functions_of(_NAMES, (operator, torch, torch.nn.functional))
 
 
 def is_smooth(node: Node) -> bool:
     """Whether a call is of such a function."""
-    if "out" in node.kwargs:
-        return False
-    return (
-        node.target in _NAMES if node.op == "call_method" else node.op == "call_function" and node.target in _FUNCTIONS
-    )
+    return is_call_of(node, _NAMES, _FUNCTIONS)

@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from polyphase import fused
+from polyphase.layer_norms import functions_of, is_call_of
 
 # Functions that do not branch on values: what is made of them is a snake everywhere if it is one of random numbers.
 _NAMES = ("add", "sub", "mul", "div", "truediv", "pow", "square", "sin", "exp", "reciprocal", "reshape", "view",
           "unsqueeze", "getitem", "size")  # fmt: skip
 _MOST_NODES = 16
-_FUNCTIONS = {
-    getattr(home, name) for name in _NAMES for home in (operator, torch) if callable(getattr(home, name, None))
-}
+_FUNCTIONS = functions_of(_NAMES, (operator, torch))
 
 
 class Snake(NamedTuple):
@@ -57,9 +56,7 @@ def is_snake(call: Callable[..., Tensor], shape: tuple[int, ...], count: int, sn
 
 def is_smooth(node: Node) -> bool:
     """Whether a call is of such a function."""
-    if node.op == "call_method":
-        return node.target in _NAMES
-    return node.target in _FUNCTIONS or (node.target is getattr and node.args[1] == "shape")
+    return is_call_of(node, _NAMES, _FUNCTIONS) or (node.target is getattr and node.args[1] == "shape")
 
 
 def snake_of(module: Any) -> Snake | None:

@@ -160,7 +160,7 @@ struct SourceLoader {
     }
   }
 
-  // `inside`, of which the compiler shall not keep a register for each bit.
+  // `inside`, made opaque: the compiler would keep each bit in a register of its own.
   struct Inside {
     unsigned masks[MASKS];
 

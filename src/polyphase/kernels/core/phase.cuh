@@ -31,8 +31,8 @@ struct PhaseAxis {
     per_count = 1.f / count;
   }
 
-  // Leaves the taps that meet any of `size` source elements where the first one meets those from `first` to `last`;
-  // returns how many before them are left out.
+  // Keeps only the taps that read any of `size` source elements, given that the first tap reads positions `first` to
+  // `last`. Returns how many leading taps are dropped.
   __device__ __forceinline__ int keep_met(int first, int last, int size) {
     if (count == 0) return 0;
     constexpr bool FALLS = T::SRC_STEP < 0;

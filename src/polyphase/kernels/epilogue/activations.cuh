@@ -1,4 +1,4 @@
-// The activations of an epilogue or a prologue, as PyTorch defines them. A value that is no number stays none.
+// The activations of an epilogue or a prologue, as PyTorch defines them. NaN stays NaN.
 
 #pragma once
 
@@ -58,8 +58,8 @@ __device__ __forceinline__ accum_t softplus(accum_t v, accum_t beta, accum_t thr
   return v * beta > threshold ? v : log_of_one_plus(exponential(v * beta)) / beta;
 }
 // sin² has the period π, of which whole ones are taken off in two parts, with an error of 2^-24 of the angle. What is
-// left is at most π/2, and sin²(r) = r²·P(r²): errors are below 3e-7 for angles up to 2^17, more for larger ones, of
-// which more than π/2 may be left from 2^23 periods on: that is cut off, so that results stay within 0 and 1.
+// left is at most π/2, and sin²(r) = r²·P(r²): errors are below 3e-7 for angles up to 2^17, and grow beyond. From 2^23
+// periods on the remainder may exceed π/2; it is clamped, so that results stay within 0 and 1.
 __device__ __forceinline__ float sine_squared(float angle) {
   const float periods = fmaf(angle, 0.31830988618f, 12582912.f) - 12582912.f;  // to the nearest number
   const float left = fmaf(periods, 8.7422776573e-8f, fmaf(periods, -3.14159274101f, angle));

@@ -17,7 +17,7 @@
 #include "epilogue/finish.cuh"
 
 struct Moments {
-  // Of no value. A softmax begins with the least finite number: minus infinities add nothing then.
+  // Before the first value. A softmax begins with the least finite number, so that minus infinities add nothing.
   float center = EPILOGUE_SOFTMAX ? -3.402823466e38f : 0.f, spread = 0.f;
 
   // One value more than `count`.
@@ -92,7 +92,7 @@ __device__ __forceinline__ Normal normal_of(const Moments* of_warps, int pitch) 
     all = both(all, of_warps[warp * pitch], count, rows_of_warp(warp));
     count += rows_of_warp(warp);
   }
-  // Of an infinite largest value there are no shares, as in PyTorch.
+  // An infinite maximum gives NaN, as in PyTorch.
   if (EPILOGUE_SOFTMAX) return {all.center, (1 + (all.center - all.center)) / all.spread};
   return {all.center, 1 / square_root(all.spread * (1.f / DST_CHANNELS) + EPILOGUE_EPSILON)};
 }

@@ -218,9 +218,9 @@ struct Epilogue {
     }
   }
 
-  // The first residuals of a piece, in a thread's row of a row block, in the order of the results: all are on their way
-  // before the first is used. COUNT neighbours exist together or not at all, as those that are stored; the host has
-  // seen to it that a residual is aligned as the destination is.
+  // Loads the first residuals of a piece, for a thread's row of a row block, in the order of the results. All loads are
+  // issued before the first value is used. COUNT neighbours exist together or not at all, as in the stores; the host
+  // passes residuals that are aligned as the destination is.
   template <int COUNT, int PAIRS>
   __device__ __forceinline__ void load_residuals(Bits<STAGED> (&values)[PAIRS][2 * COLUMNS / STAGED], int piece,
                                                  int block, int half, int depth, int height, int first) const {
@@ -385,7 +385,7 @@ struct Epilogue {
         const int first_channel = channel(block, 8 * half);
         if ((DST_CHANNELS % GROUP_CHANNELS || STACKED == 3) && first_channel >= DST_CHANNELS) continue;
         Bits<STAGED> values[PIECE / 8][2 * COLUMNS / STAGED];
-        // One 16-bit element at a time would take a register each.
+        // Not for single 16-bit elements: each would take a register of its own.
         constexpr int TOGETHER = COUNT < STAGED ? COUNT : STAGED;
         constexpr bool AHEAD = EPILOGUE_RESIDUALS > 0 && TOGETHER * sizeof(scalar_t) >= 4;
         if constexpr (AHEAD) load_residuals<TOGETHER>(values, piece, block, half, depth, height, first);
