@@ -24,7 +24,7 @@
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after FLUSH stages they are added in
 // float32 to a second set of registers, where there are more stages.
 //
-// Shared memory: BUFFERS stages (mainloop/k_major_product.cuh), whose rows are CHUNK elements.
+// Shared memory: BUFFERS stages, each [part][cell of the box][k], then [tap][part][column][k], rows of CHUNK elements.
 
 #include "specialisation.cuh"
 #include "core/counters.cuh"
@@ -33,6 +33,7 @@
 #include "core/pipeline.cuh"
 #include "core/run_groups.cuh"
 #include "core/shared_address.cuh"
+#include "core/tap_window.cuh"
 #include "core/types.cuh"
 #include "epilogue/finish.cuh"
 #include "mainloop/k_major_product.cuh"
@@ -59,6 +60,36 @@ constexpr int HELD_SUMS = ROW_TILES * COLUMNS / 2 * (FLUSH > 0 ? 2 : 1);
 constexpr int PRODUCER_REGISTERS = HELD_SUMS > 160 ? 40 : 56, CONSUMER_REGISTERS = HELD_SUMS > 160 ? 232 : 224;
 static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
 static_assert(PITCH == CHUNK * (int)sizeof(scalar_t), "a row of a stage is a tap group");
+static_assert(WINDOW == 1 || !RUNS, "the taps of a run are one group");
+
+// Bytes of a stage: of a part of the source, all parts of a tap's weights, and together.
+constexpr int BOX_BYTES = BOX_ROWS * PITCH, TAP_BYTES = PARTS * B_BYTES;
+constexpr int WINDOW_BYTES = round_up(PARTS * BOX_BYTES + WINDOW * TAP_BYTES, 1024);
+
+// Where rows of the product lie in a box, in rows of it.
+struct BoxRows {
+  int lines, pitch;  // lines of cells along the width, and from one to the next
+
+  __device__ __forceinline__ explicit BoxRows(const int (&lanes)[4])
+      : lines(lanes[0] * lanes[1] * lanes[2]), pitch(lanes[3] + HALO) {}
+
+  // A tile of 64 rows, and the eight rows behind its first eight.
+  __device__ __forceinline__ int tile(int index) const {
+    if (WINDOW == 1) return 64 * index;
+    const int column = 8 * index / lines;
+    return (8 * index - column * lines) * pitch + 8 * column;
+  }
+  __device__ __forceinline__ int next_eight() const { return WINDOW == 1 || lines == 1 ? 8 : pitch; }
+
+  // The cell of a row along n, d, h and w, from the tile's first; beyond the tile along n where there is none.
+  static __device__ __forceinline__ void cell(const int (&lanes)[4], int row, int (&at)[4]) {
+    if (WINDOW == 1) return decode(lanes, row, at);
+    const int in_order[4] = {ceil_div(lanes[3], 8), lanes[0], lanes[1], lanes[2]};
+    int run[4];
+    decode(in_order, row / 8, run);
+    at[0] = run[0] < in_order[0] ? run[1] : lanes[0], at[1] = run[2], at[2] = run[3], at[3] = 8 * run[0] + row % 8;
+  }
+};
 
 // What a block computes before it stores.
 struct WorkTile {
@@ -97,20 +128,19 @@ struct TileTaps {
       if (LEAVES_OUT_W) skipped += keep_met(met.w, AXIS_W, work.first[3], params.lanes[3], params.source_size[2]);
       met.multiply_counts();
     }
-    const int stages = JOINED ? RunGroup::count(met) : CHUNKS * met.taps, each = ceil_div(stages, params.splits);
+    const int stages = JOINED ? RunGroup::count(met) : TapWindow::count(met), each = ceil_div(stages, params.splits);
     first = work.split * each, count = max(0, min(each, stages - first));
   }
 
-  // Where the weights of a stage are packed, behind those of the tap groups that are left out before.
+  // Where the weights of a stage's first tap are packed, behind those of the tap groups that are left out before.
   __device__ __forceinline__ int packed(int index) const {
     if (!LEAVES_OUT) return index;
     if (JOINED) {
       const RunGroup at(met, index);
       return at.element / CHUNK * all + at.at_d * slab + at.at_h;
     }
-    const TapGroup at(met, index);
-    const int d = at.tap.d / TapsD::SRC_STEP, h = at.tap.h / TapsH::SRC_STEP, w = at.tap.w / TapsW::SRC_STEP;
-    return at.channel / CHUNK * all + d * slab + h * row + w;
+    const TapWindow at(met, index);
+    return at.channel / CHUNK * all + at.at_d * slab + at.at_h * row + at.at_w;
   }
 
  private:
@@ -129,10 +159,10 @@ struct WorkQueue {
   int work[QUEUE];
 };
 
-// By one thread: the boxes of a tap group.
-__device__ __forceinline__ void load_source(const Params& params, const scalar_t* src, const WorkTile& work,
-                                            const Phase& phase, int index, unsigned to, unsigned full) {
-  const int box_bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * params.lanes[3] * PITCH;
+// By one thread: the boxes of a stage. Returns its taps.
+__device__ __forceinline__ int load_source(const Params& params, const scalar_t* src, const WorkTile& work,
+                                           const Phase& phase, int index, unsigned to, unsigned full) {
+  const int box_bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * (params.lanes[3] + HALO) * PITCH;
   if (RUNS) {
     const RunPlace at(phase, index);
     const TensorMap& box = phase.w.count < RUN_TAPS ? params.shorter_box : params.source_box;
@@ -141,25 +171,37 @@ __device__ __forceinline__ void load_source(const Params& params, const scalar_t
       const int plane = (part * params.groups + work.group) * (PLANES_D * PLANES_H) + at.plane;
       const int from[5] = {at.element, work.first[3] + at.w, work.first[2] + at.h, work.first[1] + at.d,
                            plane * params.batch + work.first[0]};
-      tma_load_box(to + part * A_BYTES, box, src, from, box_bytes, full);
+      tma_load_box(to + part * BOX_BYTES, box, src, from, box_bytes, full);
     }
-    return;
+    return 1;
   }
-  const TapGroup at(phase, index);
+  const TapWindow at(phase, index);
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
     const int from[5] = {(work.group * PARTS + part) * PADDED_CHANNELS + at.channel,
-                         work.first[3] * src_cell(AXIS_W) + phase.w.src + at.tap.w,
-                         work.first[2] * src_cell(AXIS_H) + phase.h.src + at.tap.h,
-                         work.first[1] * src_cell(AXIS_D) + phase.d.src + at.tap.d, work.first[0]};
-    tma_load_box(to + part * A_BYTES, params.source_box, src, from, box_bytes, full);
+                         work.first[3] * src_cell(AXIS_W) + phase.w.src + at.w(),
+                         work.first[2] * src_cell(AXIS_H) + phase.h.src + at.at_h * TapsH::SRC_STEP,
+                         work.first[1] * src_cell(AXIS_D) + phase.d.src + at.at_d * TapsD::SRC_STEP, work.first[0]};
+    tma_load_box(to + part * BOX_BYTES, params.source_box, src, from, box_bytes, full);
+  }
+  return at.taps;
+}
+
+// By one thread: the weights of a stage's taps, the first of which are packed there.
+__device__ __forceinline__ void load_weights(const unsigned char* packed, int taps, unsigned to, unsigned full) {
+  if (TapWindow::STEP == 1) {
+    tma_load_bytes(to, packed, taps * TAP_BYTES, full);
+  } else {
+#pragma unroll 1
+    for (int tap = 0; tap < taps; ++tap)
+      tma_load_bytes(to + tap * TAP_BYTES, packed + tap * (TapWindow::STEP * TAP_BYTES), TAP_BYTES, full);
   }
 }
 
 // By one thread: takes work tiles, and loads the boxes and weights of all their stages.
 __device__ __forceinline__ void load_items(const Params& params, const scalar_t* src, unsigned char* packed,
                                            PipelineBarriers<BUFFERS>& ring, WorkQueue& queue,
-                                           const unsigned char* buffers) {
+                                           int (&taps_of)[BUFFERS], const unsigned char* buffers) {
   griddepcontrol_wait();
   PipelineState<BUFFERS> state;
   PipelineState<QUEUE> place;
@@ -177,17 +219,35 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
     const int before = block * PACKED_STAGES + taps.skipped;  // stages whose weights are packed before these
 #pragma unroll 1
     for (int stage = taps.first; stage < taps.first + taps.count; ++stage) {
-      const unsigned to = shared_address(buffers + state.index * STAGE_BYTES);
+      const unsigned to = shared_address(buffers + state.index * WINDOW_BYTES);
       const unsigned full = shared_address(ring.full + state.index);
       mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
-      load_source(params, src, work, taps.met, stage, to, full);
-      const long long weights = (long long)(before + taps.packed(stage)) * (PARTS * B_BYTES);
-      tma_load_bytes(to + PARTS * A_BYTES, packed + COUNTER_BYTES + weights, PARTS * B_BYTES, full);
+      const int of_stage = load_source(params, src, work, taps.met, stage, to, full);
+      const long long weights = (long long)(before + taps.packed(stage)) * TAP_BYTES;
+      load_weights(packed + COUNTER_BYTES + weights, of_stage, to + PARTS * BOX_BYTES, full);
+      if (WINDOW > 1) taps_of[state.index] = of_stage;
       mbarrier_arrive(full);
       state.next();
     }
     index = (int)(gridDim.x + atomicAdd((unsigned*)packed, 1u));  // while the consumers still have stages
   }
+}
+
+// The products of `stages` stages, to sums that begin with them.
+__device__ __forceinline__ void multiply(Sums& sums, int stages, const BoxRows& box, PipelineBarriers<BUFFERS>& ring,
+                                         PipelineState<BUFFERS>& state, const int (&taps_of)[BUFFERS],
+                                         const unsigned char* buffers) {
+  const auto products = [&](int stage) { return WINDOW == 1 ? 1 : *(const volatile int*)(taps_of + stage); };
+  const auto add = [&](int index, int tap, bool more) {
+    const unsigned stage = shared_address(buffers) + index * WINDOW_BYTES;
+    const int shift = WINDOW == 1 ? 0 : (INPUT_GRAD ? tap : products(index) - 1 - tap) * TapWindow::SHIFT;
+    unsigned rows[ROW_TILES];
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+      rows[tile] = stage + (box.tile(threadIdx.x / 128 * ROW_TILES + tile) + shift) * PITCH;
+    sums.add<BOX_BYTES>(rows, box.next_eight() * PITCH, stage + PARTS * BOX_BYTES + tap * TAP_BYTES, more);
+  };
+  consume_stages(stages, ring, state, products, add, [&] { wgmma_wait<0>(), pin(sums.of); });
 }
 
 // The outputs of a work tile.
@@ -197,7 +257,7 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
     int cell[4];
-    decode(params.lanes, Sums::row(i), cell);
+    BoxRows::cell(params.lanes, Sums::row(i), cell);
     const bool in_tile = cell[0] < params.lanes[0];
 #pragma unroll
     for (int j = 0; j < 4; ++j) cell[j] += work.first[j];
@@ -250,6 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
   __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
   __shared__ __align__(8) WorkQueue queue;
+  __shared__ int taps_of[BUFFERS];
   if (threadIdx.x == 0) {
     ring.init(1, CONSUMER_THREADS / 32);
     queue.ring.init(1, CONSUMER_THREADS / 32);
@@ -257,13 +318,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
   if (threadIdx.x >= CONSUMER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x == CONSUMER_THREADS) load_items(params, src, packed, ring, queue, shared_memory);
+    if (threadIdx.x == CONSUMER_THREADS) load_items(params, src, packed, ring, queue, taps_of, shared_memory);
     return;
   }
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   PipelineState<BUFFERS> state;
   PipelineState<QUEUE> place;
   const int items = WorkTile::count(params);
+  const BoxRows box(params.lanes);
 #pragma unroll 1
   while (true) {
     mbarrier_wait(shared_address(queue.ring.full + place.index), place.parity);
@@ -275,11 +337,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       total.clear();
 #pragma unroll 1
       for (int stage = 0; stage < stages; stage += FLUSH) {
-        sums.multiply(min(FLUSH, stages - stage), ring, state, shared_memory);
+        multiply(sums, min(FLUSH, stages - stage), box, ring, state, taps_of, shared_memory);
         total.take(sums, stage == 0);
       }
     } else {
-      sums.multiply(stages, ring, state, shared_memory);
+      multiply(sums, stages, box, ring, state, taps_of, shared_memory);
       if (stages == 0) sums.clear();
     }
     const WorkTile work(params, index);  // read again, so that it takes no registers beside the products

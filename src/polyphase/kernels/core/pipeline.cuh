@@ -41,21 +41,31 @@ struct PipelineState {
   __device__ __forceinline__ int before() const { return index == 0 ? STAGES - 1 : index - 1; }
 };
 
-// The consumers' mainloop by wgmma: `add(stage of the pipeline, whether others came before)` issues the products of
-// each of `count` stages, and leaves them in flight; a stage is released when the next one's are issued. `finish`
-// waits.
-template <int STAGES, class Add, class Finish>
+// The consumers' mainloop by wgmma: each of `count` stages has `products(stage of the pipeline)` products, and
+// `add(stage of the pipeline, product, whether others came before)` issues one and leaves it in flight. A stage is
+// released when the next one's first product is issued. `finish` waits.
+template <int STAGES, class Products, class Add, class Finish>
 __device__ __forceinline__ void consume_stages(int count, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
-                                               Add add, Finish finish) {
+                                               Products products, Add add, Finish finish) {
   int before = 0;
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
     mbarrier_wait(shared_address(ring.full + state.index), state.parity);
-    add(state.index, i > 0);
+    add(state.index, 0, i > 0);
     if (i > 0) ring.release(before);
+    const int more = products(state.index);
+#pragma unroll 1
+    for (int product = 1; product < more; ++product) add(state.index, product, true);
     before = state.index;
     state.next();
   }
   finish();
   if (count > 0) ring.release(before);
+}
+// The same where each stage has one product.
+template <int STAGES, class Add, class Finish>
+__device__ __forceinline__ void consume_stages(int count, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
+                                               Add add, Finish finish) {
+  consume_stages(
+      count, ring, state, [](int) { return 1; }, [&](int stage, int, bool more) { add(stage, more); }, finish);
 }

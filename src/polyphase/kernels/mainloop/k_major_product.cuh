@@ -30,24 +30,31 @@ struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
   // The products of `stages` stages, to sums that begin with them.
   __device__ __forceinline__ void multiply(int stages, PipelineBarriers<BUFFERS>& ring, PipelineState<BUFFERS>& state,
                                            const unsigned char* buffers) {
-    const auto add = [&](int index, bool more) { add_stage(shared_address(buffers) + index * STAGE_BYTES, more); };
+    const auto add = [&](int index, bool more) {
+      const unsigned stage = shared_address(buffers) + index * STAGE_BYTES;
+      unsigned rows[ROW_TILES];
+#pragma unroll
+      for (int tile = 0; tile < ROW_TILES; ++tile)
+        rows[tile] = stage + threadIdx.x / 128 * (GROUP_ROWS * PITCH) + tile * (64 * PITCH);
+      this->add<A_BYTES>(rows, 8 * PITCH, stage + PARTS * A_BYTES, more);
+    };
     consume_stages(stages, ring, state, add, [&] { wgmma_wait<0>(), pin(of); });
   }
 
- private:
-  // Adds a stage, or begins with it, when those before have come to an end.
-  __device__ __forceinline__ void add_stage(unsigned stage, bool more) {
-    const unsigned rows = stage + threadIdx.x / 128 * (GROUP_ROWS * PITCH), columns = stage + PARTS * A_BYTES;
+  // Adds a product, or begins with it, when that before the last has come to an end. Tiles of rows begin at `rows`, of
+  // the second part PART_BYTES further; eight rows are `sbo` behind the eight before.
+  template <int PART_BYTES>
+  __device__ __forceinline__ void add(const unsigned (&rows)[ROW_TILES], unsigned sbo, unsigned columns, bool more) {
     wgmma_fence();
 #pragma unroll
     for (int product = 0; product < (PARTS == 2 ? 3 : 1); ++product) {  // low · high, high · low, high · high
-      const unsigned a = rows + (PARTS == 2 && product == 0 ? A_BYTES : 0);
+      const unsigned part = PARTS == 2 && product == 0 ? PART_BYTES : 0;
       const unsigned b = columns + (PARTS == 2 && product == 1 ? B_BYTES : 0);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile)
-          wgmma(of[tile], matrix_descriptor<PITCH>(a + tile * (64 * PITCH) + step * 32, 0),
+          wgmma(of[tile], matrix_descriptor<PITCH>(rows[tile] + part + step * 32, 0, sbo),
                 matrix_descriptor<PITCH>(b + step * 32, 0), more || product > 0 || step > 0);
     }
     wgmma_commit();

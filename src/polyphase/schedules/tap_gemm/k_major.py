@@ -31,7 +31,7 @@ def buffers(stage_bytes: int, device: DeviceInfo) -> int:
     return min(_MOST_BUFFERS, (device.shared_bytes_of(1) - _DECLARED) // stage_bytes)
 
 
-def stage_cycles(row_tiles: int, columns: int, pitch: int, parts: int, loading: float, terms: Costs) -> float:
+def stage_cycles(row_tiles: int, columns: int, pitch: float, parts: int, loading: float, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a stage whose rows have ``pitch`` bytes; TMA takes ``loading`` of them.
 
     Narrow products take as long as shared memory is read for their rows.

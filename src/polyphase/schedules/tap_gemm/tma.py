@@ -55,18 +55,22 @@ from polyphase.schedules.tap_gemm.product import (
 from polyphase.schedules.tap_gemm.runs import side_by_side
 from polyphase.schedules.tap_gemm.tma_config import (
     TmaTapConfig,
+    box_rows,
     chunk_of,
     configs_of,
     flush,
+    halo,
     of_config,
     stage_bytes,
     stages_of,
+    taps_of_window,
 )
 from polyphase.schedules.tensor_cores import counter_bytes
 from polyphase.schedules.tiles import Four, affordable_planes, tiles_of
 
 _MOST_SIDE = 256  # elements that a box spans
 _SECTOR = 32  # bytes
+_RUN = 8  # rows that wgmma reads at an address
 
 
 class TapGemmTma(Schedule):
@@ -108,7 +112,7 @@ class TapGemmTma(Schedule):
         if lie is None:
             return None
         product = product_of(problem, pass_, lie)
-        if not _can_read(product, config):
+        if not _can_read(product, config) or not _options(product, config):
             return None
         _, seconds = _splits(product, config, device)
         if config.back:
@@ -133,6 +137,8 @@ class TapGemmTma(Schedule):
             **dict(gather.constants()),
             "CHUNK": chunk,
             "PITCH": config.pitch,
+            "WINDOW": config.window,
+            "BOX_ROWS": box_rows(product, config),
             **read.constants,
             "PARTS": product.parts,
             "PACKED_STAGES": stages,
@@ -251,46 +257,60 @@ def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Sid
 
 
 @lru_cache(maxsize=1024)
-def _extents(batch: int, cells: Three, steps: Three, rows: int) -> list[tuple[Four, int]]:
-    """Extents along n, d, h and w that a tile of so many rows may have, and how many tiles there are then."""
-    depth, height, width = cells
+def _extents(batch: int, cells: Three, steps: Three, rows: int, halo: int, most_rows: int) -> list[tuple[Four, int]]:
+    """Extents along n, d, h and w that a tile of so many rows may have, and how many tiles there are then.
 
-    def along(size: int, step: int, most: int) -> list[int]:
-        most = min(most, (_MOST_SIDE - 1) // step + 1)
+    With a halo along the width a tile is one line of runs of eight cells, or a multiple of eight lines, and its box has
+    room for so many rows.
+    """
+    run = _RUN if halo else 1
+
+    def along(size: int, step: int, most: int, halo: int = 0, multiple: int = 1) -> list[int]:
+        most = min(most, (_MOST_SIDE - 1) // step + 1 - halo)
         found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
-        return sorted(found | {math.ceil(size / math.ceil(size / most))}, reverse=True)
+        found |= {round_up(math.ceil(size / math.ceil(size / most)), multiple)} if most > 0 else set()
+        return sorted((each for each in found if each % multiple == 0 and each <= most), reverse=True)
 
-    found = [
-        (max(1, min(batch, rows // (w * h * d), _MOST_SIDE)), d, h, w)
-        for w in along(width, steps[2], rows)
-        for h in along(height, steps[1], rows // w)
-        for d in along(depth, steps[0], rows // (w * h))
-    ]
+    found = []
+    for w in along(cells[2], steps[2], rows, halo, run):
+        for h in along(cells[1], steps[1], rows // w):
+            for d in along(cells[0], steps[0], rows // (w * h)):
+                n, whole = max(1, min(batch, rows // (w * h * d), _MOST_SIDE)), run // math.gcd(run, d * h)
+                n = n // whole * whole
+                if n * d * h * (w + halo) <= most_rows and n > 0:
+                    found.append((n, d, h, w))
+        if halo and w + halo <= most_rows:
+            found.append((1, 1, 1, w))
     return [(lanes, math.prod(tiles_of(batch, cells, lanes))) for lanes in found]
+
+
+def _options(product: Product, config: TmaTapConfig) -> list[tuple[Four, int]]:
+    """What extents a tile may have, and how many tiles there are then."""
+    depth, height, width = (1 if config.runs else axis.src for axis in product.gather.cell_axes)
+    room = box_rows(product, config)
+    steps = (depth, height, width)
+    return _extents(product.problem.batch, product.cells, steps, config.rows, halo(product, config), room)
 
 
 @lru_cache(maxsize=2048)
 def _tiles(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[Four, Four]:
     """Extents of a tile of cells along n, d, h and w, so that all take least time, and tiles along each."""
-    batch, cells = product.problem.batch, product.cells
-    depth, height, width = (1 if config.runs else axis.src for axis in product.gather.cell_axes)
-    stage, once, stored = _cycles(product, config, device)
+    once, stored = _cycles_of_tile(product, config, device)
     phases = len(product.phase_taps)
 
     def cycles(each: tuple[Four, int]) -> float:
         lanes, count = each
-        return _all_stages(product, config, lanes)[0] * stage + count * phases * (
-            once + stored * _sectors(product, lanes)
-        )
+        stages, stage = _all_stages(product, config, lanes)[0], _stage_cycles(product, config, lanes, device)
+        return stages * stage + count * phases * (once + stored * _sectors(product, lanes))
 
-    lanes, _ = min(_extents(batch, cells, (depth, height, width), config.rows), key=cycles)
-    return lanes, tiles_of(batch, cells, lanes)
+    lanes, _ = min(_options(product, config), key=cycles)
+    return lanes, tiles_of(product.problem.batch, product.cells, lanes)
 
 
 def _all_stages(product: Product, config: TmaTapConfig, lanes: Four) -> tuple[int, float]:
     """Stages of all work tiles of a column block and a group, and the most of one over their mean.
 
-    Taps that meet nothing but zeros in all of a tile have none.
+    Taps that meet nothing but zeros in all of a tile have none. Windows have as many taps as in the mean.
     """
     runs, most = of_config(product, config), 1.0
     axes = list(zip(product.gather.axes, product.gather.src.shape[2:], product.cells, lanes[1:]))
@@ -306,7 +326,7 @@ def _all_stages(product: Product, config: TmaTapConfig, lanes: Four) -> tuple[in
         all_tiles, largest = taps_met(axis, product.gather.forward, size, cells, extent)
         count *= all_tiles
         most *= largest * -(-cells // extent) / max(1, all_tiles)
-    return count, most
+    return count if config.window == 1 else math.ceil(count / taps_of_window(product, config)), most
 
 
 def _sectors(product: Product, lanes: Four) -> float:
@@ -330,7 +350,8 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
     terms, own = costs("tap_gemm_tma", device), costs("tap_gemm", device)
     lanes, tiles = _tiles(product, config, device)
     items, stages = _items(product, config, tiles), stages_of(product, config)
-    stage, once, stored = _cycles(product, config, device)
+    stage = _stage_cycles(product, config, lanes, device)
+    once, stored = _cycles_of_tile(product, config, device)
     once += stored * _sectors(product, lanes)
     size, elements = product.size, math.prod(product.gather.dst.shape)
     packed = sum(stages) * config.pitch * product.parts * round_up(product.gather.dst_channels, config.columns)
@@ -352,12 +373,21 @@ def _splits(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple
     return found, packing + seconds(found)
 
 
-def _cycles(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[float, float, float]:
-    """Predicted cycles of a stage, of a work tile without its stages, and of results that fill whole sectors."""
+def _stage_cycles(product: Product, config: TmaTapConfig, lanes: Four, device: DeviceInfo) -> float:
+    """Predicted cycles of a stage."""
     terms = costs("tap_gemm_tma", device)
-    loading = max(terms.moved * stage_bytes(product, config), terms.box_row * config.rows * product.parts)
-    stage = stage_cycles(config.row_tiles, config.columns, config.pitch, product.parts, loading, terms)
-    return stage, terms.item, config.rows * config.columns * _store_cycles(product, terms)
+    taps, rows = 1.0, config.rows
+    if config.window > 1:
+        taps, rows = taps_of_window(product, config), math.prod(lanes[:3]) * (lanes[3] + halo(product, config))
+    loaded = product.parts * (rows + taps * config.columns) * config.pitch
+    loading = max(terms.moved * loaded, terms.box_row * rows * product.parts)
+    return stage_cycles(config.row_tiles, config.columns, config.pitch * taps, product.parts, loading, terms)
+
+
+def _cycles_of_tile(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[float, float]:
+    """Predicted cycles of a work tile without its stages, and of its results where they fill whole sectors."""
+    terms = costs("tap_gemm_tma", device)
+    return terms.item, config.rows * config.columns * _store_cycles(product, terms)
 
 
 def _store_cycles(product: Product, terms: Costs) -> float:
@@ -371,17 +401,18 @@ def _store_cycles(product: Product, terms: Costs) -> float:
 
 
 def _map(product: Product, config: TmaTapConfig, read: Side, lanes: Four) -> TensorMap:
-    """The box of a tap group of a tile of cells."""
+    """The box of a stage of a tile of cells."""
     size = product.size
     batch, channels, depth, height, width = read.shape
     image, _, slab, row, column = (step * size for step in read.strides)
     dimensions = zip((width, height, depth, batch), (column, row, slab, image))
-    steps = (axis.src if count > 1 else 1 for axis, count in zip(product.gather.cell_axes[::-1], lanes[:0:-1]))
+    counts = (lanes[3] + halo(product, config), lanes[2], lanes[1])
+    steps = (axis.src if count > 1 else 1 for axis, count in zip(product.gather.cell_axes[::-1], counts))
     return TensorMap(
         product.problem.dtype,
         (channels, width, height, depth, max(1, batch)),
         tuple(16 if count == 1 else step for count, step in dimensions),
-        (config.pitch // size, *lanes[::-1]),
+        (config.pitch // size, lanes[3] + halo(product, config), *lanes[2::-1]),
         config.pitch,
         True,
         0,

@@ -13,6 +13,7 @@ from polyphase.schedules.tap_gemm.product import MOST_STEP, Product
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 
 _MOST_SUMS = 192  # of a thread, those that are promoted counted twice
+_LEAST_WIDTH = 16  # of a tile whose boxes have a halo
 _LONG = 8192  # terms that tensor cores sum; longer sums are promoted
 
 
@@ -20,7 +21,8 @@ class TmaTapConfig(NamedTuple):
     """The compile-time shape of ``tap_gemm_tma.cu``; ``pitch`` is a row of a stage in bytes.
 
     ``back``: the result is written in channels_last, and transposed to where it belongs. ``runs``: the source is
-    written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else it is read tap by tap.
+    written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else a stage reads a box for up to
+    ``window`` taps along the width.
     """
 
     row_tiles: int
@@ -28,6 +30,7 @@ class TmaTapConfig(NamedTuple):
     pitch: int
     back: bool = False
     runs: bool = False
+    window: int = 1
 
     @property
     def rows(self) -> int:
@@ -52,6 +55,40 @@ def configs_of(product: Product) -> Iterator[TmaTapConfig]:
             config = TmaTapConfig(row_tiles, count, pitch, runs=runs)
             if times * count * row_tiles // 2 <= _MOST_SUMS:
                 yield config
+                if not runs and product.parts == 1:
+                    yield from (config._replace(window=window) for window in _windows(product))
+
+
+def _windows(product: Product) -> list[int]:
+    """Taps along the width that read neighbouring elements, in one window or in several of about as many."""
+    most = max(window_taps(product))
+    return sorted({-(-most // count) for count in range(1, most)})
+
+
+def window_taps(product: Product) -> list[int]:
+    """Taps along the width that read neighbouring elements, of each phase and each residue of the stride."""
+    axis, counts = product.gather.axes[2], product.axis_taps[2]
+    if product.gather.forward:
+        return [count for count in counts if count]
+    step = axis.stride // math.gcd(axis.stride, axis.dilation)
+    return [-(-(axis.kernel - residue) // step) for residue in range(min(step, axis.kernel))]
+
+
+def taps_of_window(product: Product, config: TmaTapConfig) -> float:
+    """Those of a stage in the mean."""
+    taps = window_taps(product)
+    return sum(taps) / sum(-(-count // config.window) for count in taps)
+
+
+def halo(product: Product, config: TmaTapConfig) -> int:
+    """Cells along the width that a window's box has more than a tile."""
+    axis = product.gather.axes[2]
+    return (config.window - 1) * (axis.dilation // math.gcd(axis.stride, axis.dilation))
+
+
+def box_rows(product: Product, config: TmaTapConfig) -> int:
+    """Cells that a box has room for: of tiles that are 16 wide at least, and of one line."""
+    return config.rows + (round_up(halo(product, config) * (config.rows // _LEAST_WIDTH), 8))
 
 
 def _pitches(product: Product, runs: bool) -> list[int]:
@@ -72,16 +109,17 @@ def flush(product: Product, config: TmaTapConfig) -> int:
     if product.parts == 2:
         return 1
     long = product.gather.src_channels * max(product.phase_taps) > _LONG
-    return _LONG // (2 * chunk_of(product, config)) if long else 0
+    return max(1, _LONG // (2 * chunk_of(product, config) * config.window)) if long else 0
 
 
 def stage_bytes(product: Product, config: TmaTapConfig) -> int:
     """Shared memory of a stage."""
-    return round_up(product.parts * (config.rows + config.columns) * config.pitch, 1024)
+    rows = box_rows(product, config) + config.window * config.columns
+    return round_up(product.parts * rows * config.pitch, 1024)
 
 
 def stages_of(product: Product, config: TmaTapConfig) -> tuple[int, ...]:
-    """Of each phase."""
+    """Tap groups of each phase: stages, if none has several."""
     if runs := of_config(product, config):
         return runs.stages
     chunks = -(-product.gather.src_channels // chunk_of(product, config))

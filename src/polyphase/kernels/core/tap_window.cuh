@@ -1,0 +1,47 @@
+// The tap groups of a stage: CHUNK source channels at up to WINDOW taps of a phase along the width, which lie STEP taps
+// apart and read elements SHIFT cells apart: in the input gradient those of one residue of the stride. Stages of a phase
+// are counted by windows along the width first, then by taps along h and d, then by channels, so that neighbouring ones
+// read neighbouring source elements.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/axis.cuh"
+#include "core/phase.cuh"
+
+struct TapWindow {
+  static constexpr int STEP = WINDOW > 1 && INPUT_GRAD ? tap_step(AXIS_W) : 1, SHIFT = element_step(AXIS_W);
+
+  int channel;           // the first
+  int at_d, at_h, at_w;  // which of the phase's taps, along the width the first
+  int taps;
+
+  __device__ __forceinline__ TapWindow(const Phase& phase, int index) {
+    const int along = along_w(phase), rows = phase.h.count * along;
+    const int chunk = quotient(index, 1.f / (phase.d.count * rows)), of_chunk = index - chunk * phase.d.count * rows;
+    at_d = quotient(of_chunk, 1.f / rows);
+    at_h = quotient(of_chunk - at_d * rows, 1.f / along);
+    const int window = of_chunk - at_d * rows - at_h * along, residues = min(STEP, phase.w.count);
+    const int before = window / residues;
+    channel = chunk * CHUNK, at_w = before * (WINDOW * STEP) + window - before * residues;
+    taps = min(WINDOW, ceil_div(phase.w.count - at_w, STEP));
+  }
+
+  // Source elements from that of the phase's first tap to the first of the box.
+  __device__ __forceinline__ int w() const { return (INPUT_GRAD ? at_w : at_w + taps - 1) * TapsW::SRC_STEP; }
+
+  // Stages of a phase.
+  static __device__ __forceinline__ int count(const Phase& phase) {
+    return CHUNKS * phase.d.count * phase.h.count * along_w(phase);
+  }
+
+ private:
+  // Windows at one tap along d and h: of the last ones of each residue some may be missing.
+  static __device__ __forceinline__ int along_w(const Phase& phase) {
+    const int full = max(0, ceil_div(phase.w.count, WINDOW * STEP) - 1), rest = phase.w.count - full * (WINDOW * STEP);
+    return full * min(STEP, phase.w.count) + min(STEP, rest);
+  }
+};
+
+// Cells along the width that a box has more than a tile.
+constexpr int HALO = (WINDOW - 1) * TapWindow::SHIFT;
