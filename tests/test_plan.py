@@ -450,8 +450,8 @@ def test_boxes_are_what_the_driver_takes(dtype: str, first: int) -> None:
                     continue
                 assert_driver_takes(program.main.tensor_maps[0])
                 if program.main.source.kernel == "tap_gemm_tma":
-                    chunk = dict(program.main.source.constants)["CHUNK"]
-                    assert math.prod(program.main.tensor_maps[0].box) <= candidate.config.rows * chunk
+                    constants = dict(program.main.source.constants)
+                    assert math.prod(program.main.tensor_maps[0].box) <= constants["BOX_ROWS"] * constants["CHUNK"]
                     continue
                 assert program.main.source.kernel == "implicit_gemm"
                 count, pixels = params(program)["boxes"], params(program)["box_pixels"]

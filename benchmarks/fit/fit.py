@@ -34,6 +34,7 @@ from search import Values, affected, fit, forecasts, forget, same_tiles  # noqa:
 from polyphase.costs import table  # noqa: E402
 
 _SLOWER = 1.03  # times what a case took before, up to which a fit is taken
+_GAINS = 4  # cases that are faster by as much, for each that is slower by more
 _AS_GOOD = 1.0005  # times the mean before, up to which choices are as good
 _ROWS_OF_A_TERM = 4  # at least
 _FOLDER = Path(table.__file__).parent
@@ -106,8 +107,8 @@ def judge(
 ) -> np.ndarray:
     """Takes as many fits as make no choice worse, and gives the forecasts then.
 
-    All are taken at first. While choices are worse by geometric mean, or one of them is slower by more than `_SLOWER`,
-    the fit is given up without which they are best.
+    All are taken at first. While choices are worse by geometric mean, or more of them are slower by over `_SLOWER` than
+    a quarter of those that are faster by as much, the fit is given up without which they are best.
     """
     by_name = {section.name: section for section in sections}
     start = {name: section.values for name, section in by_name.items()}
@@ -130,12 +131,14 @@ def judge(
 
     def worth(taken: frozenset[str]) -> tuple[int, float]:
         new = ranking(rows, list(seconds(taken)))
-        return sum(ratio > _SLOWER * old.ratios[case] for case, ratio in new.ratios.items()), new.mean
+        slower = sum(ratio > _SLOWER * old.ratios[case] for case, ratio in new.ratios.items())
+        faster = sum(ratio * _SLOWER < old.ratios[case] for case, ratio in new.ratios.items())
+        return max(0, slower - faster // _GAINS), new.mean
 
     taken = frozenset(fits)
     while taken and (worth(taken)[0] or worth(taken)[1] > _AS_GOOD * old.mean):
         slower, mean = worth(taken)
-        say(f"fits of {', '.join(sorted(taken))}: choices {mean:.4f}, {slower} slower by over {_SLOWER - 1:.0%}")
+        say(f"fits of {', '.join(sorted(taken))}: choices {mean:.4f}, {slower} too many lose over {_SLOWER - 1:.0%}")
         taken = min((taken - {name} for name in sorted(taken)), key=worth)
     say(f"taken are the fits of {', '.join(sorted(taken)) or 'no section'}: {old.mean:.4f} -> {worth(taken)[1]:.4f}")
     for name, section in by_name.items():
@@ -216,6 +219,13 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def is_outdated(row: Row, sections: dict[str, Any]) -> bool:
+    """Whether the record is of a kernel that computes in another way today: its schedule's section says so."""
+    return any(
+        row.schedule.name in each["schedules"] and row.file in each.get("outdated", ()) for each in sections.values()
+    )
+
+
 def commit() -> str:
     """Of the code that forecasts."""
     asked = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True)
@@ -245,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows, skipped = read_rows(given.files, given.arch)
     if not rows:
         sys.exit(f"no candidate to fit to; skipped: {skipped}")
+    rows = [row for row in rows if not is_outdated(row, data["sections"])]
     print(f"{len(rows)} candidates; skipped: {skipped}")
     before = after = np.array([row.forecast() for row in rows])
     report("before", rows, list(before))

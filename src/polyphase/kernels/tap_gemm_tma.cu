@@ -200,8 +200,8 @@ __device__ __forceinline__ void load_weights(const unsigned char* packed, int ta
 
 // By one thread: takes work tiles, and loads the boxes and weights of all their stages.
 __device__ __forceinline__ void load_items(const Params& params, const scalar_t* src, unsigned char* packed,
-                                           PipelineBarriers<BUFFERS>& ring, WorkQueue& queue,
-                                           int (&taps_of)[BUFFERS], const unsigned char* buffers) {
+                                           PipelineBarriers<BUFFERS>& ring, WorkQueue& queue, int (&taps_of)[BUFFERS],
+                                           const unsigned char* buffers) {
   griddepcontrol_wait();
   PipelineState<BUFFERS> state;
   PipelineState<QUEUE> place;

@@ -1,7 +1,7 @@
 // The tap groups of a stage: CHUNK source channels at up to WINDOW taps of a phase along the width, which lie STEP taps
-// apart and read elements SHIFT cells apart: in the input gradient those of one residue of the stride. Stages of a phase
-// are counted by windows along the width first, then by taps along h and d, then by channels, so that neighbouring ones
-// read neighbouring source elements.
+// apart and read elements SHIFT cells apart: in the input gradient those of one residue of the stride. Stages of a
+// phase are counted by windows along the width first, then by taps along h and d, then by channels, so that
+// neighbouring ones read neighbouring source elements.
 
 #pragma once
 

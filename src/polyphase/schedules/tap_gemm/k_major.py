@@ -31,14 +31,17 @@ def buffers(stage_bytes: int, device: DeviceInfo) -> int:
     return min(_MOST_BUFFERS, (device.shared_bytes_of(1) - _DECLARED) // stage_bytes)
 
 
-def stage_cycles(row_tiles: int, columns: int, pitch: float, parts: int, loading: float, terms: Costs) -> float:
+def stage_cycles(
+    row_tiles: int, columns: int, pitch: int, parts: int, loading: float, terms: Costs, taps: float = 1.0
+) -> float:
     """Predicted cycles of a multiprocessor for a stage whose rows have ``pitch`` bytes; TMA takes ``loading`` of them.
 
-    Narrow products take as long as shared memory is read for their rows.
+    Narrow products take as long as shared memory is read for their rows. Each of a stage's ``taps`` has products of its
+    own, which wait for those before.
     """
     operations = GROUPS * row_tiles * pitch / 32 * (3 if parts == 2 else 1)
     products = terms.product * operations * max(columns / 2, 16 + columns / 4)
-    cycles: float = norm(products, loading, terms.overlap) + terms.stage
+    cycles: float = norm(taps * products, loading, terms.overlap) + taps * terms.stage
     return cycles
 
 

@@ -381,7 +381,7 @@ def _stage_cycles(product: Product, config: TmaTapConfig, lanes: Four, device: D
         taps, rows = taps_of_window(product, config), math.prod(lanes[:3]) * (lanes[3] + halo(product, config))
     loaded = product.parts * (rows + taps * config.columns) * config.pitch
     loading = max(terms.moved * loaded, terms.box_row * rows * product.parts)
-    return stage_cycles(config.row_tiles, config.columns, config.pitch * taps, product.parts, loading, terms)
+    return stage_cycles(config.row_tiles, config.columns, config.pitch, product.parts, loading, terms, taps)
 
 
 def _cycles_of_tile(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[float, float]:

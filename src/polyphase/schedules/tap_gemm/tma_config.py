@@ -13,6 +13,7 @@ from polyphase.schedules.tap_gemm.product import MOST_STEP, Product
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 
 _MOST_SUMS = 192  # of a thread, those that are promoted counted twice
+_MOST_TAPS = 8  # of a window
 _LEAST_WIDTH = 16  # of a tile whose boxes have a halo
 _LONG = 8192  # terms that tensor cores sum; longer sums are promoted
 
@@ -21,8 +22,8 @@ class TmaTapConfig(NamedTuple):
     """The compile-time shape of ``tap_gemm_tma.cu``; ``pitch`` is a row of a stage in bytes.
 
     ``back``: the result is written in channels_last, and transposed to where it belongs. ``runs``: the source is
-    written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else a stage reads a box for up to
-    ``window`` taps along the width.
+    written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else a stage reads one box for up
+    to ``window`` taps along the width.
     """
 
     row_tiles: int
@@ -60,9 +61,10 @@ def configs_of(product: Product) -> Iterator[TmaTapConfig]:
 
 
 def _windows(product: Product) -> list[int]:
-    """Taps along the width that read neighbouring elements, in one window or in several of about as many."""
+    """Taps along the width that read neighbouring elements: in windows of `_MOST_TAPS` at most, or of half as many."""
     most = max(window_taps(product))
-    return sorted({-(-most // count) for count in range(1, most)})
+    least = -(-most // _MOST_TAPS)
+    return sorted({-(-most // count) for count in (least, 2 * least)} - {1})
 
 
 def window_taps(product: Product) -> list[int]:
