@@ -180,6 +180,40 @@ def test_quantization(quantize: Callable[[nn.Module], nn.Module]) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0.05)
 
 
+def quantized_dynamically(model: nn.Module) -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+
+
+def quantized_in_part(model: nn.Module) -> nn.Module:
+    """Eagerly, all but the transposed convolution."""
+    quantization = torch.ao.quantization
+    model = quantization.QuantWrapper(model)
+    model.qconfig = quantization.QConfig(quantization.default_observer, quantization.default_weight_observer)
+    model.module[0].qconfig = None
+    model.module = nn.Sequential(model.module[0], quantization.QuantStub(model.qconfig), model.module[1:])
+    prepared = quantization.prepare(model)
+    prepared.module(X)
+    return quantization.convert(prepared).module
+
+
+@pytest.mark.parametrize("quantize", [quantized_dynamically, quantized_in_part])
+def test_layers_that_are_not_quantized_stay(quantize: Callable[[nn.Module], nn.Module]) -> None:
+    """Tools set their configuration to None, and delete it in the end."""
+    if not {"fbgemm", "qnnpack", "onednn"} & set(torch.backends.quantized.supported_engines):
+        pytest.skip("this PyTorch quantizes nothing")
+    theirs = nn.Sequential(nn.ConvTranspose2d(4, 3, 4, 2, 1), nn.Flatten(), nn.Linear(300, 8)).eval()
+    ours = polyphase.accelerate(copy.deepcopy(theirs)).model
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*to be quantized")
+        got, expected = quantize(ours), quantize(copy.deepcopy(theirs))
+    layers = [module for module in got.modules() if isinstance(module, nn.ConvTranspose2d)]
+    assert [type(layer) is polyphase.ConvTranspose2d for layer in layers] == [True]
+    assert not hasattr(layers[0], "qconfig")
+    with pytest.raises(AttributeError, match=r"polyphase\.ConvTranspose2d has no qconfig"):
+        del layers[0].qconfig
+    torch.testing.assert_close(got(X), expected(X), rtol=0, atol=0.05)
+
+
 def test_quantized_tensors_are_told_of() -> None:
     x = torch.quantize_per_tensor(X, 0.1, 0, torch.quint8)
     with pytest.raises(

@@ -79,6 +79,12 @@ def _set_qconfig(module: Any, value: Any) -> None:
         restore(module)
 
 
+def _delete_qconfig(module: Any) -> None:
+    """What `torch.ao.quantization` ends with, also for the layers that it leaves alone."""
+    _qconfig(module)  # raises AttributeError where there is none
+    del vars(module)["qconfig"]
+
+
 def _forward(
     module: Any, function: Callable[..., Tensor], dims: int, input: Any, output_size: Sequence[int] | None
 ) -> Tensor:
@@ -120,7 +126,7 @@ class ConvTranspose1d(torch.nn.ConvTranspose1d, metaclass=StandIn):
     _chain: Any = None  # what it computes of what follows it (`polyphase.fuse`)
     _get_name = _get_name
     __prepare_scriptable__ = _prepare_scriptable
-    qconfig = property(_qconfig, _set_qconfig)
+    qconfig = property(_qconfig, _set_qconfig, _delete_qconfig)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """``(N, C_in, L)`` or ``(C_in, L)`` to ``(N, C_out, L_out)`` or ``(C_out, L_out)``.
@@ -138,7 +144,7 @@ class ConvTranspose2d(torch.nn.ConvTranspose2d, metaclass=StandIn):
     _chain: Any = None
     _get_name = _get_name
     __prepare_scriptable__ = _prepare_scriptable
-    qconfig = property(_qconfig, _set_qconfig)
+    qconfig = property(_qconfig, _set_qconfig, _delete_qconfig)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """``(N, C_in, H, W)`` or ``(C_in, H, W)`` to ``(N, C_out, H_out, W_out)`` or ``(C_out, H_out, W_out)``.
@@ -156,7 +162,7 @@ class ConvTranspose3d(torch.nn.ConvTranspose3d, metaclass=StandIn):
     _chain: Any = None
     _get_name = _get_name
     __prepare_scriptable__ = _prepare_scriptable
-    qconfig = property(_qconfig, _set_qconfig)
+    qconfig = property(_qconfig, _set_qconfig, _delete_qconfig)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)`` to ``(N, C_out, D_out, H_out, W_out)`` or without ``N``.
