@@ -436,11 +436,20 @@ def test_explain_says_why_a_model_has_no_plan(layer: str, inputs: str, message: 
 
 def test_explain_refuses_nothing_and_unknown_devices() -> None:
     assert "give a model file, a --layer or a --suite" in told(invoke("explain"))
-    for device in ("sm_1", "h100"):
+    for device in ("sm_1", "h1000"):
         result = invoke("explain", "--layer", LAYER, "--device", device)
         assert result.exit_code == 2
         assert device in told(result)
         assert "sm_90a" in told(result)
+        assert "h200" in told(result)
+
+
+def test_explain_takes_cards() -> None:
+    by_name, by_arch = (invoke("explain", "--layer", LAYER, "--device", each).output for each in ("H100", "sm_90a"))
+    assert "on sm_90a" in by_name
+    assert by_name == by_arch
+    problem = parse_layer(LAYER)
+    assert polyphase.explain(problem, device="a100") == polyphase.explain(problem, device="sm_80")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

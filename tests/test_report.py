@@ -14,11 +14,11 @@ from typer.testing import CliRunner, Result
 
 from polyphase.__main__ import app
 from polyphase.bench.model_file import ModelFileError
-from polyphase.bench.model_report import CARDS, ModelReport, report_on
+from polyphase.bench.model_report import ModelReport, report_on
 from polyphase.bench.report_page import page, summary
 from polyphase.bench.target import load_target
 from polyphase.bench.trial import Options
-from polyphase.problem.device import ARCHITECTURES, PORTABLE
+from polyphase.problem.device import ARCHITECTURES, CARDS, PORTABLE
 
 MODEL = """
 import torch
@@ -52,6 +52,9 @@ def both():
 
 def alone():
     return Model()
+
+def needs(channels):
+    return Model(), get_inputs()
 
 def by_name():
     return Model(), {"x": get_inputs()[0]}
@@ -256,7 +259,7 @@ def test_a_library_s_class(name: str, kernel: int, model: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (":Sum", [], "Sum is a class: --input gives the shape"),
+        (":Sum", [], "Sum is a class, for `report`: --input gives the shape"),
         (":Sum", ["--input", "3by4"], "takes a shape such as 1x3x64x64, not '3by4'"),
         (":Sum", ["--input", "1x4x5x5", "--config", "{"], "--config takes JSON"),
         (":Sum", ["--input", "1x4x5x5", "--config", "no.json"], "--config takes JSON"),
@@ -279,7 +282,10 @@ def test_what_is_wrong_with_a_class(name: str, options: list[str], message: str,
         ("{path}:alone", "returns something of type Model; it has to return the model and a list of its inputs"),
         ("{path}:by_name", "returns inputs of type dict"),
         ("no_such_module:f", "no_such_module cannot be imported"),
-        ("nowhere.py", "nowhere.py is neither a model file nor module:function"),
+        ("nowhere.py", "nowhere.py is not a file"),
+        ("nowhere.py:f", "nowhere.py is not a file"),
+        ("nowhere", "nowhere is not a file, nor module:function"),
+        ("{path}:needs", "needs(), called without arguments, raises TypeError: needs() missing 1 required"),
     ],
 )
 def test_what_is_no_target(target: str, message: str, model: Path) -> None:
@@ -296,6 +302,71 @@ def test_a_model_with_nothing_to_swap_ends_with_1(model: Path, tmp_path: Path) -
     assert result.exit_code == 1
     assert "nothing to check" in result.output
     assert "polyphase has kernels for" in (tmp_path / "page.html").read_text()
+
+
+BESIDE = "import torch\nfrom torch import nn\n\ndef layer(): return nn.ConvTranspose1d(3, {channels}, 2)\n"
+USING = """
+import layers_of_it
+
+def Model():
+    import more_of_it
+    return more_of_it.Model(layers_of_it.layer())
+def get_inputs():
+    return [layers_of_it.torch.rand(2, 3, 9)]
+def get_init_inputs():
+    return []
+def both():
+    return Model(), get_inputs()
+"""
+LATER = """
+from torch import nn
+class Model(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+    def forward(self, x):
+        import layers_of_it
+        assert layers_of_it.layer().out_channels == self.layer.out_channels
+        return self.layer(x)
+"""
+
+
+def files_beside(folder: Path, channels: int) -> Path:
+    """A model file, and two modules in its folder, of which one is imported again in forward."""
+    folder.mkdir()
+    (folder / "layers_of_it.py").write_text(BESIDE.format(channels=channels))
+    (folder / "more_of_it.py").write_text(LATER)
+    (folder / "voc.py").write_text(USING)
+    return folder / "voc.py"
+
+
+@pytest.mark.parametrize("command", ["report", "check", "explain"])
+def test_modules_beside_a_model_file(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are imported, as by ``python FILE``; and nothing of that is left for the next file, which has its own."""
+    paths = [files_beside(tmp_path / f"folder{channels}", channels) for channels in (4, 5)]
+    monkeypatch.chdir(tmp_path)
+    before, modules = list(sys.path), set(sys.modules)
+    for targets in ([f"{path}{name}" for path in paths] for name in ("", ":both")):
+        for some in [targets] if command != "report" else [[each] for each in targets]:
+            options = ["--device", "sm_90a"] if command == "explain" else ["--device", "cpu", "--no-grad"]
+            result = CliRunner().invoke(app, [command, *some, *options])
+            assert result.exit_code == 0, result.output
+            if command == "explain":
+                assert "3×9 → 4" in result.output
+                assert "3×9 → 5" in result.output
+    monkeypatch.chdir(paths[0].parent)
+    assert CliRunner().invoke(app, [command, "voc:both", *options]).exit_code == 0
+    assert sys.path == before
+    assert not {"layers_of_it", "more_of_it", "voc"} & (set(sys.modules) - modules)
+
+
+def test_emit_finds_modules_beside_a_model_file(tmp_path: Path) -> None:
+    """And says that an emitted file cannot have them, and not that they are missing."""
+    result = CliRunner().invoke(
+        app, ["emit", str(files_beside(tmp_path / "folder", 4)), "-o", str(tmp_path / "out.py")]
+    )
+    assert result.exit_code == 2
+    assert "imports layers_of_it: an emitted file carries" in " ".join(re.sub("[│\n]", " ", result.output).split())
 
 
 def test_cards_are_of_known_architectures() -> None:

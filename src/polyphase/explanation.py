@@ -9,7 +9,7 @@ import torch
 
 from polyphase.errors import UnsupportedError
 from polyphase.problem import ConvTransposeProblem
-from polyphase.problem.device import ARCHITECTURES, PORTABLE, DeviceInfo
+from polyphase.problem.device import ARCHITECTURES, CARDS, DeviceInfo
 from polyphase.torch_op.memory_format import is_channels_last
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING
@@ -26,8 +26,9 @@ def explain(
         layer: a ``ConvTransposeProblem``, or a ``ConvTranspose1d/2d/3d`` module of polyphase or PyTorch. Whether
             float32 may be rounded to TF32 says the problem, or, for a module, PyTorch's flags now.
         input_shape: with a module, the shape ``(N, C_in, *spatial)`` or ``(C_in, *spatial)`` of its input.
-        device: an architecture such as ``"sm_90a"``, a device such as ``"cuda:1"``, or None for this machine's GPU or,
-            where it has none, ``"sm_90a"``; then a last line says that the portable path computes here.
+        device: an architecture such as ``"sm_90a"``, a card such as ``"h100"``, a device such as ``"cuda:1"``, or None
+            for this machine's GPU or, where it has none, ``"sm_90a"``; then a last line says that the portable path
+            computes here.
 
     Raises:
         TypeError: ``layer`` is neither of these, or a module without an ``input_shape``, or in a dtype that is no real
@@ -58,14 +59,15 @@ def device_info(device: str | torch.device | DeviceInfo | None) -> DeviceInfo:
         return device
     if device is None:
         return DeviceInfo.of(torch.device("cuda")) if torch.cuda.is_available() else DeviceInfo.for_arch("sm_90a")
-    if isinstance(device, str) and (device.startswith("sm_") or device == PORTABLE.arch):
-        return DeviceInfo.for_arch(device)
-    allowed = f"give an architecture ({', '.join(ARCHITECTURES)}), or a device of PyTorch's such as 'cuda:1' or 'cpu'"
     try:
         place = torch.device(device)
-    except RuntimeError:
-        raise UnsupportedError(f"unknown device {device!r}; {allowed}") from None
+    except RuntimeError:  # no device of PyTorch's
+        try:
+            return DeviceInfo.for_arch(str(device))
+        except UnsupportedError as failure:
+            raise UnsupportedError(f"{failure}, and PyTorch's devices such as cuda:1 or cpu") from None
     if place.type == "cuda" and not torch.cuda.is_available():
+        allowed = f"give an architecture ({', '.join(ARCHITECTURES)}) or a card ({', '.join(CARDS)})"
         raise UnsupportedError(f"PyTorch finds no CUDA device here, so not {device!r}; {allowed}")
     return DeviceInfo.of(place)
 

@@ -8,6 +8,8 @@ an input can be cut to what a CPU computes in seconds, in a way that the model a
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.machinery
 import importlib.util
 import math
 import sys
@@ -62,6 +64,31 @@ def naming_the_line(path: Path, what: str, only_modules: bool = False) -> Iterat
         ) from failure
 
 
+@contextmanager
+def on_the_path(folder: Path) -> Iterator[None]:
+    """Have ``folder`` first on the path, as ``python FILE`` has that of FILE. Afterwards the path is as it was.
+
+    What was imported from the folder is then forgotten: modules beside another file may have the same names.
+    """
+    before, known, first = list(sys.path), set(sys.modules), str(folder.resolve())
+    importlib.invalidate_caches()
+    sys.path.insert(0, first)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        for name in set(sys.modules) - known:
+            if name.partition(".")[0] not in known and _is_found_in(name.partition(".")[0], first):
+                del sys.modules[name]
+
+
+def _is_found_in(name: str, folder: str) -> bool:
+    """Whether a module that is imported, of no package, is the one that lies in a folder."""
+    found = importlib.machinery.PathFinder.find_spec(name, [folder])
+    imported = getattr(sys.modules.get(name), "__spec__", None)
+    return found is not None and imported is not None and found.origin == imported.origin
+
+
 def run_file(path: Path, prefix: str) -> Any:
     """The module that the file at ``path`` makes. Raises `ModelFileError`, with what the file raises as its cause."""
     spec = importlib.util.spec_from_file_location(f"{prefix}_{path.stem}", path)
@@ -80,12 +107,13 @@ def run_file(path: Path, prefix: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelFile:
-    """The three names of a model file."""
+    """The three names of a model file. ``making``: the call that makes the model, as messages name it."""
 
     path: Path
     make_model: Callable[..., nn.Module]
     get_inputs: Callable[[], Sequence[Any]]
     get_init_inputs: Callable[[], Any]
+    making: str = "Model(*get_init_inputs())"
 
     @classmethod
     def load(cls, path: Path) -> ModelFile:
@@ -106,7 +134,7 @@ class ModelFile:
             arguments = self.get_init_inputs()
         if not isinstance(arguments, (dict, list, tuple)):
             raise self._is_not("get_init_inputs", arguments, "the constructor takes, such as [64, 32]")
-        with torch.device(device), naming_the_line(self.path, "Model(*get_init_inputs())"):
+        with torch.device(device), naming_the_line(self.path, self.making):
             # KernelBench writes the arguments as a list, or as a list of a list and a dictionary of keywords.
             if isinstance(arguments, dict):
                 model = self.make_model(**arguments)
@@ -115,9 +143,7 @@ class ModelFile:
             else:
                 model = self.make_model(*arguments)
         if not isinstance(model, nn.Module):
-            raise ModelFileError(
-                f"{self.path}: Model(*get_init_inputs()) is no torch.nn.Module, but of type {_type(model)}"
-            )
+            raise ModelFileError(f"{self.path}: {self.making} is no torch.nn.Module, but of type {_type(model)}")
         return model.to(device=device, dtype=dtype)
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Any]:

@@ -31,12 +31,6 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.torch_op.tf32 import tf32_allowed
 
-CARDS = {
-    "t4": "sm_75", "a100": "sm_80", "a10": "sm_86", "rtx3090": "sm_86", "l4": "sm_89", "l40s": "sm_89",
-    "rtx4090": "sm_89", "h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "rtx5090": "sm_120",
-}  # fmt: skip
-"""Cards by the names that people give them, and their architectures."""
-
 
 @dataclass(frozen=True)
 class Layer:

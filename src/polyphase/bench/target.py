@@ -1,4 +1,4 @@
-"""What `report` is about: a model file, a function that returns a model and its inputs, or a library's own class."""
+"""What a command is about: a model file, a function that returns a model and its inputs, or a library's own class."""
 
 from __future__ import annotations
 
@@ -6,17 +6,33 @@ import importlib
 import inspect
 import json
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from polyphase.bench.model_file import ModelFile, ModelFileError, run_file
+from polyphase.bench.model_file import ModelFile, ModelFileError, on_the_path, run_file
 
 _RETURNS = "it has to return the model and a list of its inputs, as in `return model, [x]`"
+
+
+@contextmanager
+def opened(text: str, shapes: Sequence[str] = (), config: str = "") -> Iterator[ModelFile]:
+    """`load_target`, with the folder of the file on the path, or this one for a module, until the block ends."""
+    path = path_of(text)
+    with on_the_path(Path() if path is None else path.parent):
+        yield load_target(text, shapes, config)
+
+
+def path_of(text: str) -> Path | None:
+    """The file that a target names, which need not be there; None for ``module:name``."""
+    where = text.rpartition(":")[0]
+    if not where or Path(text).is_file():
+        return Path(text)
+    return Path(where) if where.endswith(".py") else None
 
 
 def load_target(text: str, shapes: Sequence[str] = (), config: str = "") -> ModelFile:
@@ -25,14 +41,14 @@ def load_target(text: str, shapes: Sequence[str] = (), config: str = "") -> Mode
     A function returns a model and a list of its inputs. A class is built from ``config``, keywords in JSON or the name
     of a file that holds them, and is called on random tensors of ``shapes``. Raises `ModelFileError`.
     """
-    where, _, name = text.rpartition(":")
-    found = None
-    if where and not Path(text).is_file():
+    (where, _, name), path, found = text.rpartition(":"), path_of(text), None
+    if path is not None and not path.is_file():
+        no_module = "" if path.suffix == ".py" else ", nor module:function"
+        raise ModelFileError(f"{path} is not a file{no_module}")
+    if path != Path(text):
         found = getattr(_module(where), name, None)
         if not callable(found):
             raise ModelFileError(f"{where} has no function {name}")
-    elif not Path(text).is_file():
-        raise ModelFileError(f"{text} is neither a model file nor module:function")
     if isinstance(found, type) and issubclass(found, nn.Module):
         return _of_class(text, found, [_shape(each) for each in shapes], _keywords(config))
     if shapes or config:
@@ -43,13 +59,10 @@ def load_target(text: str, shapes: Sequence[str] = (), config: str = "") -> Mode
 def _module(where: str) -> Any:
     if where.endswith(".py"):
         return run_file(Path(where), "polyphase_report")
-    sys.path.insert(0, "")
     try:
         return importlib.import_module(where)
     except ImportError as failure:
         raise ModelFileError(f"{where} cannot be imported: {failure}") from failure
-    finally:
-        sys.path.remove("")
 
 
 def _file(found: Any, where: str) -> Path:
@@ -72,22 +85,25 @@ def _of_function(text: str, path: Path, function: Callable[[], Any]) -> ModelFil
         inputs[:] = made[1]
         return made[0]
 
-    return ModelFile(path, make_model, lambda: list(inputs), list)
+    making = f"{text.rpartition(':')[2]}(), called without arguments,"
+    return ModelFile(path, make_model, lambda: list(inputs), list, making)
 
 
 def _of_class(text: str, kind: type[nn.Module], shapes: list[list[int]], keywords: dict[str, Any]) -> ModelFile:
     """Keywords are those of the constructor, or of the config that it takes: transformers' classes name theirs."""
     if not shapes:
         raise ModelFileError(
-            f"{text} is a class: --input gives the shape of a tensor that its forward takes, as in --input 1x3x64x64 "
-            "(again for the next one), and --config what its constructor takes, as JSON"
+            f"{text} is a class, for `report`: --input gives the shape of a tensor that its forward takes, as in "
+            "--input 1x3x64x64 (again for the next one), and --config what its constructor takes, as JSON"
         )
     of_config = getattr(kind, "config_class", None)
 
     def make_model() -> nn.Module:
         return kind(of_config(**keywords)) if of_config is not None else kind(**keywords)
 
-    return ModelFile(_file(kind, text), make_model, lambda: [torch.rand(shape) for shape in shapes], list)
+    given = ", ".join(f"{name}={value!r}" for name, value in keywords.items())
+    making = f"{kind.__name__}({given})"
+    return ModelFile(_file(kind, text), make_model, lambda: [torch.rand(shape) for shape in shapes], list, making)
 
 
 def _shape(text: str) -> list[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import Dtype, device_of, model_files
+from polyphase.commands.options import Dtype, ModelTargets, device_of, known_targets, model_files
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    files: Annotated[
-        list[Path],
-        typer.Argument(help="Model files in KernelBench's form.", metavar="FILE"),
-    ],
+    files: ModelTargets,
     device: Annotated[
         str | None, typer.Option(help="cuda, cuda:1, cpu. Without, the GPU where there is one.", show_default=False)
     ] = None,
@@ -60,54 +57,55 @@ def check(
     from polyphase.bench.check import check_model
     from polyphase.bench.check_report import show
     from polyphase.bench.environment import device_name
-    from polyphase.bench.model_file import ModelFile, ModelFileError
+    from polyphase.bench.model_file import ModelFileError
+    from polyphase.bench.target import opened
     from polyphase.bench.trial import Options
 
-    paths = model_files(files)
+    known_targets(files)
     import torch
 
     place = device_of(device)
     options = Options(place, getattr(torch, dtype.value), scale, trials, grad, time, seed, fuse)
     console = report.make_console()
     if emitted is not None:
-        _check_emitted(console, emitted, paths, options)
+        _check_emitted(console, emitted, files, options)
         return
     wrong = []
-    for path in paths:
-        console.rule(f"[bold]{path}[/bold]")
+    for target in files:
+        console.rule(f"[bold]{target}[/bold]")
         console.print(f"{dtype.value} on {place} ({device_name(place.type)}), seed {seed}", markup=False)
         try:
-            with report.make_console(stderr=True).status("starting") as status:
-                file = ModelFile.load(path)
+            with report.make_console(stderr=True).status("starting") as status, opened(target) as file:
                 result = check_model(file, options, status.update)
         except ModelFileError as failure:
             console.print(f"✗ {failure}", style="bold red", markup=False)
-            wrong.append(path)
+            wrong.append(target)
             continue
         except (Exception, SystemExit):  # the model's own, as PyTorch runs it: what polyphase does not run is a finding
             console.print_exception(max_frames=4)
-            wrong.append(path)
+            wrong.append(target)
             continue
         show(console, result)
         if not result.ok:
-            wrong.append(path)
+            wrong.append(target)
     console.rule()
     if wrong:
-        counted = f"{len(wrong)} of {len(paths)} models failed"
-        console.print(f"{counted}: {', '.join(map(str, wrong))}", style="bold red", markup=False)
+        counted = f"{len(wrong)} of {len(files)} models failed"
+        console.print(f"{counted}: {', '.join(wrong)}", style="bold red", markup=False)
         raise typer.Exit(1)
-    console.print(f"{len(paths)} of {len(paths)} models agree with float64 and PyTorch", style="bold green")
+    console.print(f"{len(files)} of {len(files)} models agree with float64 and PyTorch", style="bold green")
 
 
-def _check_emitted(console: Console, emitted: Path, paths: list[Path], options: Options) -> None:
+def _check_emitted(console: Console, emitted: Path, targets: list[str], options: Options) -> None:
     from polyphase.bench.check_emitted import check_emitted, load_emitted
     from polyphase.bench.check_report import show_emitted
     from polyphase.bench.environment import device_name
-    from polyphase.bench.model_file import ModelFile, ModelFileError
+    from polyphase.bench.model_file import ModelFileError
     from polyphase.bench.report import make_console
+    from polyphase.bench.target import opened
 
-    if len(paths) != 1:
-        raise typer.BadParameter(f"an emitted file is compared with one model, got {len(paths)}", param_hint="FILE")
+    if len(targets) != 1:
+        raise typer.BadParameter(f"an emitted file is compared with one model, got {len(targets)}", param_hint="FILE")
     model_files([emitted], "--emitted")
     if options.device.type != "cuda":
         raise typer.BadParameter(
@@ -115,11 +113,11 @@ def _check_emitted(console: Console, emitted: Path, paths: list[Path], options: 
         )
     if options.scale is not None:
         raise typer.BadParameter("an emitted file is checked on whole inputs", param_hint="--scale")
-    console.rule(f"[bold]{emitted}[/bold], made of {paths[0]}")
+    console.rule(f"[bold]{emitted}[/bold], made of {targets[0]}")
     console.print(f"{options.dtype} on {options.device} ({device_name('cuda')}), seed {options.seed}", markup=False)
     try:
-        with make_console(stderr=True).status("building the kernels") as status:
-            result = check_emitted(load_emitted(emitted), ModelFile.load(paths[0]), options, status.update)
+        with make_console(stderr=True).status("building the kernels") as status, opened(targets[0]) as file:
+            result = check_emitted(load_emitted(emitted), file, options, status.update)
     except ModelFileError as failure:
         raise typer.BadParameter(str(failure), param_hint="--emitted") from None
     show_emitted(console, result)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts, Least, Seed
+from polyphase.commands.options import SUITES, LayerTexts, Least, ModelTargets, Seed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,14 +19,15 @@ _OVER = 3.0  # times the floor: what of layers drawn at random is shown
 
 
 def explain(
-    files: Annotated[
-        list[Path] | None, typer.Argument(help="Model files in KernelBench's form.", metavar="FILE", show_default=False)
-    ] = None,
+    files: ModelTargets = [],  # noqa: B006 (none are needed)
     layer: LayerTexts = None,
     suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="An architecture such as sm_90a, or a device; without one, this machine's GPU or sm_90a."),
+        typer.Option(
+            help="A card such as h100, an architecture or a device. Without, this machine's GPU, or sm_90a.",
+            show_default=False,
+        ),
     ] = None,
     strict_fp32: Annotated[
         bool, typer.Option("--strict-fp32", help="No TF32: plans as with PyTorch's switch off.")

@@ -36,6 +36,17 @@ SUITES = (
 """The values of ``--suite``, several of which may be given, separated by commas."""
 
 
+ModelTargets = Annotated[
+    list[str],
+    typer.Argument(
+        help="Model files in KernelBench's form, or FILE.py:FUNCTION or MODULE:FUNCTION of a function that returns a "
+        "model and a list of its inputs.",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
+"""Models on the command line."""
+
 Seed = Annotated[int, typer.Option(help="What layers are drawn at random from.")]
 Least = Annotated[
     float, typer.Option(help="The least work of layers drawn at random: µs of an H200's floor in float32.")
@@ -105,7 +116,7 @@ def architectures(text: str) -> list[DeviceInfo]:
 
 
 def named_layers(
-    texts: list[str] | None, suites: str | None = None, models: list[Path] | None = None
+    texts: list[str] | None, suites: str | None = None, models: list[str] | None = None
 ) -> list[NamedLayer]:
     """What ``--layer``, ``--suite`` and model files name, in this order. Raises `typer.BadParameter`."""
     from polyphase.bench.layers import Suite, suite
@@ -113,8 +124,8 @@ def named_layers(
     layers = _layers_of(texts or [])
     for name in choices(suites, Suite, "--suite") if suites else []:
         layers += suite(name)
-    for path in model_files(models or []):
-        layers += _layers_of_model(path)
+    for target in known_targets(models or []):
+        layers += _layers_of_model(target)
     return layers
 
 
@@ -125,7 +136,7 @@ def drawn_layers(count: int, seed: int, least: float) -> list[NamedLayer]:
     return random_layers(count, seed, least_seconds=1e-6 * least)
 
 
-def some_layers(texts: list[str] | None, suites: str | None, models: list[Path] | None) -> list[NamedLayer]:
+def some_layers(texts: list[str] | None, suites: str | None, models: list[str] | None) -> list[NamedLayer]:
     """`named_layers`, of which there must be one."""
     layers = named_layers(texts, suites, models)
     if not layers:
@@ -151,25 +162,34 @@ def model_files(paths: list[Path], option: str = "FILE") -> list[Path]:
     return paths
 
 
-def _layers_of_model(path: Path) -> list[NamedLayer]:
-    """The transposed convolutions that a model file's inputs meet, in float32. Raises `typer.BadParameter`."""
+def known_targets(targets: list[str]) -> list[str]:
+    """The targets, if what each names a file is one. Raises `typer.BadParameter`."""
+    from polyphase.bench.target import path_of
+
+    model_files([path for path in map(path_of, targets) if path is not None])
+    return targets
+
+
+def _layers_of_model(target: str) -> list[NamedLayer]:
+    """The transposed convolutions that a model's inputs meet, in float32. Raises `typer.BadParameter`."""
     import torch
 
     from polyphase.bench.layers import NamedLayer
-    from polyphase.bench.model_file import ON_SHAPES, ModelFile, ModelFileError, naming_the_line, trace
+    from polyphase.bench.model_file import ON_SHAPES, ModelFileError, naming_the_line, trace
+    from polyphase.bench.target import opened
 
     meta = torch.device("meta")
     try:
-        file = ModelFile.load(path)
-        model = file.build(meta, torch.float32, seed=0)
-        inputs = file.inputs(meta, torch.float32)
-        with naming_the_line(path, ON_SHAPES, only_modules=True):
-            run = trace(model, inputs)
+        with opened(target) as file:
+            model = file.build(meta, torch.float32, seed=0)
+            inputs = file.inputs(meta, torch.float32)
+            with naming_the_line(file.path, ON_SHAPES, only_modules=True):
+                run = trace(model, inputs)
     except ModelFileError as failure:
         raise typer.BadParameter(str(failure), param_hint="FILE") from None
     modules, found = dict(model.named_modules()), []
     for name, problem in run.problems:
-        shown, module = f"{path}: {name or 'the model itself'}", modules[name]
+        shown, module = f"{target}: {name or 'the model itself'}", modules[name]
         if problem is None:
             raise typer.BadParameter(
                 f"the input of {shown} is of a dtype without kernels: not real, or not floating-point",
@@ -182,6 +202,6 @@ def _layers_of_model(path: Path) -> list[NamedLayer]:
             )
         found.append(NamedLayer(shown, problem))
     if not found:
-        message = f"{path} calls no module ConvTranspose1d, 2d or 3d; of functions --layer prints the plan"
+        message = f"{target} calls no module ConvTranspose1d, 2d or 3d; of functions --layer prints the plan"
         raise typer.BadParameter(message, param_hint="FILE")
     return found

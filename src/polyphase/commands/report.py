@@ -59,7 +59,7 @@ def report(
     from polyphase.bench.model_report import report_on
     from polyphase.bench.report import make_console, telling
     from polyphase.bench.report_page import page, summary
-    from polyphase.bench.target import load_target
+    from polyphase.bench.target import opened
     from polyphase.bench.trial import Options
     from polyphase.problem.device import DeviceInfo
 
@@ -69,8 +69,8 @@ def report(
     name = device_name(place.type) if on_gpu else card
     options = Options(place, getattr(torch, dtype.value), trials=2, grad=grad, seed=seed)
     try:
-        with telling("reading the model") as tell:
-            found = report_on(target, load_target(target, input or (), config), options, info, name, on_gpu, tell)
+        with telling("reading the model") as tell, opened(target, input or (), config) as file:
+            found = report_on(target, file, options, info, name, on_gpu, tell)
     except ModelFileError as failure:
         raise typer.BadParameter(str(failure), param_hint="TARGET") from None
     path = output or Path(f"{_name(target, bool(input))}-report.html")
@@ -98,14 +98,13 @@ def _name(target: str, is_class: bool) -> str:
 
 def _info(card: str) -> DeviceInfo:
     """What a card offers, by its name or its architecture. Raises `typer.BadParameter`."""
-    from polyphase.bench.model_report import CARDS
     from polyphase.errors import UnsupportedError
     from polyphase.problem.device import DeviceInfo
 
     try:
-        found = DeviceInfo.for_arch(CARDS.get(card.lower().replace(" ", ""), card))
+        found = DeviceInfo.for_arch(card)
     except UnsupportedError as failure:
-        raise typer.BadParameter(f"{failure}; cards are {', '.join(CARDS)}", param_hint="--card") from None
+        raise typer.BadParameter(str(failure), param_hint="--card") from None
     if not found.is_cuda:
         raise typer.BadParameter("forecasts are of NVIDIA GPUs", param_hint="--card")
     return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts
+from polyphase.commands.options import SUITES, LayerTexts, ModelTargets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 def tune(
-    files: Annotated[
-        list[Path] | None, typer.Argument(help="Model files in KernelBench's form.", metavar="FILE", show_default=False)
-    ] = None,
+    files: ModelTargets = [],  # noqa: B006 (none are needed)
     layer: LayerTexts = None,
     suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
     passes: Annotated[str, typer.Option(help="forward, input_grad, weight_grad.")] = "forward",

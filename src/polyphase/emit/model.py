@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from polyphase.bench.layers import LayerSyntaxError, parse_layer
-from polyphase.bench.model_file import ON_SHAPES, ModelFile, ModelFileError, naming_the_line, trace
+from polyphase.bench.model_file import ON_SHAPES, ModelFile, ModelFileError, naming_the_line, on_the_path, trace
 from polyphase.emit.fusion import Fusion, fusion_of
 from polyphase.emit.rewrite import rewrite
 from polyphase.emit.support import constants
@@ -47,6 +47,11 @@ def model_of_file(path: Path, dtype: str, tf32: bool, fuse: bool = True) -> Mode
 
     Raises `EmitError`, and `ModelFileError` where the file does not load.
     """
+    with on_the_path(path.parent):
+        return _of_file(path, dtype, tf32, fuse)
+
+
+def _of_file(path: Path, dtype: str, tf32: bool, fuse: bool) -> Model:
     file = ModelFile.load(path)
     meta = torch.device("meta")
     try:

@@ -53,13 +53,15 @@ class DeviceInfo:
 
     @staticmethod
     def for_arch(arch: str) -> DeviceInfo:
-        """A typical device of an architecture, e.g. ``"sm_90a"`` (the letter may be left out)."""
+        """A typical device of an architecture, e.g. ``"sm_90a"`` (the letter may be left out), or of one of `CARDS`."""
         if arch == PORTABLE.arch or arch == "cpu":
             return PORTABLE
         known = {info.arch.rstrip("af"): info for info in _TYPICAL}
-        info = known.get(arch.rstrip("af"))
+        info = known.get(CARDS.get(arch.lower().replace(" ", ""), arch).rstrip("af"))
         if info is None:
-            raise UnsupportedError(f"unknown architecture {arch!r}; known are {', '.join(ARCHITECTURES)}")
+            raise UnsupportedError(
+                f"unknown architecture {arch!r}; known are {', '.join(ARCHITECTURES)}, and the cards {', '.join(CARDS)}"
+            )
         return info
 
     @staticmethod
@@ -99,6 +101,12 @@ _TYPICAL = (
 
 #: Architectures with own kernels, as the compiler calls them.
 ARCHITECTURES = tuple(info.arch for info in _TYPICAL)
+
+#: Cards by the names that people give them, and their architectures.
+CARDS = {
+    "t4": "sm_75", "a100": "sm_80", "a10": "sm_86", "rtx3090": "sm_86", "l4": "sm_89", "l40s": "sm_89",
+    "rtx4090": "sm_89", "h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "rtx5090": "sm_120",
+}  # fmt: skip
 
 
 @lru_cache(maxsize=64)
