@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 
-from polyphase.plan.planner import CLEARLY, CLEARLY_BY_OTHERS, Plan, as_computed, epilogue_refusal, may_adapt, plan
+from polyphase.plan.planner import (
+    CLEARLY,
+    CLEARLY_BY_OTHERS,
+    LAUNCH,
+    Plan,
+    as_computed,
+    epilogue_refusal,
+    may_adapt,
+    plan,
+)
 from polyphase.plan.shortlist import candidates, why_none
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -50,14 +59,20 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo) -> str:
                 faster |= best.seconds < chosen.candidate.seconds
         lines += [f"  not {', '.join(names)}: {reason}" for reason, names in refused.items()]
         if not chosen.measured:
-            lines.append(f"  {_rule(chosen, computed)}{'; some that lose would win' if faster else ''}")
+            lines.append(
+                f"  {'some that lose are predicted to be faster: ' if faster else ''}{_rule(chosen, computed)}"
+            )
     return "\n".join(lines)
 
 
 def _rule(chosen: Plan, computed: ConvTransposeProblem) -> str:
-    """At what size the order was made, and how much faster another kernel must be at the size at hand."""
+    """Why a faster one may lose: at what size the order was made, and how much faster it must be at this size."""
     sized, schedule = compared(computed, chosen.pass_), chosen.selected[0].schedule
     size = "×".join(map(str, (sized.batch, sized.in_channels, *sized.input_size)))
     config = f", another config below {CLEARLY:.0%}" if may_adapt(schedule, chosen.pass_) else ""
-    limit = f"another schedule must be below {CLEARLY_BY_OTHERS[chosen.pass_]:.0%} of the first's time"
-    return f"ordered by predictions at {size}; at this size {limit}{config}"
+    both = f" ({LAUNCH * 1e6:.0f} µs for the launch added to both)" if chosen.pass_ is Pass.FORWARD else ""
+    return (
+        f"kernels are ranked at a typical size ({size}), so that a layer has few, whatever the size of its images; at "
+        f"this size another schedule is taken if its best-ranked config is predicted to take less than "
+        f"{CLEARLY_BY_OTHERS[chosen.pass_]:.0%} of the first one's time{both}{config}"
+    )

@@ -43,7 +43,7 @@ from polyphase.schedules.schedule import Candidate, Schedule
 #: schedule's first where it is less than that much of the one so taken.
 CLEARLY = 0.97
 CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
-_LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
+LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def plan(
     if measured is None:
         firsts = [(each, next(offered)) for each, offered in offers]
         other, first = min(firsts, key=lambda each: each[1].seconds, default=kernels[0])
-        unseen = _LAUNCH if pass_ is Pass.FORWARD else 0.0
+        unseen = LAUNCH if pass_ is Pass.FORWARD else 0.0
         if first.seconds + unseen < CLEARLY_BY_OTHERS[pass_] * (kernels[0][1].seconds + unseen):
             kernels = [(other, first), kernels[-1]]
     if not any(each.any_size(problem, pass_, device) for each, _ in kernels):
