@@ -251,8 +251,11 @@ def test_a_report_s_notes_have_lines_of_their_own() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(4, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 2, 3)).eval()
     lines = str(polyphase.accelerate(model, fuse=True)).splitlines()
     assert any(line.startswith("On cpu the portable path computes") for line in lines)
-    assert any(line.startswith("0: computes 1") for line in lines)
-    assert any(line.startswith("2: alone") for line in lines)
+    assert any(
+        line.startswith("0: fused with 1 (ReLU); ends there: 2 is a ConvTranspose2d, which is not fused")
+        for line in lines
+    )
+    assert any(line.startswith("2: not fused: its output is that of the model") for line in lines)
 
 
 def test_a_report_is_not_the_model() -> None:

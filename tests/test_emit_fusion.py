@@ -42,9 +42,9 @@ CHAINS = {
     "softmax_bias_sigmoid": [],
 }
 UNFUSED = {
-    "mean_logsumexp": "up: alone; mean reads it",
+    "mean_logsumexp": "up: not fused: mean() reads its output",
     "shape_decides": "emitted without fusion: torch.fx does not trace its forward (TraceError: symbolically traced",
-    "softmax_bias_sigmoid": "up: alone; softmax: an emitted file has no kernel of all channels of a pixel",
+    "softmax_bias_sigmoid": "up: not fused: softmax(): emitted files have no kernel of all channels of a pixel",
 }
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 
@@ -268,7 +268,7 @@ def test_concatenations_are_left_to_pytorch(tmp_path: Path) -> None:
     text = (LEVEL2 / "relu_group_norm.py").read_text(encoding="utf-8")
     joined = "return torch.cat([torch.tanh(self.up(x)), nn.functional.pad(x, (1, 1, 1, 1))], 1)"
     found = emitted_text(text.replace("return self.norm(self.relu(self.up(x)))", joined), tmp_path)
-    assert found.remarks == ["up: computes tanh(); then cat: in an emitted file PyTorch joins tensors"]
+    assert found.remarks == ["up: fused with tanh(); ends there: cat(): in emitted files PyTorch joins tensors"]
 
 
 def test_activations_before_a_layer_are_left_to_pytorch(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_activations_before_a_layer_are_left_to_pytorch(tmp_path: Path) -> None:
     text = text.replace("return self.norm(self.relu(self.up(x)))", "return torch.tanh(self.up(self.relu(x)))")
     found = emitted_text(text.replace("inplace=True", ""), tmp_path)
     (remark,) = found.remarks
-    assert remark.startswith("up: computes tanh()")
+    assert remark.startswith("up: fused with tanh()")
     assert remark.endswith("; relu before it is not fused in emitted files")
 
 

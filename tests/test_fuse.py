@@ -74,11 +74,11 @@ def test_chains_and_reasons() -> None:
     assert blocks["up.0"].fused == ("up.1", "up.2", "up.3")
     assert blocks["up.0"].reason.startswith("functional is a ConvTranspose2d")
     assert blocks["functional"].fused == ("relu()",)
-    assert blocks["skipped"].reason == "2 read the result"
+    assert blocks["skipped"].reason == "2 operations read its output"
     assert blocks["twice"].reason == "it is called more than once"
     assert blocks["last"].fused == ("tanh",)
-    assert blocks["last"].reason == "it is the result of what was traced"
-    assert "up.0: computes up.1 → up.2 → up.3" in str(report)
+    assert str(blocks["last"]) == "last: fused with tanh (Tanh); ends there: its output is that of the model"
+    assert "up.0: fused with up.1 (BatchNorm2d) → up.2 (" in str(report)
 
 
 def test_the_same_in_evaluation_and_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +182,48 @@ def test_what_cannot_be_traced_is_traced_in_parts() -> None:
     expected = model(x)
     blocks = {block.name: block for block in polyphase.accelerate(model, fuse=True).blocks}
     assert blocks["head.0"].fused == ("head.1",)
-    assert blocks["free"].reason == "what calls it cannot be traced by torch.fx"
+    assert blocks["head.0"].reason == "its output is that of head, and torch.fx traces no further"
+    assert blocks["free"].reason == "torch.fx cannot trace what calls it"
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_every_layer_has_a_reason() -> None:
+    """Also those that are never fused, for what the report says is all that there is to go by."""
+
+    class Vocoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normed = nn.utils.parametrizations.weight_norm(nn.ConvTranspose1d(4, 4, 2))
+            self.up, self.unused = nn.ConvTranspose1d(4, 4, 2), nn.ConvTranspose1d(4, 4, 2)
+            self.own = Own(4, 4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(nn.functional.leaky_relu(self.own(self.normed(x)))).sum()
+
+    class Own(polyphase.ConvTranspose1d):
+        pass
+
+    model = Vocoder().eval()
+    report = polyphase.accelerate(model, fuse=True)
+    reasons = {
+        "up": "up: not fused: sum() reads its output, and is not fused; "
+        "leaky_relu() before it is fused as a module or by enable_compile_fusion, not here",
+        "normed": "normed: not fused: its weight is computed at every call by a parametrization: call "
+        "torch.nn.utils.parametrize.remove_parametrizations before",
+        "unused": "unused: not fused: forward does not call it",
+        "own": "own: not fused: Own is a subclass, and may compute something else",
+    }
+    assert {block.name: str(block) for block in report.blocks} == reasons
+    assert all(reason in str(report) for reason in reasons.values())
+    nn.utils.parametrize.remove_parametrizations(model.normed, "weight")
+    blocks = polyphase.accelerate(model, fuse=True).blocks
+    assert str(blocks[0]).startswith("normed: not fused: own is a Own")
+    fused_before = nn.Sequential(nn.ConvTranspose1d(4, 4, 2), nn.ReLU()).eval()
+    assert str(polyphase.accelerate(fused_before, fuse=True).blocks[0]).startswith("0: fused with 1 (ReLU); ends there")
+    again = str(polyphase.accelerate(fused_before, fuse=True).blocks[0])
+    assert again == "0: not fused: it has been already, by an earlier call"
+    alone = polyphase.accelerate(nn.ConvTranspose1d(4, 4, 2), fuse=True).blocks
+    assert list(map(str, alone)) == ["the model itself: not fused: nothing is behind it"]
 
 
 ACTIVATIONS: list[Callable[[], nn.Module]] = [
@@ -213,7 +253,7 @@ def test_what_is_left_alone() -> None:
         return block.reason
 
     assert reason(nn.BatchNorm2d(4, track_running_stats=False)) == "1 has no running statistics"
-    assert reason(nn.GroupNorm(2, 4)) == "1 is a GroupNorm, which no epilogue computes"
+    assert reason(nn.GroupNorm(2, 4)) == "1 is a GroupNorm, which is not fused"
     hooked = nn.ReLU()
     hooked.register_forward_hook(lambda *_: None)
     assert reason(hooked) == "1 has hooks"

@@ -55,7 +55,7 @@ def test_joined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = {each.name: each for each in polyphase.accelerate(model, fuse=True).blocks}
     if of_up:
         assert blocks["up.0"].fused == ("up.1", "up.2", *of_up)
-        assert blocks["up.0"].reason == "its output is a part of the result"
+        assert blocks["up.0"].reason == "cat() joins its output with other tensors"
     if of_other:
         assert blocks["other"].fused == of_other
     written: list[bool] = []
@@ -121,9 +121,12 @@ def test_what_is_not_joined_so_is_what_pytorch_gives() -> None:
 
 
 REASONS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], str]] = {
-    "rows": (lambda m, x, skip: torch.cat([m.other(x), skip], 2), "cat does not join it once along channels"),
-    "twice": (lambda m, x, skip: (lambda y: torch.cat([y, skip, y], 1))(m.other(x)), "cat does not join it once"),
-    "read beside": (lambda m, x, skip: (lambda y: torch.cat([y, skip], 1) + y.mean())(m.other(x)), "2 read the result"),
+    "rows": (lambda m, x, skip: torch.cat([m.other(x), skip], 2), "cat() does not join it once along channels"),
+    "twice": (lambda m, x, skip: (lambda y: torch.cat([y, skip, y], 1))(m.other(x)), "cat() does not join it once"),
+    "read beside": (
+        lambda m, x, skip: (lambda y: torch.cat([y, skip], 1) + y.mean())(m.other(x)),
+        "2 operations read its output",
+    ),
 }
 
 

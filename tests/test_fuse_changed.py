@@ -247,7 +247,7 @@ def test_layers_that_are_replaced_are_fused_anew() -> None:
     polyphase.accelerate(model, fuse=True)
     model[1] = nn.ConvTranspose2d(3, 4, 3, 2)
     block = polyphase.accelerate(model, fuse=True).blocks[0]
-    assert str(block) == "1: alone; 2 is what another layer computes"
+    assert str(block) == "1: not fused: 2 is fused with another layer"
     plain = polyphase.restore(copy.deepcopy(model)).model
     x = torch.randn(2, 3, 4, 5)
     with torch.no_grad():

@@ -90,18 +90,18 @@ def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REASONS: dict[str, tuple[Callable[..., Any], str]] = {
-    "reads its size": (lambda m, y, x: F.pad(F.relu(y), (0, y.shape[-1])), "2 read the result"),
-    "another function": (lambda m, y, x: torch.cumsum(y, 1), "cumsum reads it, which no epilogue computes"),
-    "another softmax": (lambda m, y, x: torch.softmax(y, 2), "softmax reads it with arguments that no epilogue takes"),
-    "another value less": (lambda m, y, x: F.relu(y) - y, "2 read the result"),
-    "changed and read again": (lambda m, y, x: (y.add_(1), y.tanh() * y)[1], "3 read the result"),
-    "two branches": (lambda m, y, x: F.relu(y) * torch.tanh(y), "2 read the result"),
-    "twice": (lambda m, y, x: y + y, "add reads it with arguments that no epilogue takes"),
-    "a tensor of limits": (lambda m, y, x: torch.clamp(y, m.slope.sum()), "clamp reads it with arguments that no ep"),
+    "reads its size": (lambda m, y, x: F.pad(F.relu(y), (0, y.shape[-1])), "2 operations read its output"),
+    "another function": (lambda m, y, x: torch.cumsum(y, 1), "cumsum() reads its output, and is not fused"),
+    "another softmax": (lambda m, y, x: torch.softmax(y, 2), "softmax() has arguments with which it is not fused"),
+    "another value less": (lambda m, y, x: F.relu(y) - y, "2 operations read its output"),
+    "changed and read again": (lambda m, y, x: (y.add_(1), y.tanh() * y)[1], "3 operations read its output"),
+    "two branches": (lambda m, y, x: F.relu(y) * torch.tanh(y), "2 operations read its output"),
+    "twice": (lambda m, y, x: y + y, "add() has arguments with which it is not fused"),
+    "a tensor of limits": (lambda m, y, x: torch.clamp(y, m.slope.sum()), "clamp() has arguments with which"),
     "in place between": (lambda m, y, x: (x.relu_(), F.relu(y))[1], "relu_ changes a tensor in place before relu()"),
     "in place by out=": (lambda m, y, x: (torch.add(x, 1, out=x), F.relu(y))[1], "add changes a tensor in place"),
-    "into another tensor": (lambda m, y, x: m.skip(x).add_(y), "add changes another tensor in place"),
-    "dropout": (lambda m, y, x: F.dropout(y, 0.5, True), "dropout reads it with arguments that no epilogue takes"),
+    "into another tensor": (lambda m, y, x: m.skip(x).add_(y), "add() changes another tensor in place"),
+    "dropout": (lambda m, y, x: F.dropout(y, 0.5, True), "dropout() has arguments with which it is not fused"),
 }
 
 
@@ -152,7 +152,7 @@ def test_only_one_of_two_takes_a_sum() -> None:
         expected = model(x)
         one, other = polyphase.accelerate(model, fuse=True).blocks
         assert one.fused == ("add()", "relu()")
-        assert other.reason == "another layer computes add()"
+        assert other.reason == "add() is fused with another layer"
         torch.testing.assert_close(model(x), expected)
 
 

@@ -141,7 +141,7 @@ def test_without_a_gpu_it_predicts(model: Path, tmp_path: Path) -> None:
     for part in (
         "up 2×8×6×8 → 8, k=4, s=2, p=1", "up 2×8×12×16 → 8", "&lt;script&gt; 2×8×24×32 → 3, k=2, s=2",
         "times predicted for H100", "∂ up.weight", "is a subclass of ConvTranspose2d",
-        "What each layer's kernel also computes", "up: alone; it is called more than once",
+        "What each layer's kernel also computes", "up: not fused: it is called more than once",
         "polyphase.accelerate(model)",
     ):  # fmt: skip
         assert part in words

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.utils.parametrize import is_parametrized
 
 from polyphase import functional, fused
 from polyphase.elementwise import COPIES, is_in_place
@@ -47,19 +48,32 @@ class Block:
         before: the module of which it computes the operation on its input, or "".
         fused: what it computes, in order: modules by their qualified names, calls as ``relu()``.
         reason: why there are no more.
+        classes: names of modules among these, and of their classes.
+        function_before: a function that it does not compute of its input, and would if it were a module.
     """
 
     name: str
     fused: tuple[str, ...]
     reason: str
     before: str = ""
+    classes: tuple[tuple[str, str], ...] = ()
+    function_before: str = ""
 
     def __str__(self) -> str:
-        taken = " → ".join(self.fused)
-        name = f"{self.name}: computes {self.before} of its input" if self.before else self.name
-        if not taken:
-            return f"{name}; {self.reason}" if self.before else f"{name}: alone; {self.reason}"
-        return f"{name}{', and' if self.before else ': computes'} {taken}; then {self.reason}"
+        classes = dict(self.classes)
+        before, *behind = (
+            f"{each} ({classes[each]})" if each in classes else each for each in (self.before, *self.fused)
+        )
+        taken = " → ".join(behind)
+        if before:
+            taken = f"{before} before it" + (f" and {taken} behind it" if taken else "")
+        name = self.name or "the model itself"
+        told = (
+            f"{name}: fused with {taken}; ends there: {self.reason}" if taken else f"{name}: not fused: {self.reason}"
+        )
+        if not self.function_before:
+            return told
+        return f"{told}; {self.function_before}() before it is fused as a module or by enable_compile_fusion, not here"
 
 
 class Chain:
@@ -304,9 +318,11 @@ def fuse(model: Module) -> tuple[Block, ...]:
     """Have the transposed convolutions of ``model`` that are polyphase's compute what follows them, in place."""
     blocks: list[Block] = []
     seen: set[int] = set()
+    traced: list[str] = []
     shared = shared_modules(model)
     for prefix, graph, root in graphs(model):
-        trace = Trace(graph, root, shared)
+        traced.append(prefix)
+        trace = Trace(graph, root, shared, prefix[:-1])
         found = []
         for node in graph.nodes:
             layer: Any = root.get_submodule(node.target) if node.op == "call_module" else None
@@ -314,28 +330,53 @@ def fuse(model: Module) -> tuple[Block, ...]:
                 continue
             seen.add(id(layer))
             if layer._chain is not None:
-                blocks.append(Block(f"{prefix}{node.target}", (), "it has been fused before"))
+                blocks.append(Block(f"{prefix}{node.target}", (), "it has been already, by an earlier call"))
                 continue
             found.append((node, *trace.chain_of(node)))
         # What a layer computes of its output, no other does of its input.
-        blocks += [_block(prefix, root, trace.before(node), node, chain, reason) for node, chain, reason in found]
-    missing = (name for name, each in model.named_modules() if _is_layer(each) and id(each) not in seen)
-    return (*blocks, *(Block(name, (), "what calls it cannot be traced by torch.fx") for name in missing))
+        blocks += [_block(prefix, root, trace, node, chain, reason) for node, chain, reason in found]
+    missing = (
+        (name, each) for name, each in model.named_modules() if isinstance(each, LAYERS) and id(each) not in seen
+    )
+    return (*blocks, *(Block(name, (), _why_missing(name, layer, traced)) for name, layer in missing))
+
+
+def _why_missing(name: str, layer: Module, traced: Sequence[str]) -> str:
+    """Why a layer is in no graph that was searched."""
+    if is_parametrized(layer):
+        return (
+            "its weight is computed at every call by a parametrization: call "
+            "torch.nn.utils.parametrize.remove_parametrizations before"
+        )
+    if not _is_layer(layer):
+        return f"{type(layer).__name__} is a subclass, and may compute something else"
+    if any(name.startswith(prefix) for prefix in traced):
+        return "forward does not call it"
+    return "torch.fx cannot trace what calls it" if name else "nothing is behind it"
 
 
 def _block(
     prefix: str,
     root: Module,
-    before: torch.fx.Node | None,
+    trace: Trace,
     layer: torch.fx.Node,
     chain: Sequence[torch.fx.Node],
     reason: str,
 ) -> Block:
     """Have the layer of a node compute the nodes of its chain, and tell it."""
+    before = trace.before(layer)
     if chain or before is not None:
         _join(root, [layer, *chain], before)
-    taken = (f"{call_name(each)}()" if call_name(each) else f"{prefix}{each.target}" for each in chain)
-    return Block(f"{prefix}{layer.target}", tuple(taken), reason, "" if before is None else f"{prefix}{before.target}")
+    taken = tuple(f"{call_name(each)}()" if call_name(each) else f"{prefix}{each.target}" for each in chain)
+    modules = (str(each.target) for each in (before, *chain) if each is not None and each.op == "call_module")
+    return Block(
+        f"{prefix}{layer.target}",
+        taken,
+        reason,
+        "" if before is None else f"{prefix}{before.target}",
+        tuple((f"{prefix}{each}", root.get_submodule(each)._get_name()) for each in modules),
+        trace.function_before(layer),
+    )
 
 
 def _is_layer(module: Any) -> bool:

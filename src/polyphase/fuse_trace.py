@@ -34,7 +34,7 @@ from polyphase.module_steps import (
     sees_input,
 )
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
-from polyphase.problem.epilogue import MOST_CHANNELS, OF_PIXELS
+from polyphase.problem.epilogue import ACTIVATIONS, MOST_CHANNELS, OF_PIXELS
 from polyphase.snakes import snake_of
 
 LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
@@ -112,10 +112,14 @@ def call_name(node: torch.fx.Node) -> str:
 
 
 class Trace:
-    """A graph of what a module calls, and which of its nodes a layer computes already."""
+    """A graph of what a module calls, and which of its nodes a layer computes already.
 
-    def __init__(self, graph: torch.fx.Graph, root: Module, shared: set[int]) -> None:
+    ``name``: that module's in the model; "" is the model itself.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, root: Module, shared: set[int], name: str = "") -> None:
         self._root = root
+        self._name = name
         self._shared = shared
         self._nodes = list(graph.nodes)
         self._order = {node: place for place, node in enumerate(self._nodes)}
@@ -152,12 +156,12 @@ class Trace:
                 numbers[reader] = max(numbers.values()) + 1
                 if name in COPIES:
                     numbers[reader] = numbers[reader.all_input_nodes[0]]
-                reason = "its output is a part of the result" if name == "cat" else ""
+                reason = "cat() joins its output with other tensors" if name == "cat" else ""
         chain = list(numbers)
         while not is_closed(chain) or call_name(chain[-1]) in COPIES:
             chain.pop()
         if len(chain[-1].users) > 1:
-            reason = f"{len(chain[-1].users)} read the result"
+            reason = f"{len(chain[-1].users)} operations read its output"
         found = chain[1:]
         self._taken.update(found)
         return found, reason
@@ -181,6 +185,13 @@ class Trace:
         between = self._nodes[self._order[given] + 1 : self._order[layer]]
         return given if change_between(between, (), self._module_of) is None else None
 
+    def function_before(self, layer: torch.fx.Node) -> str:
+        """The kind of a call whose result the layer alone reads, and which it could compute were it a module; or ""."""
+        given = layer.args[0] if layer.args else None
+        if not isinstance(given, torch.fx.Node) or given.op == "call_module" or given in self._taken:
+            return ""
+        return name if (name := call_name(given)) in ACTIVATIONS and list(given.users) == [layer] else ""
+
     def _is_seen(self, given: torch.fx.Node, layer: torch.fx.Node) -> bool:
         """Whether a hook sees what a module gives a layer."""
         if any(each._forward_hooks for each in self._parents(given)):
@@ -201,12 +212,13 @@ class Trace:
         """
         layer, value = next(iter(numbers)), next(reversed(numbers))
         if reader is None:
-            return "nothing reads the result"
+            return "nothing else reads its output"
         if reader.op == "output":
-            return "it is the result of what was traced"
+            part = f"that of {self._name}, and torch.fx traces no further"
+            return f"its output is {part if self._name else 'that of the model'}"
         if reader.op == "call_module":
             if value not in reader.args:
-                return "its readers need an earlier value first"
+                return f"{reader.target} reads an earlier value first"
             module, dims = self._module(reader), _dims(self._module(layer))
             in_place = bool(getattr(module, "inplace", False))
             reason = _why_not(module, dims, reader, self._calls, self._shared)
@@ -219,7 +231,7 @@ class Trace:
             in_place = is_in_place(reader.target, reader.kwargs)
             reason = self._why_no_call(numbers, reader)
         if not reason and changes_what_is_read(reader, numbers, in_place):
-            return "it changes in place what is read again"
+            return "the next operation changes in place what is read again"
         return reason
 
     def _waits(self, chain: Iterable[torch.fx.Node]) -> bool:
@@ -231,20 +243,20 @@ class Trace:
         layer, value, name = next(iter(numbers)), next(reversed(numbers)), call_name(call)
         if not name:
             name = getattr(call.target, "__name__", str(call.target))
-            return f"{name} reads it, which no epilogue computes"
+            return f"{name}() reads its output, and is not fused"
         if name == "cat":
             parts = concatenated(call.args, call.kwargs, _dims(self._module(layer)))
             if parts is None or sum(each is value for each in parts) != 1:
-                return "cat does not join it once along channels"
+                return "cat() does not join it once along channels"
             return self._why_not_later(numbers, call, name)
         if call in self._taken:
-            return f"another layer computes {name}()"
+            return f"{name}() is fused with another layer"
         found = read_next(name, call, numbers)
         if changes_other(call.target, value if found is None else found[1], call.args, call.kwargs):
-            return f"{name} changes another tensor in place"
+            return f"{name}() changes another tensor in place"
         again = found is not None and found[0].other in numbers
         if found is None or (again and step_of_value(found[0], 0) is None):
-            return f"{name} reads it with arguments that no epilogue takes"
+            return f"{name}() has arguments with which it is not fused"
         if found[0].kind in OF_PIXELS and (reason := self._why_not_of_pixels(numbers)):
             return reason
         return self._why_not_later(numbers, call, name)
@@ -254,16 +266,20 @@ class Trace:
         layer, *nodes = chain
         module: Any = self._module(layer)
         if any(call_name(node) in OF_PIXELS or is_of_pixels(self._module_of(node), _dims(module)) for node in nodes):
-            return "an epilogue has one softmax or layer norm"
+            return "one softmax or layer norm is fused with a layer, and not two"
         if module.groups > 1:
-            return "its kernels have the channels of one group at once"
-        return "" if module.out_channels <= MOST_CHANNELS else f"its kernels have {MOST_CHANNELS} channels at once"
+            return "the layer has groups, and no kernel has all channels of a pixel at once"
+        return (
+            ""
+            if module.out_channels <= MOST_CHANNELS
+            else f"no kernel has more than {MOST_CHANNELS} channels of a pixel at once"
+        )
 
     def _why_not_later(self, chain: Iterable[torch.fx.Node], call: torch.fx.Node, name: str) -> str:
         """Why the layer cannot be computed when a function is called, or ""."""
         layer, taken = next(iter(chain)), self._taken.union(chain)
         if any(parent._forward_hooks for parent in self._parents(layer)):
-            return f"hooks would see it before {name}()"
+            return f"a hook would see its output before {name}()"
         between = self._nodes[self._order[layer] + 1 : self._order[call]]
         changing = change_between(between, taken, self._module_of)
         return "" if changing is None else f"{changing} changes a tensor in place before {name}() is called"
@@ -285,9 +301,9 @@ def _why_not(module: Any, dims: int, node: torch.fx.Node, calls: list[Any], shar
     """Why a module cannot be computed by the layer before it, whose output has so many dimensions, or ""."""
     reader = reader_of(module, dims)
     if reader is None and hasattr(type(module), "_reader"):
-        return "is what another layer computes"
+        return "is fused with another layer"
     if reader is None:
-        return f"is a {type(module).__name__}, which no epilogue computes"
+        return f"is a {type(module).__name__}, which is not fused"
     if calls.count(node.target) > 1 or id(module) in shared:
         return "is called more than once"
     if len(node.args) != 1 or node.kwargs:

@@ -21,7 +21,7 @@ def show(console: Console, result: CheckResult) -> None:
     if result.races:
         console.print(_races(result))
     for block in result.fused.blocks if result.fused else ():
-        console.print(f"· fusion, {block}", style="dim", markup=False)
+        console.print(f"· fuse=True, {block}", style="dim", markup=False)
     for remark in result.remarks:
         console.print(f"· {remark}", style="dim", markup=False)
     for problem in result.problems:

@@ -220,7 +220,7 @@ class _Forward:
                 found = None if why else self._step_of(node, layer, numbers)
             before = [each for some in steps for each in some]
             if found is None or self._epilogue([*before, *found[0]], layer) is None:
-                name = node.target if node.op == "call_module" else call_name(node)
+                name = node.target if node.op == "call_module" else f"{call_name(node)}()"
                 why = f"{name}: {why or 'its operands are not of the kinds that an epilogue reads'}"
                 break
             self._reads.update(reads)
@@ -244,13 +244,13 @@ class _Forward:
     def _why_not(self, node: Node, layer: Node, taken: Collection[Node]) -> str:
         """Why a node cannot be computed with the layer and what is between, or ""."""
         if call_name(node) == "cat":
-            return "in an emitted file PyTorch joins tensors"
+            return "in emitted files PyTorch joins tensors"
         module = self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if call_name(node) in OF_PIXELS or is_of_pixels(module, layer.meta["value"].dim()):
-            return "an emitted file has no kernel of all channels of a pixel"
+            return "emitted files have no kernel of all channels of a pixel"
         drops = isinstance(module, nn.modules.dropout._DropoutNd)
         if self.training and module is not None and (drops or isinstance(module, nn.modules.batchnorm._NormBase)):
-            return "it computes something else in training mode"
+            return "its result is another in training mode"
         order = list(self.graph.nodes)
         for other in order[order.index(layer) + 1 : order.index(node)]:
             if other not in taken and self._changes(other):
