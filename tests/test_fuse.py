@@ -207,7 +207,7 @@ def test_every_layer_has_a_reason() -> None:
     report = polyphase.accelerate(model, fuse=True)
     reasons = {
         "up": "up: not fused: sum() reads its output, and is not fused; "
-        "leaky_relu() before it is fused as a module or by enable_compile_fusion, not here",
+        "leaky_relu() before it would be fused as a module, or by enable_compile_fusion",
         "normed": "normed: not fused: its weight is computed at every call by a parametrization: call "
         "torch.nn.utils.parametrize.remove_parametrizations before",
         "unused": "unused: not fused: forward does not call it",

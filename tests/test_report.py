@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from dataclasses import replace
@@ -10,14 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner, Result
 
 from polyphase.__main__ import app
-from polyphase.bench.model_file import ModelFileError
+from polyphase.bench.model_file import Cut, ModelFileError
 from polyphase.bench.model_report import ModelReport, report_on
 from polyphase.bench.report_page import page, summary
 from polyphase.bench.target import load_target
-from polyphase.bench.trial import Options
+from polyphase.bench.trial import CheckResult, Options
 from polyphase.problem.device import ARCHITECTURES, CARDS, PORTABLE
 
 MODEL = """
@@ -131,7 +133,9 @@ def test_without_a_gpu_it_predicts(model: Path, tmp_path: Path) -> None:
     result = invoke(model, "--device", "cpu", "--card", "H100", "-o", output)
     assert result.exit_code == 0, result.output
     for words in (
-        "3 transposed convolutions", "of the model's flops", "forward: 0.", "weight gradient: 0.", "on H100",
+        "3 calls of transposed convolutions", "of the model's flops", "forward of the swapped layers: 0.",
+        "weight gradient of the swapped layers: 0.", "on H100", "floor: the least time", "are not known without a GPU",
+        "with fuse=True, in evaluation mode:\n  up: not fused: it is called more than once",
         "outputs and gradients agree with float64", "left alone: other: Other(3, 3, kernel_size=(1, 1)",
         "left alone: 1 call outside modules", "\npolyphase.accelerate(model)\n", "written to",
     ):  # fmt: skip
@@ -140,7 +144,8 @@ def test_without_a_gpu_it_predicts(model: Path, tmp_path: Path) -> None:
     words = checked(output.read_text(encoding="utf-8"))
     for part in (
         "up 2×8×6×8 → 8, k=4, s=2, p=1", "up 2×8×12×16 → 8", "&lt;script&gt; 2×8×24×32 → 3, k=2, s=2",
-        "times predicted for H100", "∂ up.weight", "is a subclass of ConvTranspose2d",
+        "times predicted for H100", "are not known without a GPU: run the same command on one",
+        "∂ up.weight", "is a subclass of ConvTranspose2d",
         "What each layer's kernel also computes", "up: not fused: it is called more than once",
         "polyphase.accelerate(model)",
     ):  # fmt: skip
@@ -176,6 +181,7 @@ def test_what_is_measured(model: Path) -> None:
     text = "\n".join(summary(found))
     assert re.search(r"forward and backward: PyTorch [\d.]+ ms, polyphase [\d.]+ ms, [\d.]+ times as fast", text)
     words = checked(page(found))
+    assert "without a GPU" not in text + words
     for part in ("measured on this CPU", "forward, whole model", "PyTorch, ms", "speed-up"):
         assert part in words
     for layer in found.layers:
@@ -209,9 +215,24 @@ def test_the_recipe_leaves_what_it_says(model: Path) -> None:
     import polyphase
 
     made = load_target(f"{model}:both").build(torch.device("cpu"), torch.float32, 0)
-    report = ModelReport("m", "c", True, "float32", "", check=None)  # type: ignore[arg-type]
+    fused = nn.Sequential(nn.ConvTranspose2d(3, 2, 3), nn.ReLU())
+    swapped = polyphase.accelerate(nn.ConvTranspose2d(3, 2, 3))
+    report = ModelReport("m", "c", True, "float32", "", check=CheckResult(Cut(), swapped))
     exec(report.recipe, {"model": made})
     assert type(made.up) is polyphase.ConvTranspose2d
+    assert "fuse" not in report.recipe
+    report.check.fused = polyphase.accelerate(copy.deepcopy(fused), fuse=True)
+    (line,) = re.findall(r"^# or, for inference: (.*)$", report.recipe, re.MULTILINE)
+    exec(line, {"model": fused, "polyphase": polyphase})
+    assert type(fused[0]) is polyphase.ConvTranspose2d
+    assert not fused.training
+    assert "  0: fused with 1 (ReLU); ends there: its output is that of the model" in summary(report)
+    many = nn.Sequential(*(nn.ConvTranspose2d(3, 3, 3) for _ in range(8)), nn.ReLU())
+    report.check.fused = polyphase.accelerate(many, fuse=True)
+    lines = summary(report)
+    first = lines.index("with fuse=True, in evaluation mode:") + 1
+    assert lines[first].startswith("  7: fused with 8 (ReLU)")
+    assert lines[first + 6] == "  and 2 layers more, on the page"
 
 
 def test_the_recipe_reaches_calls_of_functions(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +258,7 @@ def test_a_function_that_returns_model_and_inputs(form: str, model: Path, monkey
     target = f"{model}:both" if form == "file" else "model:both"
     result = invoke(target, "--device", "cpu", "--no-grad", "--card", "sm_80")
     assert result.exit_code == 0, result.output
-    assert "forward: " in result.output
+    assert "forward of the swapped layers: " in result.output
     assert "weight gradient" not in result.output
     assert (model.parent / "model-report.html").is_file()
     sys.modules.pop("model", None)
@@ -300,8 +321,27 @@ def test_a_model_with_nothing_to_swap_ends_with_1(model: Path, tmp_path: Path) -
     model.write_text(MODEL.replace("nn.ConvTranspose2d(8", "Other(8"))
     result = invoke(model, "--device", "cpu", "-o", tmp_path / "page.html")
     assert result.exit_code == 1
-    assert "nothing to check" in result.output
+    assert "no module ConvTranspose1d, 2d or 3d that polyphase replaces" in result.output
+    assert "left alone: up: Other(" in result.output
+    assert "1 call outside modules" in result.output
+    assert "accelerate" not in result.output
     assert "polyphase has kernels for" in (tmp_path / "page.html").read_text()
+
+
+def test_a_model_without_transposed_convolutions_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\ndef Model():\n    return torch.nn.Conv2d(3, 3, 3)\n"
+        "def get_inputs():\n    return [torch.rand(2, 3, 9, 9)]\ndef get_init_inputs():\n    return []\n"
+    )
+    result = invoke(path, "--device", "cpu", "-o", tmp_path / "page.html")
+    assert result.exit_code == 1
+    assert "nothing to apply" in result.output
+    assert not re.search(r"accelerate|accuracy|0%|override", result.output)
+    text = (tmp_path / "page.html").read_text()
+    assert "There is nothing to apply." in text
+    assert "every transposed convolution is swapped" not in text
+    assert "polyphase.accelerate" not in checked(text)
 
 
 BESIDE = "import torch\nfrom torch import nn\n\ndef layer(): return nn.ConvTranspose1d(3, {channels}, 2)\n"

@@ -138,7 +138,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.entries:
-            return f"{self.title}: there is no transposed convolution"
+            return "\n".join(filter(None, (f"{self.title}: there is no module of transposed convolution", self.note)))
         return text_table(self._counts(), self._rows(), self.note)
 
 

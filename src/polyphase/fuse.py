@@ -73,7 +73,7 @@ class Block:
         )
         if not self.function_before:
             return told
-        return f"{told}; {self.function_before}() before it is fused as a module or by enable_compile_fusion, not here"
+        return f"{told}; {self.function_before}() before it would be fused as a module, or by enable_compile_fusion"
 
 
 class Chain:

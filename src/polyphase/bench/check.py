@@ -38,8 +38,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
     result = CheckResult(_cut(model, first, options), swapped)
     if not swapped.swapped:
         result.problems.append(
-            "the model has no transposed convolution that can be accelerated (modules are; calls of "
-            "torch.nn.functional are within polyphase.override()): nothing to check"
+            "nothing to check: the model has no module ConvTranspose1d, 2d or 3d that polyphase replaces"
         )
         return result
     trial = Trial(file.path, model, fast, options, result, progress)

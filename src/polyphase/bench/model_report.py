@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.torch_op.tf32 import tf32_allowed
+
+if TYPE_CHECKING:
+    from polyphase.fuse import Block
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,17 @@ class ModelReport:
         )
 
     @property
+    def fused(self) -> list[Block]:
+        """The layers that compute more than themselves with ``fuse=True``."""
+        blocks = self.check.fused.blocks if self.check.fused else ()
+        return [block for block in blocks if block.fused or block.before]
+
+    @property
     def recipe(self) -> str:
-        """The lines that apply it: to modules, and to calls of PyTorch's function."""
-        swap = ["polyphase.accelerate(model)"] if self.layers or not self.functional else []
+        """The lines that apply it: to modules, and to calls of PyTorch's function; "" where there are neither."""
+        swap = ["polyphase.accelerate(model)"] if self.check.swapped.swapped else []
+        if self.fused:
+            swap.append("# or, for inference: polyphase.accelerate(model.eval(), fuse=True)")
         if self.slower:
             names = ", ".join(map(repr, self.slower))
             swap = [
@@ -114,7 +125,7 @@ class ModelReport:
             ]
         if self.functional:
             swap += ["with polyphase.override():  # for calls outside modules", "    y = model(x)"]
-        return "\n".join(["import polyphase", "", *swap])
+        return "\n".join(["import polyphase", "", *swap]) if swap else ""
 
 
 def report_on(

@@ -38,6 +38,12 @@ code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .875rem
 """
 
 
+_FLOOR = (
+    "floor: the least time that the layers' bytes and products take on the card, without launches of kernels, some µs "
+    "each, which are most of a small layer's time"
+)
+_SHOWN = 6  # layers that the short version names
+_NO_GPU = "PyTorch's times, and so the gain, are not known without a GPU: run the same command on one"
 _SORT = Path(__file__).with_name("sort.js")  # the tables' headings sort
 _MARKS = {True: '<span class="good">✓</span>', False: '<span class="bad">✗</span>'}
 
@@ -46,7 +52,11 @@ def summary(report: ModelReport) -> list[str]:
     """The short version: one line each for layers, times, memory, accuracy, and what was left alone."""
     calls = sum(len(layer.names) for layer in report.layers)
     share = "" if report.share_of_flops is None else f", {report.share_of_flops:.0%} of the model's flops"
-    lines = [f"{report.target} on {report.inputs}, {report.dtype}: {_counted(calls, 'transposed convolution')}{share}"]
+    about = f"{report.target} on {report.inputs}, {report.dtype}"
+    if not report.check.swapped.swapped:
+        nothing = "no module ConvTranspose1d, 2d or 3d that polyphase replaces"
+        return [f"{about}: {nothing}", *(f"left alone: {what}" for what in _left(report))]
+    lines = [f"{about}: {_counted(calls, 'call')} of transposed convolutions{share}"]
     if report.measured:
         lines += [
             f"{race.what}: PyTorch {milliseconds(race.torch.ms)} ms, polyphase {milliseconds(race.ours.ms)} ms, "
@@ -55,10 +65,12 @@ def summary(report: ModelReport) -> list[str]:
         ]
     else:
         lines += [
-            f"{title}: {milliseconds(time)} ms predicted on {report.card} for the layers that are swapped, floor "
+            f"{title} of the swapped layers: {milliseconds(time)} ms predicted on {report.card}, floor "
             f"{milliseconds(floor)} ms"
             for title, time, floor in _totals(report)
         ]
+        lines += [_FLOOR, _NO_GPU]
+    lines += _fused(report)
     if report.host_bound:
         lines.append(report.host_bound)
     if report.slower:
@@ -66,6 +78,17 @@ def summary(report: ModelReport) -> list[str]:
     lines.append("accuracy: " + _verdict(report))
     lines += [f"left alone: {what}" for what in _left(report)]
     return lines
+
+
+def _fused(report: ModelReport) -> list[str]:
+    """What is fused with layers, and why not with others: those with which something is come first."""
+    blocks = sorted(
+        report.check.fused.blocks if report.check.fused else (), key=lambda block: block not in report.fused
+    )
+    if not blocks:
+        return []
+    more = [f"  and {len(blocks) - _SHOWN} layers more, on the page"] if len(blocks) > _SHOWN else []
+    return ["with fuse=True, in evaluation mode:", *(f"  {block}" for block in blocks[:_SHOWN]), *more]
 
 
 def page(report: ModelReport) -> str:
@@ -79,17 +102,19 @@ def page(report: ModelReport) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">inputs {escape(report.inputs)}, {escape(report.dtype)}; '
         f"{'measured on' if report.measured else 'times predicted for'} {escape(report.card)}</p>",
+        "" if report.measured else f"<p>{escape(_NO_GPU)}.</p>",
         _cards(report),
         f'<p class="soft">{escape(report.host_bound)}</p>' if report.host_bound else "",
         "<h2>How to apply it</h2>",
-        f"<pre><code>{escape(report.recipe)}</code></pre>",
+        f"<pre><code>{escape(report.recipe)}</code></pre>" if report.recipe else "<p>There is nothing to apply.</p>",
         "<h2>Layers</h2>",
         _layers(report),
         *(["<h2>Fusion</h2>", _fusion(report)] if report.check.fused else []),
         "<h2>Accuracy</h2>",
         _accuracy(report),
         "<h2>Left alone</h2>",
-        _list(_left(report)) or "<p>Nothing: every transposed convolution is swapped.</p>",
+        _list(_left(report))
+        or f"<p>Nothing{': every transposed convolution is swapped' if report.layers else ''}.</p>",
         "<h2>Conditions</h2>",
         _table(("", ""), [[escape(name), escape(value)] for name, value in report.facts]),
         "</body>\n</html>\n",
@@ -146,7 +171,7 @@ def _floor(record: Record) -> float | None:
 
 def _layers(report: ModelReport) -> str:
     if not report.layers:
-        return "<p>The model calls no transposed convolution that polyphase has kernels for.</p>"
+        return "<p>The model calls no module of transposed convolution that polyphase has kernels for.</p>"
     times = [time for layer in report.layers for record in layer.records for time in _times(report, record)]
     longest = max((time for time in times if time is not None), default=1.0)
     rows: list[list[str] | str] = []
@@ -160,7 +185,8 @@ def _layers(report: ModelReport) -> str:
     note = "Bars are polyphase (blue) and PyTorch (grey). " if report.measured else ""
     note += (
         "The floor is what a layer's bytes take at the copy bandwidth, or its products at the rate of the tensor "
-        "cores, whichever is longer. Memory is what a call allocates beside its result. A click on a heading sorts."
+        "cores, whichever is longer; launches are not in it. Memory is what a call allocates beside its result. A "
+        "click on a heading sorts."
     )
     return f'{_table((*head, "kernel"), rows, numbers=range(2, len(head)))}<p class="soft">{note}</p>'
 

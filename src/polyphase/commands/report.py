@@ -82,7 +82,7 @@ def report(
     console = make_console()
     for line in summary(found):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(f"\n{found.recipe}\n", markup=False)
+    console.print(f"\n{found.recipe}\n" if found.recipe else "nothing to apply", markup=False)
     console.print(f"written to {path}", markup=False)
     if not found.ok:
         raise typer.Exit(1)
