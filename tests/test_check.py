@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 from polyphase import modules
 from polyphase.bench import trial as trial_module
 from polyphase.bench.check import check_model
+from polyphase.bench.check_report import show
 from polyphase.bench.model_file import Cut, ModelFile, ModelFileError, find_cut, trace
+from polyphase.bench.report import make_console
 from polyphase.bench.trial import CheckResult, Options
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -118,6 +120,27 @@ def test_a_model_with_other_layers_inputs_and_outputs() -> None:
     assert result.ok, result.problems
     assert {"output 0", "output 1", "∂ input 0", "∂ input 1", "∂ first.0.weight"} <= {f.what for f in result.findings}
     assert [plan[0] for plan in result.plans[::3]] == ["first.0", "second"]
+
+
+def test_a_gradient_that_is_zero_is_told_as_zero() -> None:
+    """Of a bias before a batch norm only rounding is left, and 1e8 times float64's is no error."""
+    result = run(
+        ModelFile(Path("model.py"), Generator, lambda: [torch.rand(3, 4, 8, 8), torch.rand(3, 4, 8, 8), 0.5], list)
+    )
+    assert result.ok
+    assert {found.what for found in result.findings if found.comparison.vanishes} == {"∂ first.0.bias"}
+    console = make_console()
+    with console.capture() as shown:
+        show(console, result)
+    lines = shown.get().splitlines()
+    (zero, *_) = [line for line in lines if "∂ first.0.bias" in line]
+    assert zero.count("0 in float64") == 2
+    assert any(line.startswith("0 in float64: zero but for rounding") for line in lines)
+    assert "worst" not in shown.get()  # no tensor is judged by its elements
+    with console.capture() as shown:
+        show(console, run(model_file(layer, (2, 4, 5, 6))))
+    assert "worst" in shown.get()
+    assert "0 in float64" not in shown.get()
 
 
 def test_both_are_timed() -> None:

@@ -22,6 +22,7 @@ import torch
 # 24 units were too few for PyTorch's own bfloat16: 1.45 times what they allow in one of 27.7 million elements, sums of
 # 10240 products, where ours came to 1.07 with one seed and 0.40 with another (experiment 020).
 UNITS, UNITS_OF_FLOAT64 = 40, 256
+_VANISHING = 1e4  # far less than the ratio of float32's unit to float64's, 5e8, and more than cancellation leaves
 TF32_ROUNDOFF = 2.0**-11
 """The largest relative error of a number that is rounded to the nearest of TF32's 11 significant bits."""
 
@@ -51,6 +52,11 @@ class Comparison:
     def ok_in_norm(self) -> bool:
         """Whether the whole keeps the rule, ``error ≤ 2·torch_error + units``, whatever single elements do."""
         return self.error <= 2 * self.torch_error + self.units
+
+    @property
+    def vanishes(self) -> bool:
+        """Whether there is nothing but rounding: float64's is smaller than PyTorch's as its rounding is finer."""
+        return self.torch_error > _VANISHING and self.ok_in_norm
 
 
 def tf32_rounding(squares: torch.Tensor) -> torch.Tensor:

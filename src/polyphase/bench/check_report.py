@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyphase.bench.check_emitted import EmittedResult
-from polyphase.bench.report import error, milliseconds
+from polyphase.bench.report import OF_VANISHING, errors, milliseconds
 from polyphase.bench.trial import CheckResult, Finding
 
 
@@ -61,12 +61,14 @@ def _plans(result: CheckResult) -> Table:
 
 def _findings(findings: list[Finding]) -> Table:
     title = "Against float64: error is ‖x − ref64‖ / ‖ref64‖"
-    if any(found.elementwise for found in findings):
+    elementwise = any(found.elementwise for found in findings)
+    if elementwise:
         title += "; worst is the largest error of an element over its limit"
-    table = Table(title=title, title_justify="left")
+    note = OF_VANISHING if any(found.comparison.vanishes for found in findings) else None
+    table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
     for name in ("trial", "inputs", "what"):
         table.add_column(name)
-    for name in ("polyphase error", "PyTorch error", "worst", "elements"):
+    for name in ("polyphase error", "PyTorch error", *(["worst"] if elementwise else []), "elements"):
         table.add_column(name, justify="right")
     table.add_column("")
     for found in findings:
@@ -75,9 +77,8 @@ def _findings(findings: list[Finding]) -> Table:
             str(found.trial),
             found.sizes,
             found.what,
-            error(values.error),
-            error(values.torch_error),
-            f"{values.worst:.2f}" if found.elementwise else "–",
+            *errors(values),
+            *([f"{values.worst:.2f}" if found.elementwise else "–"] if elementwise else []),
             f"{values.elements:,}",
             Text("✓", style="green") if found.ok else Text("✗ wrong", style="bold red"),
         )

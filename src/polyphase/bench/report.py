@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from polyphase.bench.accuracy import Comparison
 from polyphase.bench.contestants import TorchVariant
 from polyphase.bench.records import OK, SKIPPED, Record, summaries
 
@@ -56,6 +57,19 @@ def milliseconds(value: float | None) -> str:
 def error(value: float | None) -> str:
     """A relative error, ``–`` where there is none."""
     return "–" if value is None else f"{value:.1e}"
+
+
+VANISHES = "0 in float64"
+"""What stands for both errors of a tensor that `Comparison.vanishes`."""
+OF_VANISHING = (
+    f"{VANISHES}: zero but for rounding, as is the gradient of a bias before a batch norm, so that no error can be "
+    "told as a share of it"
+)
+
+
+def errors(found: Comparison) -> tuple[str, str]:
+    """Polyphase's error and PyTorch's."""
+    return (VANISHES, VANISHES) if found.vanishes else (error(found.error), error(found.torch_error))
 
 
 def factor(value: float | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polyphase.bench.model_report import Layer, ModelReport
 from polyphase.bench.records import PASS_TITLES, Record
-from polyphase.bench.report import error, factor, milliseconds
+from polyphase.bench.report import OF_VANISHING, errors, factor, milliseconds
 
 NUMBER = ' class="n"'  # of a cell
 _STYLE = """
@@ -243,13 +243,14 @@ def _accuracy(report: ModelReport) -> str:
     check = report.check
     rows = [
         [
-            escape(found.what), escape(found.sizes), error(found.comparison.error),
-            error(found.comparison.torch_error), _MARKS[found.ok],
+            escape(found.what), escape(found.sizes), *errors(found.comparison), _MARKS[found.ok],
         ]
         for found in check.findings
     ]  # fmt: skip
     table = _table(("what", "inputs", "polyphase's error", "PyTorch's", ""), rows, numbers=(2, 3)) if rows else ""
     lead = f'<p class="soft">Error is ‖x − ref64‖ / ‖ref64‖, on inputs that are {escape(str(check.cut))}.</p>'
+    if any(found.comparison.vanishes for found in check.findings):
+        lead += f'<p class="soft">{OF_VANISHING}.</p>'
     return lead + table + _list([*check.problems, *check.remarks])
 
 
