@@ -219,7 +219,10 @@ def _about_devices(entries: Iterable[Entry]) -> str:
     if not places:
         return ""
     on = " and ".join(sorted(places))
-    return f"On {on} the portable path computes, slower than PyTorch; own kernels need an NVIDIA GPU."
+    return (
+        f"On {on} the portable path computes, so that everything runs there; most layers are slower than PyTorch's. "
+        "polyphase's kernels need an NVIDIA GPU."
+    )
 
 
 def _about_functions(model: Module) -> str:
