@@ -67,6 +67,7 @@ def model(tmp_path: Path) -> Path:
 def test_every_command_explains_itself(command: str) -> None:
     result = invoke(command, "--help")
     assert result.exit_code == 0
+    assert result.output == invoke(command, "-h").output
     assert "Usage" in result.output
     if "--layer" in result.output:
         assert "op (output padding)" in told(result)
@@ -459,6 +460,34 @@ def test_explain_says_that_there_is_no_gpu() -> None:
     assert remark not in told(invoke("explain", "--layer", LAYER, "--device", "sm_90a"))
 
 
+@pytest.mark.parametrize("missing", ["cuda.bindings", "libnvrtc"])
+def test_env_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("Failure finding nvrtc")
+
+    if missing == "libnvrtc":
+        monkeypatch.setattr(pytest.importorskip("cuda.bindings.nvrtc"), "nvrtcVersion", fails)
+    else:
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert 'pip install "torch-polyphase[cu12]" (PyTorch is built for CUDA 12.8)' in told(invoke("env"))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert 'pip install "torch-polyphase[cu13]"' in told(invoke("env"))
+
+
+@pytest.mark.parametrize(
+    ("device", "message"), [("meta", "tensors on meta have no numbers"), ("xpu:9", "no device xpu:9")]
+)
+@pytest.mark.parametrize("command", ["report", "check", "bench"])
+def test_a_device_that_is_not_there_is_one_line(command: str, device: str, message: str, model: Path) -> None:
+    """And no page of PyTorch's dispatcher."""
+    given = ["--layer", LAYER] if command == "bench" else [model]
+    result = invoke(command, *given, "--device", device)
+    assert result.exit_code == 2
+    assert message in told(result)
+    assert len(result.output.splitlines()) < 10
+
+
 def test_env_is_a_bug_report() -> None:
     result = invoke("env")
     assert result.exit_code == 0
@@ -572,6 +601,15 @@ def test_compile_without_a_compiler_says_what_to_install(monkeypatch: pytest.Mon
     result = invoke("compile", "--arch", "sm_80", "--layer", LAYER)
     assert result.exit_code == 1
     assert "pip install cuda-core" in told(result)
+
+
+def test_compile_reads_its_options_before_it_asks_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    for option in ("--suite", "--dtypes", "--layouts", "--passes", "--arch", "--layer"):
+        result = invoke("compile", option, "foo")
+        assert result.exit_code == 2
+        assert "foo" in told(result)
+        assert option in told(result)
 
 
 def test_compile_refuses_an_unknown_architecture() -> None:

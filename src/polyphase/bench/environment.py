@@ -79,15 +79,17 @@ def cudnn_version() -> str:
 
 
 def nvrtc_version() -> str:
-    """The version of NVIDIA's run-time compiler, or why it cannot be had."""
+    """The version of NVIDIA's run-time compiler, or why it cannot be had and what to install."""
+    from polyphase.jit.compiler import install_nvrtc
+
     try:
         from cuda.bindings import nvrtc
 
         error, major, minor = nvrtc.nvrtcVersion()
     except ImportError:
-        return "not available: cuda-bindings is not installed"
+        return f"not available: cuda-bindings is not installed; {install_nvrtc()}"
     except Exception as failure:  # whatever the loader of the library raises: this is a report, it must not fail
-        return f"not available: {first_line(failure)}"
+        return f"not available: {first_line(failure)}; {install_nvrtc()}"
     return f"{major}.{minor}" if int(error) == 0 else f"not available: {error}"
 
 

@@ -22,6 +22,7 @@ app = typer.Typer(
     name="polyphase",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_show_locals=False,
 )
 app.command()(report)

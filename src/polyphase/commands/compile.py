@@ -54,20 +54,19 @@ def compile_kernels(
     from polyphase.problem import Pass
 
     console = make_console()
+    asked = (
+        named_layers(layer, suite) or every_layer(),
+        choices(passes, Pass, "--passes"),
+        [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
+        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
+        architectures(arch),
+    )
     try:
         compiler_version()
     except UnsupportedError as failure:  # said before everything is planned
         console.print(str(failure), style="bold red", markup=False)
         raise typer.Exit(1) from None
-    infos = architectures(arch)
-    wanted = kernels.wanted(
-        named_layers(layer, suite) or every_layer(),
-        choices(passes, Pass, "--passes"),
-        [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
-        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
-        infos,
-        jobs,
-    )
+    wanted = kernels.wanted(*asked, jobs)
     if variants:
         wanted = kernels.one_of_each_variant(wanted)
     reports: list[Report] = []

@@ -97,6 +97,12 @@ def device_of(text: str | None) -> torch.device:
         raise typer.BadParameter(f"unknown device {text!r}; {allowed}", param_hint="--device") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("PyTorch finds no CUDA device here", param_hint="--device")
+    try:
+        has_no_numbers = torch.empty(1, device=device).is_meta
+    except Exception:  # a page of the dispatcher's, or what a backend says
+        raise typer.BadParameter(f"PyTorch has no device {text} here", param_hint="--device") from None
+    if has_no_numbers:
+        raise typer.BadParameter("tensors on meta have no numbers", param_hint="--device")
     return device
 
 

@@ -206,12 +206,12 @@ def _nvrtc_version() -> tuple[int, int]:
     except (ImportError, RuntimeError) as error:  # the library is looked for by the first call
         raise UnsupportedError(
             f"polyphase's CUDA kernels are compiled at run time by NVRTC, which cannot be loaded ({error}); "
-            f"install it with: {_install_nvrtc()}"
+            f"install it with: {install_nvrtc()}"
         ) from error
     return major, minor
 
 
-def _install_nvrtc() -> str:
+def install_nvrtc() -> str:
     """The pip line for NVRTC of the major version of CUDA that PyTorch was built for: its builds bring that one."""
     version = getattr(sys.modules.get("torch"), "version", None)
     cuda = getattr(version, "cuda", None) or ""
