@@ -151,6 +151,34 @@ def test_check_goes_on_after_a_model_that_does_not_run(model: Path, tmp_path: Pa
     assert "Traceback" not in result.output
 
 
+WEIGHT_NORM = """
+import torch
+def Model():
+    return torch.nn.Sequential({norm}(torch.nn.ConvTranspose1d(4, 6, 3)), torch.nn.ReLU())
+def get_inputs():
+    return [torch.rand(2, 4, 9)]
+def get_init_inputs():
+    return []
+"""
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("command", ["report", "check", "explain", "emit"])
+def test_weight_norm_of_either_kind(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older keeps the weight that it computed, of which PyTorch makes no copy; the newer is not emitted."""
+    options = {"explain": ["--device", "sm_80"], "emit": ["-o", tmp_path / "out.py"]}
+    for norm in ("torch.nn.utils.weight_norm", "torch.nn.utils.parametrizations.weight_norm"):
+        (tmp_path / "model.py").write_text(WEIGHT_NORM.format(norm=norm))
+        monkeypatch.chdir(tmp_path)
+        result = invoke(command, tmp_path / "model.py", *options.get(command, []))
+        if command == "emit" and "parametrizations" in norm:
+            assert result.exit_code == 2
+            assert "0 is a ParametrizedConvTranspose1d, and not torch.nn.ConvTranspose1d itself" in told(result)
+            assert "parametrize.remove_parametrizations(layer, name)" in told(result)
+        else:
+            assert result.exit_code == 0, result.output
+
+
 FAULTS = {
     "constructor": ("super().__init__()", "super().__init__()\n        assert channels == 5, 'not 5'",
                     "Model(*get_init_inputs()) raises AssertionError: not 5", "__init__ assert channels == 5"),

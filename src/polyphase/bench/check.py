@@ -6,7 +6,6 @@ with derivatives, and fused in evaluation mode, without.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 from torch import nn
 
 import polyphase
-from polyphase.bench.model_file import Cut, ModelFile, find_cut
+from polyphase.bench.model_file import Cut, ModelFile, copied, find_cut
 from polyphase.bench.runner import CPU_FLOPS
 from polyphase.bench.trial import CheckResult, Options, Trial, quiet_dropout, shapes_of
 
@@ -29,7 +28,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
     model = file.build(options.device, options.dtype, options.seed)
     polyphase.restore(model)  # a file may use polyphase's modules itself; what it is compared with must be PyTorch's
     quiet_dropout(model)
-    fast = copy.deepcopy(model)
+    fast = copied(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing matched is said below
         swapped = polyphase.accelerate(fast)
@@ -68,8 +67,8 @@ def _check_fused(of: Trial, inputs: list[Any]) -> None:
     ``result.fused``, says why.
     """
     result, options = of.result, of.options
-    plain = copy.deepcopy(of.model).eval()
-    fast = copy.deepcopy(plain)
+    plain = copied(of.model).eval()
+    fast = copied(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result.fused = polyphase.accelerate(fast, fuse=True)

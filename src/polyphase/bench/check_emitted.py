@@ -17,7 +17,7 @@ import torch
 import polyphase
 from polyphase.bench.accuracy import kernelbench_rule
 from polyphase.bench.environment import first_line
-from polyphase.bench.model_file import Cut, ModelFile, ModelFileError, leaves, run_file
+from polyphase.bench.model_file import Cut, ModelFile, ModelFileError, copied, leaves, run_file
 from polyphase.bench.timing import Timer
 from polyphase.bench.trial import CheckResult, Finding, Options, Trial, quiet_dropout
 from polyphase.emit.rules import broken
@@ -82,7 +82,7 @@ def check_emitted(
         _against_float64(result, original.path, inputs, model, fast, options)
     if options.time and result.ok:
         progress("timing")
-        package = copy.deepcopy(model)
+        package = copied(model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             polyphase.accelerate(package)
@@ -149,7 +149,7 @@ def _against_float64(
     fast: torch.nn.Module,
     options: Options,
 ) -> None:
-    model, fast = copy.deepcopy(model), copy.deepcopy(fast)
+    model, fast = copied(model), copied(fast)
     quiet_dropout(model)
     quiet_dropout(fast)
     found = CheckResult(Cut(), polyphase.Report("emitted", ()))

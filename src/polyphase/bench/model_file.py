@@ -174,6 +174,18 @@ def place(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of a model, also where modules keep tensors that were computed, of which PyTorch makes no copy.
+
+    `torch.nn.utils.weight_norm` keeps the weight of the last call, and computes it anew before the next one.
+    """
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                vars(module)[name] = value.detach()
+    return copy.deepcopy(model)
+
+
 @dataclass(frozen=True)
 class Run:
     """What a model does with one set of inputs.
@@ -193,7 +205,7 @@ def trace(model: nn.Module, inputs: Sequence[Any]) -> Run:
     from torch.utils.flop_counter import FlopCounterMode
 
     meta = torch.device("meta")
-    shadow = copy.deepcopy(model).to(meta)
+    shadow = copied(model).to(meta)
     problems: list[tuple[str, ConvTransposeProblem | None]] = []
     counter, operators = FlopCounterMode(display=False), _Operators()
     for name, module in shadow.named_modules(remove_duplicate=True):

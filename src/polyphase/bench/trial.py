@@ -9,7 +9,6 @@ the judge and PyTorch the yardstick.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 import polyphase
 from polyphase.bench.accuracy import TF32_ROUNDOFF, UNITS, Comparison, compare, kernelbench_rule, spread, tf32_rounding
 from polyphase.bench.environment import first_line
-from polyphase.bench.model_file import Cut, Run, leaves, naming_the_line, place, trace
+from polyphase.bench.model_file import Cut, Run, copied, leaves, naming_the_line, place, trace
 from polyphase.bench.runner import poisoned_outputs
 from polyphase.bench.timing import Timer, Timing
 from polyphase.plan import planner as plan
@@ -120,7 +119,7 @@ class Trial:
     ) -> None:
         self.path = path
         self.model, self.fast, self.options, self.result, self.progress = model, fast, options, result, progress
-        self.reference = copy.deepcopy(model).double()
+        self.reference = copied(model).double()
         self.tf32 = options.dtype == torch.float32 and options.device.type == "cuda" and tf32_allowed()
         self.judged = False  # whether an output had numbers to be compared
         # Swapped layers that have not run yet, and their names.
@@ -188,7 +187,7 @@ class Trial:
             return {}
         if not single:
             return {what: reference.abs() * (UNITS * 2 * TF32_ROUNDOFF) for what, reference in exact.tensors.items()}
-        squared = copy.deepcopy(self.reference)
+        squared = copied(self.reference)
         for module in squared.modules():
             if isinstance(module, _ConvTransposeNd):
                 module.weight.data.square_()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import copy
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from polyphase import elementwise, fuse, fused
+from polyphase.bench.model_file import copied
 from polyphase.elementwise import COPIES, is_closed
 from polyphase.fuse_trace import InPlaceTracer, Trace, call_name, is_of_pixels, shared_modules
 from polyphase.module_steps import STEPS
@@ -147,7 +147,7 @@ class _Forward:
         training: bool,
     ) -> None:
         self.training = training
-        self._model = copy.deepcopy(model).train(training)
+        self._model = copied(model).train(training)
         self._layers = layers
         self._reads: dict[tuple[int, str], Any] = {}
         self._tensors: dict[int, str] = {}  # as the method has them, by identity
@@ -414,7 +414,7 @@ class _Shapes(Interpreter):
 def _run_on_shapes(model: nn.Module, graph: Graph, inputs: Sequence[Any]) -> None:
     try:
         with torch.no_grad():
-            _Shapes(GraphModule(copy.deepcopy(model), graph)).run(*inputs)
+            _Shapes(GraphModule(copied(model), graph)).run(*inputs)
     except Exception as failure:  # whatever the model does on shapes alone
         what = str(failure).strip().partition("\n")[0]
         raise NotFused(f"what torch.fx traced does not run ({type(failure).__name__}: {what})") from None

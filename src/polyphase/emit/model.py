@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.utils.parametrize import is_parametrized
 
 from polyphase.bench.layers import LayerSyntaxError, parse_layer
 from polyphase.bench.model_file import ON_SHAPES, ModelFile, ModelFileError, naming_the_line, on_the_path, trace
@@ -130,7 +131,7 @@ def _model(
     for path, module in modules.items():
         shown = path or "the model itself"
         if not any(type(module) is cls for cls in _CLASSES):  # polyphase's own are equal to them
-            raise EmitError(f"{name}: {shown} is a {type(module).__qualname__}, and not torch.nn's own class")
+            raise EmitError(f"{name}: {shown} is a {_class_and_remedy(module)}")
         if module.padding_mode != "zeros":
             raise EmitError(f"{name}: {shown} has padding_mode={module.padding_mode!r}; 'zeros' alone is supported")
         if path not in traced:
@@ -149,6 +150,18 @@ def _model(
         if constants(problem) not in map(constants, layers.values()):
             layers[path] = replace(problem, tf32=tf32, tf32_as_pytorch=tf32)
     return _read(name, text, layers)
+
+
+def _class_and_remedy(module: _ConvTransposeNd) -> str:
+    own = f"torch.nn.ConvTranspose{len(module.kernel_size)}d"
+    told = f"{type(module).__qualname__}, and not {own} itself: "
+    if is_parametrized(module):
+        parameters = ", ".join(module.parametrizations)  # type: ignore[arg-type]
+        return (
+            f"{told}its {parameters} is parametrized. At the end of Model's constructor call "
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, name), and load weights that were saved so"
+        )
+    return f"{told}build that in the model, as emitted files have kernels for no other class"
 
 
 def _read(name: str, text: str, layers: dict[str, ConvTransposeProblem]) -> Model:
