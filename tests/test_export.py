@@ -194,6 +194,11 @@ def test_to_aten(name: str, device: torch.device) -> None:
     assert operators(program) == {"polyphase.conv_transpose.default"}, "the program given is left as it is"
 
 
+def test_to_aten_says_what_it_takes() -> None:
+    with pytest.raises(TypeError, match=r"takes what torch\.export\.export returns, not ConvTranspose1d: write"):
+        polyphase.to_aten(polyphase.ConvTranspose1d(2, 2, 2))  # type: ignore[arg-type]
+
+
 def test_to_aten_of_random_layers() -> None:
     model, inputs = random_layers(30)
     translated = polyphase.to_aten(torch.export.export(model, tuple(inputs)))

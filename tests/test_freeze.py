@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -125,7 +127,7 @@ def test_weights_are_packed_when_they_change(recorded: list[tuple[str, ...]]) ->
     assert report.bytes == 0
     assert launches() == [(pack,), (main,)]
     assert report.bytes > 0
-    assert "1 layers keep 0." in repr(report)
+    assert "1 layer with 0." in repr(report)
     assert launches() == [(main,)]
     with torch.no_grad():
         layer.weight.mul_(2)
@@ -184,5 +186,21 @@ def test_what_is_skipped_and_forgotten() -> None:
     del model, report
     gc.collect()
     assert place not in kept_weights.KEPT
-    with pytest.raises(TypeError, match="takes a torch"):
-        polyphase.freeze(3)  # type: ignore[arg-type]
+    for function in (polyphase.freeze, polyphase.unfreeze):
+        with pytest.raises(TypeError, match=rf"polyphase\.{function.__name__} takes a torch.nn.Module, not int"):
+            function(3)  # type: ignore[arg-type]
+
+
+def test_what_it_says_where_nothing_is_packed() -> None:
+    model = nn.Sequential(nn.ConvTranspose1d(3, 4, 2))
+    words = r"It has no layer of polyphase's: call polyphase\.accelerate before"
+    with pytest.warns(UserWarning, match=rf"nothing is kept of Sequential\. {words}") as caught:
+        report = polyphase.freeze(model)
+    assert caught[0].filename == __file__
+    assert re.search(words, repr(report))
+    polyphase.accelerate(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert re.search("1 layer on the CPU, where nothing is packed", repr(polyphase.freeze(model)))
+        lazy = polyphase.freeze(polyphase.LazyConvTranspose1d(4, 2))
+    assert repr(lazy) == "polyphase.freeze: no weights are kept\n: not kept, its weight has no values yet"

@@ -34,7 +34,17 @@ def to_aten(program: ExportedProgram) -> ExportedProgram:
         A program of the same values, by ``run_decompositions``: ``polyphase.conv_transpose`` is ``aten.convolution``,
         its gradients are ``aten.convolution_backward``, an epilogue is operations of its own. Whatever runs it calls
         PyTorch's convolution, or its own.
+
+    Raises:
+        TypeError: ``program`` is something else, such as a module that was not exported.
     """
+    from torch.export import ExportedProgram  # which takes time to import
+
+    if not isinstance(program, ExportedProgram):
+        raise TypeError(
+            f"polyphase.to_aten takes what torch.export.export returns, not {type(program).__name__}: write "
+            "polyphase.to_aten(torch.export.export(model, inputs))"
+        )
     operators = torch.ops.polyphase
     translated: ExportedProgram = program.run_decompositions(
         {

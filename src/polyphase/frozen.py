@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from polyphase.kept import forget, keep, kept_of
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 
+_NO_LAYERS = "It has no layer of polyphase's: call polyphase.accelerate before"
 _LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
@@ -33,7 +35,13 @@ class Frozen:
         return sum(each.bytes for each in kept if each is not None)
 
     def __repr__(self) -> str:
-        lines = [f"polyphase.freeze: {len(self.layers)} layers keep {self.bytes / 1e6:.2f} MB of packed weights"]
+        count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
+        if not self.layers:
+            lines = [f"polyphase.freeze: no weights are kept{'' if self.skipped else f'. {_NO_LAYERS}'}"]
+        elif not self.bytes and all(self.model.get_submodule(name).weight.device.type == "cpu" for name in self.layers):
+            lines = [f"polyphase.freeze: {count} on the CPU, where nothing is packed: packed weights are for GPUs"]
+        else:
+            lines = [f"polyphase.freeze: {count} with {self.bytes / 1e6:.2f} MB of packed weights now"]
         lines += [f"{name}: not kept, {reason}" for name, reason in self.skipped]
         return "\n".join(lines)
 
@@ -57,9 +65,11 @@ def freeze(model: Module) -> Frozen:
 
     Raises:
         TypeError: ``model`` is no module.
+
+    Warns:
+        UserWarning: if the model has no layer of polyphase's, because it was not accelerated, for one.
     """
-    if not isinstance(model, Module):
-        raise TypeError(f"polyphase.freeze takes a torch.nn.Module, not {type(model).__name__}")
+    _check("polyphase.freeze", model)
     layers, skipped = [], []
     for name, module in model.named_modules():
         if not _is_layer(module):
@@ -71,15 +81,23 @@ def freeze(model: Module) -> Frozen:
             forget(module.weight)
             keep(module.weight)
             layers.append(name)
+    if not layers and not skipped:
+        warnings.warn(f"polyphase.freeze: nothing is kept of {model._get_name()}. {_NO_LAYERS}", stacklevel=2)
     return Frozen(model, tuple(layers), tuple(skipped))
 
 
 def unfreeze(model: Module) -> None:
-    """Keep nothing of the model's weights, and free what was kept."""
+    """Keep nothing of the model's weights, and free what was kept. Raises TypeError for what is no module."""
+    _check("polyphase.unfreeze", model)
     for module in model.modules():
         weight = module._parameters.get("weight") if _is_layer(module) else None
         if weight is not None:
             forget(weight)
+
+
+def _check(name: str, model: Module) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(f"{name} takes a torch.nn.Module, not {type(model).__name__}")
 
 
 def _is_layer(module: Any) -> bool:
