@@ -135,7 +135,7 @@ def test_a_gradient_that_is_zero_is_told_as_zero() -> None:
     lines = shown.get().splitlines()
     (zero, *_) = [line for line in lines if "∂ first.0.bias" in line]
     assert zero.count("0 in float64") == 2
-    assert any(line.startswith("0 in float64: zero but for rounding") for line in lines)
+    assert any(line.startswith("0 in float64: zero except for rounding") for line in lines)
     assert "worst" not in shown.get()  # no tensor is judged by its elements
     with console.capture() as shown:
         show(console, run(model_file(layer, (2, 4, 5, 6))))

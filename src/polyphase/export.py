@@ -64,7 +64,7 @@ def is_for_onnx() -> bool:
 
 
 def run_traced(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
-    """A forward pass that is being traced: the operator, but for ONNX, which has a node of its own for it."""
+    """A forward pass that is being traced: the operator, except for ONNX, which has a node of its own for it."""
     input, weight, _ = operands
     if not is_for_onnx():
         return run_operator(operands, bias, layer)

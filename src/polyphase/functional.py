@@ -53,15 +53,15 @@ def conv_transpose1d(
     Args:
         input: ``(N, C_in, L)``, or ``(C_in, L)`` unbatched.
         weight: ``(C_in, C_out/groups, kL)``.
-        bias: ``(C_out,)``; beside float16 and bfloat16 it may be float32, but on CUDA.
+        bias: ``(C_out,)``; beside float16 and bfloat16 it may be float32, except on CUDA.
         stride: distance between the outputs of neighbouring inputs.
         padding: how many outputs are cropped on either side.
         output_padding: how many outputs are added at the end; smaller than stride or dilation.
         groups: the channels are so many independent layers side by side.
         dilation: distance between the outputs of neighbouring taps.
         out: what the output is written to, of its shape, dtype and device; without derivatives. Kernels write to it
-            directly where it is contiguous but for gaps between images, as a slice of channels of a larger tensor is,
-            and starts at a multiple of 32 bytes. Else there is a copy.
+            directly where it starts at a multiple of 32 bytes, and is contiguous except for gaps between images, as a
+            slice of channels of a larger tensor is. Else there is a copy.
 
     Returns:
         ``(N, C_out, L_out)`` with ``L_out = (L - 1)·stride - 2·padding + dilation·(kL - 1) + output_padding + 1``.

@@ -148,7 +148,7 @@ def conv_transpose1d(
     """`polyphase.conv_transpose1d` and, in the same kernel, the operations of ``epilogue`` on its output, in order.
 
     Differentiable in all tensors any number of times; works under `torch.compile` and autocast. Operands of an
-    epilogue have the input's dtype; for half types also float32, but for a residual. ``out`` is what the output is
+    epilogue have the input's dtype; for half types also float32, except for a residual. ``out`` is what the output is
     written to, as `polyphase.conv_transpose1d` says.
 
     ``prologue``: operations on every element of the input, not on padding, before the layer reads it. Values are

@@ -6,7 +6,7 @@ from polyphase.problem import ConvTransposeProblem
 
 make = ConvTransposeProblem.make
 
-#: The three-dimensional problems of KernelBench's level 1, but for the record's 61.
+#: The three-dimensional problems of KernelBench's level 1, except for the record's 61.
 KERNELBENCH_VOLUMES: dict[str, ConvTransposeProblem] = {
     "KernelBench 58": make((16, 32, 16, 32, 64), 16, (3, 5, 7)),
     "KernelBench 68": make((16, 32, 64, 64, 64), 64, (3, 5, 5)),

@@ -311,7 +311,7 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
             lines.append("    channels_last: tensors of another memory format are copied")
     lines += ["", "It was made, and is made again, by", "", f"    {command}", ""]
     lines += [
-        "Apache License 2.0, as polyphase, but for the model's own source. Not to be edited: the package is the place."
+        "Apache License 2.0, as polyphase, except for the model's own source. Not to be edited: change the package."
     ]
     wrapped = [
         part

@@ -371,7 +371,7 @@ def _reading(found: dict[tuple[int, str], Any]) -> Iterator[None]:
 
 
 def _attributes(model: nn.Module) -> list[dict[str, Any]]:
-    """What modules hold, by identity, but for the constants that torch.fx makes of tensors."""
+    """What modules hold, by identity, except for the constants that torch.fx makes of tensors."""
     held = (vars(module).items() for module in model.modules())
     return [{name: id(value) for name, value in each if not name.startswith("_tensor_constant")} for each in held]
 

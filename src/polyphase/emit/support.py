@@ -129,7 +129,7 @@ def arch_of(device: torch.device) -> str:
 
 
 def kernel_number(arch: str, source: KernelSource) -> int:
-    """Which kernel of the file ``source`` is, but for constants that the compiler settled."""
+    """Which kernel of the file ``source`` is, except for constants that the compiler settled."""
     settled = source.settled_constants
 
     def significant(text: str) -> list[str]:

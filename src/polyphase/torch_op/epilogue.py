@@ -288,7 +288,7 @@ def _of_snake(operation: Operation, v: Tensor, g: Tensor, of: dict[str, Tensor |
 
 
 def _before(operation: Operation, place: int, values: Values, g: Tensor, of: dict[str, Tensor]) -> Tensor:
-    """The gradient of what an operation reads, but for the earlier value of `add_value` and `multiply_value`."""
+    """The gradient of what an operation reads, except for the earlier value of `add_value` and `multiply_value`."""
     kind = operation.kind
     if kind in _ACTIVATIONS:
         return _activated(operation, place, values, g)

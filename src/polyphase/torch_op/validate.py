@@ -102,7 +102,7 @@ def _check_tensors(name: str, input: Any, weight: Any, bias: Any) -> None:
 
 
 def _goes_beside(bias: Tensor, input: Tensor) -> bool:
-    """Whether this bias of another dtype is taken: float32 beside half types, but on CUDA, where PyTorch refuses it.
+    """Whether this bias of another dtype is taken: float32 beside half types, except on CUDA, where PyTorch refuses it.
 
     On the CPU PyTorch takes it or not, by its build, the processor and the number of dimensions.
     """
@@ -146,7 +146,7 @@ def _check_sizes(name: str, dims: int, input: Tensor, layer: Layer) -> None:
     for n in input_size:
         if n == 0 and not (input.dim() == dims + 2 and input.shape[0] == 0):
             raise RuntimeError(
-                f"{name}: every spatial size of the input must be at least 1, but for an empty batch, "
+                f"{name}: every spatial size of the input must be at least 1, except for an empty batch, "
                 f"got {tuple(input_size)}"
             )
     for extra, s, d in zip(layer.output_padding, layer.stride, layer.dilation):
