@@ -108,6 +108,12 @@ def test_as_a_program_the_package_still_has_all_its_names() -> None:
     code = "import sys; sys.argv[0] = 'polyphase'; import polyphase; print('torch' in sys.modules, polyphase.explain)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("False <function explain")
+    code = (
+        "import inspect, sys; sys.argv[0] = 'polyphase'; import polyphase; from polyphase import api; "
+        "print([name for name in api.__all__ if inspect.ismodule(getattr(polyphase, name))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['fused']\n", "a module of a name's own hides it"
 
 
 # check

@@ -8,6 +8,7 @@ from polyphase.explanation import explain
 from polyphase.export import to_aten
 from polyphase.frozen import Frozen, freeze, unfreeze
 from polyphase.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
+from polyphase.functional_override import override
 from polyphase.modules import (
     ConvTranspose1d,
     ConvTranspose2d,
@@ -16,7 +17,6 @@ from polyphase.modules import (
     LazyConvTranspose2d,
     LazyConvTranspose3d,
 )
-from polyphase.override import override
 from polyphase.problem import ConvTransposeProblem
 
 __all__ = [

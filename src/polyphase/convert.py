@@ -150,8 +150,8 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
         filter: asked for each transposed convolution, with its qualified name ("" for the model itself) and the module;
             where it answers False the module is left alone.
         fuse: also have them compute the batch norms, layer norms over channels, activations, dropouts and sums that
-            alone read their outputs, modules and, without derivatives, functions, in evaluation mode
-            (`polyphase.fuse`), and write slices of concatenations; `restore` undoes that.
+            alone read their outputs, modules and, without derivatives, functions, in evaluation mode, and write slices
+            of concatenations (see the guide "Inference"); `restore` undoes that.
 
     Returns:
         A `Report` of every transposed convolution: swapped, or why not. Subclasses of PyTorch's modules are left alone,

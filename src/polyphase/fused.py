@@ -1,12 +1,12 @@
 """The layer and what stands around it as one call: ``polyphase.fused.conv_transpose2d(x, w, b, ..., epilogue=[...])``.
 
 An epilogue is a list of elementwise operations on the output, in order, each made by a function of this module or named
-as an activation. On a GPU they are computed in the layer's own kernel, on values that are not rounded before the last::
+as an activation. On a GPU they are computed in the layer's own kernel, on values that are not rounded before the last:
 
     y = fused.conv_transpose2d(x, w, b, 2, 1, epilogue=[fused.batch_norm(mean, var, gamma, beta), "relu"])
     y = fused.conv_transpose2d(x, w, b, 2, epilogue=[fused.add(skip), fused.activation("leaky_relu", 0.2)])
 
-A prologue is a list of the same operations on the input, with operands for its channels::
+A prologue is a list of the same operations on the input, with operands for its channels:
 
     y = fused.conv_transpose1d(x, w, b, 8, 4, prologue=[fused.snake(alpha)])
 """
