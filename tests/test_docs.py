@@ -135,7 +135,7 @@ def test_hints_name_what_exists() -> None:
     for path in [*(ROOT / "src").glob("**/*.py"), *pages]:
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r"pip install (?:-\S+ )*\"?([\w.-]+)", text):
-            assert name in ("torch-polyphase", "cuda-core", "onnx", "."), f"{path}: {name}"
+            assert name in ("torch-polyphase", "torch", "cuda-core", "onnx", "."), f"{path}: {name}"
         for name in re.findall(r"(?<![`\w])(?:`|python -m )polyphase (?!import|but|does|can|has)([a-z]+)\b", text):
             assert name in commands, f"{path}: {name}"
         for name in re.findall(r"(?<![.\w])polyphase\.(\w+)\(", text):
