@@ -191,3 +191,18 @@ def test_accelerated_model_compiles() -> None:
     assert counter.frame_count == 1
     polyphase.restore(theirs)
     torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="not seen with older ones")
+def test_accelerate_after_compile() -> None:
+    """Dynamo guards the classes of modules; what was exported stays as it is."""
+    model, x = nn.Sequential(nn.ConvTranspose2d(4, 3, 4, 2, 1), nn.ReLU()).eval(), torch.randn(2, 4, 5, 6)
+    program = torch.export.export(model, (x,))
+    compiled, counter = counted(model)
+    expected = compiled(x)
+    polyphase.accelerate(model)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 2
+    called = {str(node.target) for graph in counter.graphs[-1:] for node in graph.graph.nodes}
+    assert "polyphase.conv_transpose.default" in called
+    assert not any("polyphase" in str(node.target) for node in program.graph.nodes)
