@@ -208,6 +208,9 @@ def _layers_of_model(target: str) -> list[NamedLayer]:
             )
         found.append(NamedLayer(shown, problem))
     if not found:
-        message = f"{target} calls no module ConvTranspose1d, 2d or 3d; of functions --layer prints the plan"
+        message = (
+            f"{target} calls no module ConvTranspose1d, 2d or 3d. Where it calls torch.nn.functional's functions, give "
+            "their sizes by --layer"
+        )
         raise typer.BadParameter(message, param_hint="FILE")
     return found
