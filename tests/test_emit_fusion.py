@@ -32,7 +32,7 @@ CHAINS = {
     "layer_norm_pool_gelu": ["up → add()"],
     "leaky_factor_pool": ["up → leaky_relu() → mul() → leaky"],
     "mean_logsumexp": [],
-    "minimum_divided": ["up → clamp()"],
+    "minimum_divided": ["up → clamp() → div()"],
     "mish_add_hardtanh": ["up → mish() → add() → hardtanh() → mul()"],
     "norm_tanh_pool": ["up → norm → tanh"],
     "relu_group_norm": ["up → relu"],

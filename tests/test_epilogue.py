@@ -57,6 +57,7 @@ ALONE = {
     "hardswish": Operation("hardswish"),
     "softplus": Operation("softplus", (0.5, 20.0)),
     "mish": Operation("mish"),
+    "divide": Operation("divide", (3.0,)),
     "affine": Operation("affine", (0.5, -3.0)),
     "scale and shift": Operation("scale_shift", (), both(CHANNEL)),
     "scale, wide": Operation("scale_shift", (), both(CHANNEL, True)[:1]),
@@ -129,7 +130,7 @@ def finished(problem: ConvTransposeProblem, sums: Tensor, of: dict[str, Tensor])
     functions = {
         "relu": F.relu, "leaky_relu": F.leaky_relu, "elu": F.elu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh,
         "sigmoid": torch.sigmoid, "clamp": torch.clamp, "hardswish": F.hardswish, "softplus": F.softplus,
-        "mish": F.mish, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
+        "mish": F.mish, "divide": torch.div, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
     }  # fmt: skip
     values = [sums]
     for place, operation in enumerate(problem.epilogue.operations):

@@ -62,8 +62,9 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
     "clamp": lambda v: v.clamp(-0.5, 0.75),
     "softplus": lambda v: F.softplus(v, 1.5, 20.0),
+    "divide": lambda v: v / 3.0,
 }
-_CONSTANTS = {"leaky_relu": (0.3,), "elu": (0.7,), "clamp": (-0.5, 0.75), "softplus": (1.5, 20.0)}
+_CONSTANTS = {"leaky_relu": (0.3,), "elu": (0.7,), "clamp": (-0.5, 0.75), "softplus": (1.5, 20.0), "divide": (3.0,)}
 for _name in ACTIVATIONS:
     EPILOGUES[_name] = (
         lambda name=_name: [fused.activation(name, *_CONSTANTS.get(name, ()))],

@@ -201,12 +201,19 @@ _NEW_OF_FUNCTIONS = {f"conv{what}{dims}d" for what in ("", "_transpose") for dim
 _NEW_OF_FUNCTIONS |= {"batch_norm", "linear", "conv_transpose", "conv_transpose_epilogue"}
 
 
+def without_defaults(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call without those that PyTorch's functions add, and no dtype."""
+    return {
+        name: each for name, each in kwargs.items() if name != "_stacklevel" and (name != "dtype" or each is not None)
+    }
+
+
 def read(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading | None:
     """What a call of the kind ``name`` computes of ``value``, which is among ``args`` or ``kwargs``.
 
     None where that is no operation of an epilogue.
     """
-    args, named = list(args), dict(kwargs)
+    args, named = list(args), without_defaults(kwargs)
     if args and args[0] is value:
         args = args[1:]
     elif name in ("add", "mul") and len(args) > 1 and args[1] is value:  # skip + y
@@ -215,7 +222,7 @@ def read(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         args = [args[0], *args[2:]]
     else:
         named = {key: each for key, each in named.items() if not (key in ("input", "self") and each is value)}
-        if len(named) == len(kwargs):
+        if len(named) == len(without_defaults(kwargs)):
             return None
     parameters = _PARAMETERS[name]
     if len(args) > len(parameters) or not named.keys() <= parameters.keys() or named.get("out") is not None:
@@ -283,8 +290,10 @@ def _add(name: str, given: dict[str, Any]) -> Reading | None:
 def _mul(name: str, given: dict[str, Any]) -> Reading | None:
     other = given["other"]
     if name == "div":  # by a power of two it is a product
-        exact = _numbers(other) and other != 0 and abs(math.frexp(other)[0]) == 0.5 and given["rounding_mode"] is None
-        return Reading("affine", (1.0 / other, 0.0)) if exact else None
+        if not _numbers(other) or other == 0 or given["rounding_mode"] is not None:
+            return None
+        exact = abs(math.frexp(other)[0]) == 0.5
+        return Reading("affine", (1.0 / other, 0.0)) if exact else Reading("divide", (float(other),))
     if _numbers(other):
         return Reading("affine", (float(other), 0.0))
     return None if _is_number(other) else Reading("multiply", (), other)

@@ -41,7 +41,7 @@ def activation(name: str, *constants: float) -> Step:
     """An activation by its name in `torch.nn.functional`, with its constants in order.
 
     ``relu``, ``leaky_relu`` (negative_slope), ``elu`` (alpha), ``gelu``, ``gelu_tanh``, ``silu``, ``tanh``,
-    ``sigmoid``, ``clamp`` (min, max), ``hardswish``, ``softplus`` (beta, threshold), ``mish``.
+    ``sigmoid``, ``clamp`` (min, max), ``hardswish``, ``softplus`` (beta, threshold), ``mish``, ``divide`` (divisor).
 
     Raises:
         ValueError: there is no such activation, or it has other constants.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-#: The activations, and the constants that each has, in order.
+#: The activations, and a division, with the constants that each has, in order.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "relu": (),
     "leaky_relu": ("negative_slope",),
@@ -26,6 +26,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "hardswish": (),
     "softplus": ("beta", "threshold"),
     "mish": (),
+    "divide": ("divisor",),
 }
 
 #: How many elements an operand has: one, one for each channel, for each sample and channel, or for each output.

@@ -52,6 +52,7 @@ _ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "hardswish": torch.nn.functional.hardswish,
     "softplus": torch.nn.functional.softplus,
     "mish": torch.nn.functional.mish,
+    "divide": torch.div,
 }
 
 
@@ -207,6 +208,7 @@ _BACKWARD: dict[str, Callable[..., Tensor]] = {
     "hardswish": lambda g, v, _: _aten.hardswish_backward(g, v),
     "softplus": lambda g, v, _, beta, threshold: _aten.softplus_backward(g, v, beta, threshold),
     "mish": lambda g, v, _: _mish_backward(g, v),
+    "divide": lambda g, v, _, divisor: g / divisor,
 }
 
 

@@ -3,3 +3,4 @@
 #pragma once
 
 inline float exp2_approximate(float v) { return exp2f(v); }
+inline float divide_approximate(float dividend, float divisor) { return dividend / divisor; }

@@ -23,7 +23,7 @@ struct Moments {
   // One value more than `count`.
   __device__ __forceinline__ void add(float value, int count) {
     if (EPILOGUE_SOFTMAX) {
-      const float ahead = value - center, power = exponential(-fabsf(ahead));
+      const float ahead = value - center, power = exponential_term(-fabsf(ahead));
       spread = ahead > 0 ? spread * power + 1.f : spread + power;
       center = ahead > 0 ? value : center;
       return;
@@ -38,7 +38,7 @@ struct Moments {
 __device__ __forceinline__ Moments both(const Moments& one, const Moments& other, int count, int others) {
   const float ahead = other.center - one.center;
   if (EPILOGUE_SOFTMAX) {
-    const float power = exponential(-fabsf(ahead));
+    const float power = exponential_term(-fabsf(ahead));
     return ahead > 0 ? Moments{other.center, other.spread + one.spread * power}
                      : Moments{one.center, one.spread + other.spread * power};
   }
