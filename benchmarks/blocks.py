@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from kernelbench_level2 import LEVEL2
-from shared import ROOT, copy_rate, error, problems_met, sources_of, timed, write
+from shared import ROOT, copy_rate, error, problems_met, reductions_met, sources_of, timed, write
 from torch import Tensor, nn
 
 import polyphase
@@ -34,6 +34,7 @@ from polyphase.jit.ahead import compile_ahead
 from polyphase.jit.launcher import quiet
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.program.reduction import program_of
 
 LAYERS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -135,12 +136,21 @@ def sam() -> nn.Module:
     return nn.Sequential(*first, nn.ConvTranspose2d(64, 32, 2, 2), nn.GELU())
 
 
+def cyclegan() -> nn.Module:
+    """The generator's two upsampling layers."""
+    layers: list[nn.Module] = []
+    for channels in (128, 64):
+        layers += [nn.ConvTranspose2d(2 * channels, channels, 3, 2, 1, 1), nn.InstanceNorm2d(channels), nn.ReLU(True)]
+    return nn.Sequential(*layers)
+
+
 BLOCKS: dict[str, Block] = {
     "DCGAN generator, batch 256": Block(dcgan, ((256, 100, 1, 1),)),
     "pose head, batch 64": Block(pose, ((64, 2048, 8, 6),)),
     "Mask R-CNN head, 400 boxes": Block(mask, ((400, 256, 14, 14),)),
     "U-Net up, batch 16": Block(UpBlock, ((16, 128, 256, 256), (16, 64, 512, 512))),
     "SAM upscaling, batch 16": Block(sam, ((16, 256, 64, 64),)),
+    "CycleGAN up, batch 16": Block(cyclegan, ((16, 256, 64, 64),)),
     "HiFi-GAN up, batch 16": Block(
         lambda: nn.Sequential(nn.LeakyReLU(0.1), nn.ConvTranspose1d(128, 64, 4, 2, 1)), ((16, 128, 6400),)
     ),
@@ -170,7 +180,8 @@ def kernels_of(block: Block, dtype: torch.dtype, device: DeviceInfo) -> list[Any
         model = built(block).to("meta", dtype)
         polyphase.accelerate(model, fuse=fusing)
         met += problems_met(partial(model, *inputs), dtype)
-    return sources_of(met, device, (Pass.FORWARD,))
+    behind = [program_of(each, str(dtype).removeprefix("torch.")) for each in reductions_met(partial(model, *inputs))]
+    return [*sources_of(met, device, (Pass.FORWARD,)), *(source for program in behind for source in program.sources)]
 
 
 def measured(name: str, block: Block, dtype: torch.dtype, timer: Timer, rate: float, modes: list[str]) -> list[Row]:

@@ -203,9 +203,9 @@ LEVEL2: dict[int, Level2] = {
     ),
     72: Level2(
         up(3, 3, 16, 3, 2, 1),
-        lambda m, x: m.pool(m.pool(m.norm(m.up(x)))),
+        lambda m, x: m.second_pool(m.pool(m.norm(m.up(x)))),
         ((64, 3, 32, 32, 32),),
-        {"norm": part(nn.BatchNorm3d, 16), "pool": part(nn.AvgPool3d, 2)},
+        {"norm": part(nn.BatchNorm3d, 16), "pool": part(nn.AvgPool3d, 2), "second_pool": part(nn.AvgPool3d, 2)},
     ),
     74: Level2(
         up(3, 16, 32, 3, 2, 1, 1),

@@ -11,12 +11,14 @@ from dataclasses import astuple, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyphase
+from polyphase import reductions
 from polyphase.bench import environment
 from polyphase.bench.records import write_rows
 from polyphase.bench.timing import Timer
@@ -24,6 +26,7 @@ from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import NONE, Epilogue, decoded
+from polyphase.problem.reduction import Reduction
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,6 +62,19 @@ def problems_met(run: Callable[[], object], dtype: torch.dtype) -> list[ConvTran
     with Watched(), torch.no_grad():  # type: ignore[no-untyped-call]
         run()
     return met
+
+
+def reductions_met(run: Callable[[], object]) -> list[Reduction]:
+    """What a call of a model on meta tensors asks of kernels behind its layers' own."""
+    found: list[Reduction] = []
+
+    def note(arranged: reductions.Arranged, steps: Any, value: Tensor) -> Tensor:
+        found.extend(arranged.parts)
+        return value.new_empty(arranged.shape)
+
+    with mock.patch.object(reductions, "_compute", note), torch.no_grad():
+        run()
+    return found
 
 
 def sources_of(problems: list[ConvTransposeProblem], device: DeviceInfo, passes: tuple[Pass, ...]) -> list[Any]:

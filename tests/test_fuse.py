@@ -253,7 +253,7 @@ def test_what_is_left_alone() -> None:
         return block.reason
 
     assert reason(nn.BatchNorm2d(4, track_running_stats=False)) == "1 has no running statistics"
-    assert reason(nn.GroupNorm(2, 4)) == "1 is a GroupNorm, which is not fused"
+    assert reason(nn.LocalResponseNorm(2)) == "1 is a LocalResponseNorm, which is not fused"
     hooked = nn.ReLU()
     hooked.register_forward_hook(lambda *_: None)
     assert reason(hooked) == "1 has hooks"

@@ -21,9 +21,12 @@ from polyphase.plan.planner import programs
 from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Epilogue
+from polyphase.program.reduction import program_of
 from test_epilogue import ALONE, Case, cases, check, make
 from test_layer_norm import EPILOGUES as NORMALIZING
 from test_layer_norm import LAYERS as NORMALIZED
+from test_reductions import CASES as REDUCTIONS
+from test_reductions import check as check_reduction
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
@@ -244,3 +247,33 @@ def test_joined_with_a_skip(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=tolerance)
     assert torch.equal(captured, found)
     assert torch.equal(found[:, :24], skip)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reductions(dtype: str) -> None:
+    """What follows an epilogue, in kernels of its own."""
+    offers = [(reduction, program_of(reduction, dtype)) for reduction in REDUCTIONS.values()]
+    compile_ahead((source for _, program in offers for source in program.sources), DeviceInfo.of(DEVICE).arch)
+    for reduction, program in offers:
+        check_reduction(reduction, program, dtype, Gpu(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_of_a_norm_over_groups(dtype: torch.dtype) -> None:
+    layers = (nn.ConvTranspose2d(16, 8, 2, 2), nn.GroupNorm(2, 8), nn.SiLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1))
+    model = nn.Sequential(*layers).eval().to(DEVICE, dtype)
+    plain = copy.deepcopy(model).double()
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("1", "2", "3", "4")
+    x = torch.randn(3, 16, 70, 90, device=DEVICE, dtype=dtype)
+    with torch.inference_mode():
+        for _ in range(2):
+            first = model(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = model(x)
+        for _ in range(3):
+            y.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(y, first)
+        rounded = 2**-7 if dtype == torch.bfloat16 else 2**-9
+        torch.testing.assert_close(y.double(), plain(x.double()), rtol=rounded, atol=rounded)

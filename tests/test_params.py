@@ -22,7 +22,9 @@ from polyphase.plan.planner import kernel_sources
 from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Epilogue, Operation
+from polyphase.problem.reduction import Reduction
 from polyphase.program.params import params_of, parse
+from polyphase.program.reduction import program_of
 from polyphase.program.struct_layout import ParamOverflowError, Struct, divisor
 
 # Layers that meet every kernel, each in more than one specialisation where there are.
@@ -78,7 +80,8 @@ def sources() -> dict[str, list[KernelSource]]:
         for pass_ in Pass:
             for source in kernel_sources(problem, pass_, device):
                 found.setdefault(source.kernel, []).append(source)
-    return found
+    groups = Reduction((2, 4, 3, 5), over="norm", last=3)
+    return found | {"reduce_groups": [*program_of(groups, "float32").sources]}
 
 
 def structs_in(struct_: Struct) -> Iterator[Struct]:
@@ -98,6 +101,7 @@ def expectations(struct_: Struct) -> Iterator[str]:
         "I": "unsigned",
         "q": "long long",
         "f": "float",
+        "d": "double",
     }
     for each in {found.name: found for found in structs_in(struct_)}.values():
         yield f"sizeof({each.name}) == {each.size}"
@@ -139,6 +143,8 @@ def test_what_is_written_is_read(kernel: str) -> None:
     rng, found = random.Random(kernel), params_of(sources()[kernel][0])
 
     def value_of(kind: str | Struct) -> Any:
+        if kind == "d":
+            return rng.random()
         if isinstance(kind, str):
             return (
                 rng.randint(0, 1) if kind == "?" else rng.randint(-(1 << 31 if kind == "i" else 1 << 63), (1 << 31) - 1)

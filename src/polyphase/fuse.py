@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from polyphase import functional, fused
 from polyphase.elementwise import COPIES, is_in_place
-from polyphase.fuse_trace import LAYERS, WAITING, Trace, call_name, graphs, shared_modules
+from polyphase.fuse_trace import LAYERS, Trace, call_name, graphs, is_waited_for, shared_modules
 from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, sees_input, step_of_module
 from polyphase.modules import APART_FOR, StandIn
 from polyphase.pending import Between, Marked, Pending, Waiting, computed
@@ -236,6 +236,7 @@ class Chain:
             with torch.autocast(input.device.type, enabled=False) if cast is None else cast():
                 return self._run(tensors, output_padding, steps, before, out)
 
+        @cache
         def size() -> tuple[int, ...]:
             known = Layer(layer.kernel_size, layer.stride, layer.padding, output_padding, layer.dilation, layer.groups)
             return (input.shape[0], layer.out_channels, *output_size(input.shape[2:], known))
@@ -322,7 +323,7 @@ def fuse(model: Module) -> tuple[Block, ...]:
     shared = shared_modules(model)
     for prefix, graph, root in graphs(model):
         traced.append(prefix)
-        trace = Trace(graph, root, shared, prefix[:-1])
+        trace = Trace(graph, root, shared, prefix[:-1], reduces=True)
         found = []
         for node in graph.nodes:
             layer: Any = root.get_submodule(node.target) if node.op == "call_module" else None
@@ -424,7 +425,7 @@ def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | 
     layer, *parts = [call_name(each) or root.get_submodule(str(each.target)) for each in called]
     # With derivatives it computes modules alone, up to a value that is read twice. Some modules wait as calls do: under
     # autocast they may have to compute for themselves, and of an input without a batch something else.
-    waits = [place for place, part in enumerate(parts) if isinstance(part, (str, *WAITING))]
+    waits = [place for place, part in enumerate(parts) if is_waited_for(part)]
     again = [place for place, value in enumerate(called[:-1]) if len(value.users) > 1]
     first = min([len(parts), *waits, *again])
     modules: Any = tuple(parts[:first])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from polyphase import reduction_steps
 from polyphase.elementwise import (
     CONCATENATIONS,
     COPIES,
@@ -34,12 +35,12 @@ from polyphase.module_steps import (
     sees_input,
 )
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from polyphase.pending import SIZES
 from polyphase.problem.epilogue import ACTIVATIONS, MOST_CHANNELS, OF_PIXELS
 from polyphase.snakes import snake_of
 
 LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
-#: Modules that a layer waits for, as it does for calls.
-WAITING = (torch.nn.Softplus, torch.nn.Softmax, torch.nn.Softmax2d)
+_WAITING = (torch.nn.Softplus, torch.nn.Softmax, torch.nn.Softmax2d)
 
 
 class _Proxy(torch.fx.Proxy):
@@ -104,20 +105,40 @@ def shared_modules(model: Module) -> set[int]:
     return {module for module, count in names.items() if count > 1}
 
 
+def is_waited_for(part: Any) -> bool:
+    """Whether a layer waits for a module, as it does for calls, which are given by their names."""
+    return isinstance(part, (str, *_WAITING)) or reduction_steps.is_module(part)
+
+
 def call_name(node: torch.fx.Node) -> str:
     """The kind of a call; "" if no layer can compute it."""
     if node.op == "call_function" and node.target in CONCATENATIONS:
         return "cat"
-    return name_of(node.target) if node.op in ("call_function", "call_method") else ""
+    called = node.op in ("call_function", "call_method")
+    return name_of(node.target) or reduction_steps.name_of(node.target) if called else ""
+
+
+def _forget_sizes(graph: torch.fx.Graph) -> None:
+    """Have no node of a graph that nobody runs read a tensor for its size or type, which are known before."""
+    for node in graph.nodes:
+        of_attribute = node.op == "call_function" and node.target is getattr and node.args[1] in SIZES
+        if of_attribute or (node.op == "call_method" and node.target in SIZES):
+            node.args = node.args[1:]
 
 
 class Trace:
     """A graph of what a module calls, and which of its nodes a layer computes already.
 
-    ``name``: that module's in the model; "" is the model itself.
+    ``name``: that module's in the model; "" is the model itself. ``reduces``: pooling, reductions and norms behind a
+    layer's own epilogue count as computed by it (`polyphase.reductions`).
     """
 
-    def __init__(self, graph: torch.fx.Graph, root: Module, shared: set[int], name: str = "") -> None:
+    def __init__(
+        self, graph: torch.fx.Graph, root: Module, shared: set[int], name: str = "", reduces: bool = False
+    ) -> None:
+        self._reduces = reduces
+        if reduces:
+            _forget_sizes(graph)
         self._root = root
         self._name = name
         self._shared = shared
@@ -158,7 +179,7 @@ class Trace:
                     numbers[reader] = numbers[reader.all_input_nodes[0]]
                 reason = "cat() joins its output with other tensors" if name == "cat" else ""
         chain = list(numbers)
-        while not is_closed(chain) or call_name(chain[-1]) in COPIES:
+        while not is_closed(chain) or call_name(chain[-1]) in (*COPIES, "view"):
             chain.pop()
         if len(chain[-1].users) > 1:
             reason = f"{len(chain[-1].users)} operations read its output"
@@ -221,10 +242,13 @@ class Trace:
                 return f"{reader.target} reads an earlier value first"
             module, dims = self._module(reader), _dims(self._module(layer))
             in_place = bool(getattr(module, "inplace", False))
-            reason = _why_not(module, dims, reader, self._calls, self._shared)
+            reduced = self._is_reduced(reader, numbers)
+            reason = _why_not(module, dims, reader, self._calls, self._shared, reduced)
             reason = reason and f"{reader.target} {reason}"
-            if not reason and is_of_pixels(module, dims):
-                reason = self._why_not_of_pixels(numbers)
+            if not reason and reduced:
+                reason = self._why_not_reduced(numbers, reader)
+            elif not reason and is_of_pixels(module, dims):
+                reason = self._why_not_of_pixels(numbers, is_waited_for(module))
             if not reason and self._waits([*numbers, reader]):
                 reason = self._why_not_later(numbers, reader, str(reader.target))
         else:
@@ -234,39 +258,69 @@ class Trace:
             return "the next operation changes in place what is read again"
         return reason
 
+    def _is_reduced(self, node: torch.fx.Node, chain: Iterable[torch.fx.Node]) -> bool:
+        """Whether a node behind a layer, the first of ``chain``, is a pooling, a reduction or a norm."""
+        layer, *_ = chain
+        dims, module = _dims(self._module(layer)), self._module_of(node)
+        if not self._reduces or node is layer:
+            return False
+        if module is not None:
+            return reduction_steps.module_step(module, dims) is not None
+        if node.op not in ("call_function", "call_method") or not node.args:
+            return False
+        return reduction_steps.read(node.target, node.args[0], node.args, node.kwargs, dims) is not None
+
+    def _reduced_before(self, chain: Iterable[torch.fx.Node]) -> bool:
+        """Whether there is one among the nodes of a chain."""
+        chain = list(chain)
+        return any(self._is_reduced(node, chain) for node in chain)
+
+    def _why_not_reduced(self, chain: Iterable[torch.fx.Node], node: torch.fx.Node) -> str:
+        """Why a reduction cannot be a part of a chain, or ""."""
+        *_, value = chain
+        again = any(reader is not node and reader not in chain for each in chain for reader in each.users)
+        return f"{node} is not alone in reading its output" if again or node.args[0] is not value else ""
+
     def _waits(self, chain: Iterable[torch.fx.Node]) -> bool:
         """Whether a layer waits for one of these."""
-        return any(call_name(node) or isinstance(self._module_of(node), WAITING) for node in chain)
+        return any(is_waited_for(call_name(node) or self._module_of(node)) for node in chain)
 
     def _why_no_call(self, numbers: dict[torch.fx.Node, int], call: torch.fx.Node) -> str:
         """Why a call cannot be computed of the last value of a chain by the layer, or ""."""
         layer, value, name = next(iter(numbers)), next(reversed(numbers)), call_name(call)
-        if not name:
+        reduced = self._is_reduced(call, numbers)
+        if not reduced and name != "cat" and not name_of(call.target):
             name = getattr(call.target, "__name__", str(call.target))
             return f"{name}() reads its output, and is not fused"
         if name == "cat":
             parts = concatenated(call.args, call.kwargs, _dims(self._module(layer)))
-            if parts is None or sum(each is value for each in parts) != 1:
+            if parts is None or sum(each is value for each in parts) != 1 or self._reduced_before(numbers):
                 return "cat() does not join it once along channels"
             return self._why_not_later(numbers, call, name)
         if call in self._taken:
             return f"{name}() is fused with another layer"
+        if reduced:
+            return self._why_not_reduced(numbers, call) or self._why_not_later(numbers, call, name)
         found = read_next(name, call, numbers)
         if changes_other(call.target, value if found is None else found[1], call.args, call.kwargs):
             return f"{name}() changes another tensor in place"
         again = found is not None and found[0].other in numbers
         if found is None or (again and step_of_value(found[0], 0) is None):
             return f"{name}() has arguments with which it is not fused"
-        if found[0].kind in OF_PIXELS and (reason := self._why_not_of_pixels(numbers)):
+        if found[0].kind in OF_PIXELS and (reason := self._why_not_of_pixels(numbers, True)):
             return reason
         return self._why_not_later(numbers, call, name)
 
-    def _why_not_of_pixels(self, chain: Iterable[torch.fx.Node]) -> str:
-        """Why no kernel has all channels of a pixel at once behind a chain, or ""."""
+    def _why_not_of_pixels(self, chain: Iterable[torch.fx.Node], softmax: bool) -> str:
+        """Why no kernel has all channels of a pixel at once behind a chain, for a softmax or a layer norm; or ""."""
         layer, *nodes = chain
         module: Any = self._module(layer)
+        if self._reduced_before([layer, *nodes]):  # a kernel of its own computes it
+            return ""
         if any(call_name(node) in OF_PIXELS or is_of_pixels(self._module_of(node), _dims(module)) for node in nodes):
             return "one softmax or layer norm is fused with a layer, and not two"
+        if softmax and self._reduces:
+            return ""
         if module.groups > 1:
             return "the layer has groups, and no kernel has all channels of a pixel at once"
         return (
@@ -297,12 +351,14 @@ def is_of_pixels(module: Any, dims: int) -> bool:
     return isinstance(module, (torch.nn.Softmax, torch.nn.Softmax2d)) or reader_of(module, dims) is layer_norm
 
 
-def _why_not(module: Any, dims: int, node: torch.fx.Node, calls: list[Any], shared: set[int]) -> str:
+def _why_not(
+    module: Any, dims: int, node: torch.fx.Node, calls: list[Any], shared: set[int], reduced: bool = False
+) -> str:
     """Why a module cannot be computed by the layer before it, whose output has so many dimensions, or ""."""
     reader = reader_of(module, dims)
     if reader is None and hasattr(type(module), "_reader"):
         return "is fused with another layer"
-    if reader is None:
+    if reader is None and not reduced:
         return f"is a {type(module).__name__}, which is not fused"
     if calls.count(node.target) > 1 or id(module) in shared:
         return "is called more than once"

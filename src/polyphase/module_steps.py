@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from polyphase import fused
+from polyphase import fused, reduction_steps
 from polyphase.layer_norms import is_layer_norm, is_smooth
 from polyphase.snakes import snake, snake_of
 
@@ -87,8 +87,10 @@ def reader_before(module: Any) -> Callable[[Any], fused.Step | None] | None:
     return snake if snake_of(module) is not None else None
 
 
-def step_of_module(module: Any) -> fused.Step | None:
-    """What a module of a chain computes, of its parameters as they are now."""
+def step_of_module(module: Any, dims: int = 0) -> fused.Step | None:
+    """What a module of a chain computes of a tensor of so many dimensions, of its parameters as they are now."""
+    if reduction_steps.is_module(module):
+        return reduction_steps.module_step(module, dims)
     step: fused.Step | None = type(module)._reader(module)
     return step
 

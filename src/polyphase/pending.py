@@ -19,13 +19,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyphase import fused
+from polyphase import fused, reduction_steps
 from polyphase.elementwise import (
     CONCATENATIONS,
     COPIES,
@@ -41,11 +42,11 @@ from polyphase.elementwise import (
     step_of_value,
 )
 from polyphase.module_steps import is_over_channels, step_of_module
-from polyphase.problem.epilogue import OF_PIXELS
 from polyphase.problem.layouts import ALIGNMENT
+from polyphase.reductions import PLAIN, WIDER, Arranged, compute, following
 from polyphase.torch_op.into import copy_to_slice
 from polyphase.torch_op.memory_format import output_channels_last
-from polyphase.versions import versions_of
+from polyphase.versions import check_versions, versions_of
 
 _CONSTANTS = (int, float, bool, str)
 _READ: dict[Any, Reading | None] = {}  # calls that were read before
@@ -79,13 +80,17 @@ class Pending(Tensor):
     _steps: list[fused.Step]
     _versions: list[int]
     _place: int  # how many of those expected have been called
+    _found: Arranged  # how the steps are computed
     _value: Tensor | None = None
 
     @classmethod
-    def of(cls, waiting: Waiting, steps: list[fused.Step], versions: list[int], place: int = 0) -> Pending:
-        """An output of the first ``place`` calls that are expected, which are ``steps``."""
+    def of(
+        cls, waiting: Waiting, steps: list[fused.Step], versions: list[int], place: int = 0, found: Arranged = PLAIN
+    ) -> Pending:
+        """An output of the first ``place`` calls that are expected, ``steps``, which are computed as ``found`` says."""
         pending = _NOTHING.as_subclass(cls)
-        pending._waiting, pending._steps, pending._versions, pending._place = waiting, steps, versions, place
+        pending._waiting, pending._steps, pending._versions = waiting, steps, versions
+        pending._place, pending._found = place, found
         return pending
 
     def tensor(self) -> Tensor:
@@ -96,28 +101,30 @@ class Pending(Tensor):
 
     def compute(self, out: Tensor | None = None) -> Tensor:
         """The same anew, written to ``out`` where that is given."""
-        _check_versions(self._waiting, self._steps, self._versions)
-        if torch.is_grad_enabled():  # which it was not when the layer was called
-            with torch.no_grad():
-                return self._waiting.compute(self._steps, out)
-        return self._waiting.compute(self._steps, out)
+        check_versions(self._waiting, self._steps, self._versions)
+        with torch.set_grad_enabled(False) if torch.is_grad_enabled() else nullcontext():  # it was not before
+            return compute(self._waiting, self._found, self._steps, out)
+
+    def _size(self) -> tuple[int, ...]:
+        """The shape of what it stands for."""
+        return self._waiting.size() if self._found is PLAIN else self._found.shape
 
     def pass_through(self, module: Any) -> Pending | Tensor | None:
         """What a module gives of it; None if another call is expected."""
         if not self._expects(module):
             return None
-        step = step_of_module(module)
-        if step is not None and (_is_wider(step.kind) or _is_recorded(step)):
+        dims = len(self._waiting.size())
+        step = step_of_module(module, dims)
+        if step is not None and step.kind == "softmax" and not is_over_channels(module, dims):
             return None
-        if step is not None and step.kind == "softmax" and not is_over_channels(module, len(self._waiting.size())):
-            return None
-        return self._next(step, bool(vars(module).get("inplace")))
+        found = self._follow(step)
+        return None if found is None else self._next(step, bool(vars(module).get("inplace")), found)
 
     def read_by(self, layer: Any) -> tuple[Tensor, list[fused.Step]] | None:
         """What a layer is given that is to compute the steps itself, which are of its input; None where it is not."""
         if not self._expects(layer) or torch.is_grad_enabled():
             return None
-        _check_versions(self._waiting, self._steps, self._versions)
+        check_versions(self._waiting, self._steps, self._versions)
         return self._waiting.reads[0], self._steps
 
     def _expects(self, part: Any) -> bool:
@@ -126,28 +133,35 @@ class Pending(Tensor):
             return False
         return expected[self._place] is part or (type(part) is str and expected[self._place] == part)
 
-    def _next(self, step: fused.Step | None, in_place: bool) -> Pending | Tensor:
+    def _follow(self, step: fused.Step | None) -> Arranged | None:
+        """How it is computed with a further step, or nothing; None where a kernel would give something else."""
+        if step is None or not step.kind or (self._found is PLAIN and not step.tensors and step.kind not in WIDER):
+            return self._found
+        return following(self._waiting, self._found, self._steps, step)
+
+    def _next(self, step: fused.Step | None, in_place: bool, found: Arranged) -> Pending | Tensor:
         steps, versions = self._steps, self._versions
         if step is not None:
             steps, versions = [*steps, step], [*versions, *versions_of((), (step,))]
         if in_place:
-            self._place, self._steps, self._versions = self._place + 1, steps, versions
-        later = self if in_place else Pending.of(self._waiting, steps, versions, self._place + 1)
+            self._place, self._steps, self._versions, self._found = self._place + 1, steps, versions, found
+        later = self if in_place else Pending.of(self._waiting, steps, versions, self._place + 1, found)
         return later if later._place < len(self._waiting.expected) else later.tensor()
 
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A function of it: recorded if it is the next one expected, else computed of tensors."""
-        name = name_of(function)
+        name = (own := name_of(function)) or reduction_steps.name_of(function)
         copied = name in COPIES and self._value is None and not torch.is_grad_enabled()
         if copied and self._read(name, args, kwargs) is not None:
             if name == "clone":
-                return Pending.of(self._waiting, self._steps, self._versions, self._place)
+                return Pending.of(self._waiting, self._steps, self._versions, self._place, self._found)
             return self  # detached: who changes the one in place changes the other
         if name and self._expects(name) and not changes_other(function, self, args, kwargs):
-            reading = self._read(name, args, kwargs)
-            step = None if reading is None else self._step(reading)
-            if step is not None:
-                return self._next(step if step.kind else None, is_in_place(function, kwargs))
+            reading = self._read(name, args, kwargs) if own else None
+            other = None if reading else reduction_steps.read(function, self, args, kwargs, len(self._size()))
+            step = self._step(reading) if reading else other
+            if step is not None and (found := self._follow(step)) is not None:
+                return self._next(step if step.kind else None, is_in_place(function, kwargs), found)
         return function(*_computed(args), **_computed(kwargs))
 
     def _read(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading | None:
@@ -170,14 +184,16 @@ class Pending(Tensor):
         """The step of a call that gives what it gives of the tensor: of its dtype and shape, without derivatives."""
         other, waiting = reading.other, self._waiting
         if other is None:
-            return None if _is_wider(reading.kind) else fused.Step(reading.kind, reading.constants)
+            return fused.Step(reading.kind, reading.constants)
         if type(other) is Pending:
             if other._waiting is waiting and other._value is None and self._follows(other):
-                return step_of_value(reading, len(other._steps))
+                return step_of_value(reading, len(other._steps)) if other._size() == self._size() else None
             other = other.tensor()
         if not isinstance(other, Tensor) or (other.requires_grad and torch.is_grad_enabled()):
             return None
-        size = waiting.size()
+        size = self._size()
+        if len(size) != len(waiting.size()):  # operands are for the channels of a tensor with as many dimensions
+            return None
         found = per(reading.kind, other.shape, size) if other.dtype == waiting.dtype else ""
         if not found or other.device != waiting.device:
             return None
@@ -195,6 +211,8 @@ class Pending(Tensor):
         """What PyTorch's functions call for it."""
         kwargs = kwargs or {}
         first = args[0] if args and type(args[0]) is Pending else None
+        if function in _KNOWN and first is not None and not kwargs:
+            return _KNOWN[function](first, *args[1:])
         for each in (*args[1:], *kwargs.values()) if args else kwargs.values():
             if type(each) is Pending and (first is None or each._place > first._place):
                 first = each  # which the other, an earlier value, may be read with
@@ -202,6 +220,19 @@ class Pending(Tensor):
             joined = _joined(args, kwargs) if function in CONCATENATIONS else None
             return joined if joined is not None else function(*_computed(args), **_computed(kwargs))
         return first._call(function, args, kwargs)
+
+
+def _property(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+#: What a tensor that has no values yet is asked for, as methods or attributes; and what tells it.
+SIZES = ("shape", "size", "dtype")
+_KNOWN: dict[Any, Callable[..., Any]] = {
+    _property("shape"): lambda pending, *_: torch.Size(pending._size()),
+    Tensor.size: lambda pending, *dim: torch.empty(pending._size(), device="meta").size(*dim),
+    _property("dtype"): lambda pending, *_: pending._waiting.dtype,
+}
 
 
 class _Mark(NamedTuple):
@@ -269,7 +300,7 @@ class Marked(Tensor):
                     f"modules that the layer computes are called: {_REMEDY}"
                 )
             _, waiting, steps, versions = self._mark
-            _check_versions(waiting, steps, versions)
+            check_versions(waiting, steps, versions)
             with torch._C.DisableTorchFunctionSubclass():
                 through = recorded and not self.is_leaf
             with torch.set_grad_enabled(through):
@@ -294,10 +325,6 @@ class Marked(Tensor):
 
 
 _REMEDY = "call the whole of what was fused, or polyphase.restore(model) first"
-
-
-def _property(name: str) -> Any:
-    return getattr(Tensor, name).__get__
 
 
 def _joined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -399,25 +426,6 @@ class Between:
 def computed(value: Any) -> Any:
     """A tensor in the place of what is expected to be read otherwise."""
     return value.tensor() if type(value) in (Pending, Marked, Between) else value
-
-
-def _check_versions(waiting: Waiting, steps: Sequence[fused.Step | None], versions: list[int]) -> None:
-    """Raise RuntimeError where a tensor has changed that is to be read."""
-    if versions != versions_of(waiting.reads, steps):
-        raise RuntimeError(
-            "a tensor that a fused layer reads (its input, a parameter, what is added) has changed in place "
-            "before the functions behind the layer were called"
-        )
-
-
-def _is_wider(kind: str) -> bool:
-    """Whether the result would have another dtype: autocast makes these float32 on a GPU."""
-    return kind in ("softplus", *OF_PIXELS) and torch._C._is_any_autocast_enabled()
-
-
-def _is_recorded(step: fused.Step) -> bool:
-    """Whether autograd would record the step of a value without derivatives."""
-    return torch.is_grad_enabled() and any(each.requires_grad for _, each in step.tensors)
 
 
 def _computed(values: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,3 +23,12 @@ def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()
         except RuntimeError:  # of a tensor from inference mode: it takes 20 µs, where that is on always
             pass
     return [0 if each.is_inference() else each._version for each in tensors]
+
+
+def check_versions(waiting: Any, steps: Sequence[fused.Step | None], versions: list[int]) -> None:
+    """Raise RuntimeError where a tensor has changed that is to be read; ``waiting``: a `polyphase.pending.Waiting`."""
+    if versions != versions_of(waiting.reads, steps):
+        raise RuntimeError(
+            "a tensor that a fused layer reads (its input, a parameter, what is added) has changed in place "
+            "before the functions behind the layer were called"
+        )

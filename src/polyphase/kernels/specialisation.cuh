@@ -33,6 +33,7 @@ constexpr int MIN_BLOCKS = 1;  // resident on a multiprocessor, for which the co
 #define CLUSTER 1       // thread blocks
 #define BY_THREADS 0    // MN-major operands of 32 bits pass registers
 #define SCALED 0        // float32 is multiplied as float16
+#define SPLIT 0         // 1: moments are left; 2: those that were left are taken
 #define TAPS_IN_ROWS 0  // rows of the product are taps (col2im follows), not channels of one phase
 
 // implicit_gemm: the tile, the warps, the pipeline.

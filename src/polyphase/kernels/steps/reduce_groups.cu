@@ -1,0 +1,262 @@
+// Behind a layer, what no epilogue computes: values pooled over windows, then reduced or normalised over groups.
+//
+//   v[i]   = prologue(pool of the window i of src)             i: an element of what is pooled, (outer, length, inner)
+//   dst[g] = operations(reduced v of the group g)              g: one (outer, inner), the `length` values of which are
+//   dst[i] = operations(v[i] normalised over its group)           reduced or normalised together
+//
+// Index mapping. A block has THREADS / TEAM groups, a team of threads for each. With ROWS `inner` is 1: a team is
+// neighbouring threads, each with VECTOR neighbours of a row at a time; else neighbouring threads have neighbouring
+// groups. A thread loads UNROLL vectors, of which it finds the moments, and adds these to those before. With KEPT that
+// is all there is, and it normalises what it has; else it loads all a second time. A team's moments are added up by
+// shuffles and through shared memory, in a fixed order.
+//
+// Where groups are few each is split over blocks, in two launches: of the first (SPLIT of 1) each block leaves the
+// moments of its share in `partials`; the second (SPLIT of 2) adds them up.
+
+#include "specialisation.cuh"
+#include "core/divisor.cuh"
+#include "core/types.cuh"
+#include "epilogue/activations.cuh"
+#include "epilogue/finish.cuh"
+#include "operand/prologue.cuh"
+
+struct Params {
+  int groups, length, splits, span;  // values of a group and of a share of it
+  Divisor inner;
+  Divisor run, channels;  // channel of dst[i]: i / run % channels
+  Divisor run_before, channels_before;
+  Divisor depth, height, width;  // of what is pooled
+  int src_depth, src_height, src_width;
+  long long sample_stride;  // of dst
+  double epsilon;
+};
+
+enum Over { NOTHING, SUM, MEAN, MAXIMUM, MINIMUM, LOGSUMEXP, NORM, SOFTMAX };
+enum Pool { NO_POOL, MAX_POOL, AVERAGE_POOL };
+constexpr bool NORMALISES = OVER == NORM || OVER == SOFTMAX, REDUCES = OVER != NOTHING && !NORMALISES;
+constexpr int GROUPS = THREADS / TEAM, BETWEEN = TEAM * VECTOR, ROUND = BETWEEN * UNROLL;
+constexpr accum_t LEAST = (accum_t)(sizeof(accum_t) == 8 ? -1.7976931348623157e308 : -3.402823466e38);
+
+// Of some values: their sum; or the largest or smallest; or their mean, the sum of squared deviations and their number;
+// or the largest (a finite number) and the sum of exponentials of the differences from it.
+struct Moments {
+  accum_t center, spread, count;
+};
+
+__device__ __forceinline__ accum_t infinity() { return __int_as_float(0x7f800000); }
+__device__ __forceinline__ accum_t finite(accum_t v) { return v < LEAST ? LEAST : v > -LEAST ? -LEAST : v; }
+
+__device__ __forceinline__ Moments of_none() {
+  if (OVER == MAXIMUM) return {-infinity(), 0, 0};
+  if (OVER == MINIMUM) return {infinity(), 0, 0};
+  return {OVER == LOGSUMEXP || OVER == SOFTMAX ? LEAST : (accum_t)0, 0, 0};
+}
+
+__device__ __forceinline__ Moments both(const Moments& one, const Moments& other) {
+  if (OVER == SUM || OVER == MEAN) return {one.center + other.center, 0, 0};
+  if (OVER == MAXIMUM) return {larger(one.center, other.center), 0, 0};
+  if (OVER == MINIMUM) return {smaller(one.center, other.center), 0, 0};
+  if (OVER == NORM) {
+    const accum_t count = one.count + other.count, share = count > 0 ? quotient(other.count, count) : (accum_t)0;
+    const accum_t ahead = other.center - one.center;
+    return {one.center + ahead * share, one.spread + other.spread + ahead * ahead * (one.count * share), count};
+  }
+  const accum_t center = larger(one.center, other.center);
+  return {center,
+          one.spread * exponential_term(one.center - center) + other.spread * exponential_term(other.center - center),
+          0};
+}
+
+typedef accum_t Values[UNROLL][VECTOR];
+
+// Of the first `vectors` vectors.
+__device__ __forceinline__ Moments moments_of(const Values& values, int vectors) {
+  const Moments none = of_none();
+  Moments found = none;
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i)
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      const accum_t v = i < vectors ? values[i][j] : none.center;
+      if (OVER == MINIMUM)
+        found.center = smaller(found.center, v);
+      else if (OVER == SUM || OVER == MEAN || OVER == NORM)
+        found.center += v;
+      else
+        found.center = larger(found.center, v);
+    }
+  if (OVER != NORM && OVER != LOGSUMEXP && OVER != SOFTMAX) return found;
+  if (OVER == NORM && vectors > 0) {
+    found.count = vectors * VECTOR;
+    found.center *= quotient((accum_t)1, found.count);
+  }
+  if (OVER != NORM) found.center = finite(found.center);
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i)
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      const accum_t ahead = values[i][j] - found.center;
+      if (i < vectors) found.spread += OVER == NORM ? ahead * ahead : exponential_term(ahead);
+    }
+  return found;
+}
+
+// Those of all threads of a team.
+__device__ __forceinline__ Moments of_team(Moments moments, int group) {
+  constexpr int PARTS = ROWS ? TEAM / 32 : TEAM;
+  __shared__ Moments parts[ROWS ? THREADS / 32 + 1 : THREADS];
+#pragma unroll
+  for (int lane = 1; ROWS && lane < (TEAM < 32 ? TEAM : 32); lane *= 2) {
+    const Moments other = {__shfl_xor_sync(~0u, moments.center, lane), __shfl_xor_sync(~0u, moments.spread, lane),
+                           __shfl_xor_sync(~0u, moments.count, lane)};
+    moments = threadIdx.x & lane ? both(other, moments) : both(moments, other);
+  }
+  if (PARTS > 1) {
+    if (!ROWS || threadIdx.x % 32 == 0) parts[ROWS ? threadIdx.x / 32 : threadIdx.x] = moments;
+    __syncthreads();
+    moments = parts[ROWS ? group * PARTS : group];
+    for (int i = 1; i < PARTS; ++i) moments = both(moments, parts[ROWS ? group * PARTS + i : group + i * GROUPS]);
+  }
+  return moments;
+}
+
+__device__ __forceinline__ accum_t reduced(const Moments& of, int length) {
+  if (OVER == MEAN) return of.center / length;
+  return OVER == LOGSUMEXP ? logarithm(of.spread) + of.center : of.center;
+}
+
+// What the values of a group are normalised by. Infinities give NaN, as in PyTorch.
+__device__ __forceinline__ Normal normal_of(const Moments& of, accum_t epsilon) {
+  if (OVER == SOFTMAX) return {of.center, 1 / of.spread + (of.spread - of.spread)};
+  return {of.center, 1 / square_root(of.spread / of.count + epsilon)};
+}
+
+__device__ __forceinline__ accum_t normalised(accum_t v, const Normal& by) {
+  if (OVER == NOTHING) return v;
+  return (OVER == SOFTMAX ? exponential(v - by.center) : v - by.center) * by.factor;
+}
+
+// The pool of a window.
+__device__ __forceinline__ accum_t pooled(const Params& params, const scalar_t* __restrict__ src, int element) {
+  const int line = element / params.width, plane = line / params.height, image = plane / params.depth;
+  const int x = element - line * params.width, y = line - plane * params.height, z = plane - image * params.depth;
+  const long long corner = (long long)image * params.src_depth + z * WINDOW_D;
+  const scalar_t* const from = src + (corner * params.src_height + y * WINDOW_H) * params.src_width + x * WINDOW_W;
+  accum_t found = POOL == MAX_POOL ? -infinity() : (accum_t)0;
+#pragma unroll
+  for (int d = 0; d < WINDOW_D; ++d)
+#pragma unroll
+    for (int h = 0; h < WINDOW_H; ++h)
+#pragma unroll
+      for (int w = 0; w < WINDOW_W; ++w) {
+        const accum_t v = widen(read(from + ((long long)d * params.src_height + h) * params.src_width + w));
+        found = POOL == MAX_POOL ? larger(found, v) : found + v;
+      }
+  return POOL == AVERAGE_POOL ? found / (WINDOW_D * WINDOW_H * WINDOW_W) : found;
+}
+
+// A thread's share of a group: where its values lie, from the first on.
+struct Share {
+  int base, stride, first, end;
+
+  __device__ __forceinline__ int place(int first, int vector) const {
+    return base + (first + vector * BETWEEN) * stride;
+  }
+  // How many vectors there are from a value on.
+  __device__ __forceinline__ int vectors(int first) const {
+    const int left = first < end ? (end - first + BETWEEN - 1) / BETWEEN : 0;
+    return left < UNROLL ? left : UNROLL;
+  }
+};
+
+// The values from one on, and how many vectors they are.
+__device__ __forceinline__ int load(const Params& params, const scalar_t* __restrict__ src,
+                                    const PrologueOperands& operands, const Share& share, int first, Values& values) {
+  const int vectors = share.vectors(first);
+  Vector<scalar_t, VECTOR> raw[UNROLL];
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i) {
+    if (i >= vectors) continue;
+    if (POOL == NO_POOL) raw[i] = *(const Vector<scalar_t, VECTOR>*)(src + share.place(first, i));
+    if (POOL != NO_POOL) values[i][0] = pooled(params, src, share.place(first, i));
+  }
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i)
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      if (i >= vectors) continue;
+      if (POOL == NO_POOL) values[i][j] = widen(raw[i].value[j]);
+#if PROLOGUE
+      const int channel = (share.place(first, i) + j) / params.run_before % params.channels_before;
+      values[i][j] = prologue(values[i][j], prologue_terms(operands, channel, true));
+#endif
+    }
+  return vectors;
+}
+
+// Normalises, operates and writes values from one on.
+__device__ __forceinline__ void store(const Params& params, const EpilogueOperands& operands, const Share& share,
+                                      int first, int vectors, const Values& values, const Normal& by, scalar_t* dst) {
+#pragma unroll
+  for (int i = 0; i < UNROLL; ++i) {
+    if (i >= vectors) continue;
+    const int element = share.place(first, i), line = BY_POSITION ? first + i * BETWEEN : element / params.run;
+    const int left = BY_POSITION ? 1 : params.run - (element - line * params.run);  // of the channel
+    ChannelTerms terms = channel_terms(operands, BY_POSITION ? line : line % params.channels);
+    Vector<scalar_t, VECTOR> result;
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      if (BY_POSITION && j > 0) terms = channel_terms(operands, line + j);
+      if (!BY_POSITION && !ONE_CHANNEL && j >= left)
+        terms = channel_terms(operands, (element + j) / params.run % params.channels);
+      narrow(operate(normalised(values[i][j], by), terms, dst + element + j), result.value[j]);
+    }
+    *(Vector<scalar_t, VECTOR>*)(dst + element) = result;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    reduce_groups(const scalar_t* __restrict__ src EPILOGUE_PARAMETERS PROLOGUE_PARAMETERS,
+#if SPLIT
+                  Moments* __restrict__ partials,
+#endif
+                  scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+  const int thread = threadIdx.x, member = ROWS ? thread % TEAM : thread / GROUPS;
+  const int of_block = ROWS ? thread / TEAM : thread % GROUPS, splits = SPLIT == 2 && REDUCES ? 1 : params.splits;
+  const int split = blockIdx.x % splits, counted = (int)(blockIdx.x / splits) * GROUPS + of_block;
+  const bool exists = counted < params.groups;
+  const int group = exists ? counted : 0, start = split * params.span, left = params.length - start;
+  const int outer = ROWS ? group : group / params.inner, stride = ROWS ? 1 : params.inner.value;
+  const Share share{outer * params.length * stride + (group - outer * stride) * !ROWS, stride, start + member * VECTOR,
+                    exists ? start + (params.span < left ? params.span : left) : 0};
+  Values values;
+  Moments moments = of_none();
+#if SPLIT == 2
+  for (int i = member; exists && i < params.splits; i += TEAM)
+    moments = both(moments, partials[(long long)group * params.splits + i]);
+#else
+  for (int first = share.first; OVER != NOTHING && first < share.end; first += ROUND) {
+    const int vectors = load(params, src, PROLOGUE_OPERANDS, share, first, values);
+    moments = both(moments, moments_of(values, vectors));
+    if (KEPT) break;
+  }
+#endif
+  if (OVER != NOTHING) moments = of_team(moments, of_block);
+#if SPLIT == 1
+  if (exists && member == 0) partials[(long long)group * params.splits + split] = moments;
+#else
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(nullptr, dst, params.sample_stride);
+  if (REDUCES) {
+    if (!exists || member > 0) return;
+    const ChannelTerms terms = channel_terms(operands, group / params.run % params.channels);
+    narrow(operate(reduced(moments, params.length), terms, dst + group), dst[group]);
+    return;
+  }
+  const Normal by = normal_of(moments, (accum_t)params.epsilon);
+  for (int first = share.first; first < share.end; first += ROUND) {
+    const int vectors = KEPT ? share.vectors(first) : load(params, src, PROLOGUE_OPERANDS, share, first, values);
+    store(params, operands, share, first, vectors, values, by, dst);
+    if (KEPT) break;
+  }
+#endif
+}

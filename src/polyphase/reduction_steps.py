@@ -1,0 +1,222 @@
+"""PyTorch's poolings, reductions, norms of groups and views behind a layer, read as steps that no epilogue computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyphase import fused
+from polyphase.elementwise import without_defaults
+from polyphase.problem.reduction import REDUCTIONS
+
+#: Steps that no epilogue computes: pools have their windows as constants; reductions the first and the last dimension,
+#: and whether these stay; softmaxes the same two; norms groups, or the first dimension and sizes, and what is added to
+#: the variance. Views have sizes, of which 0 is what there is.
+KINDS = frozenset(("max_pool", "avg_pool", *REDUCTIONS, "softmax_over", "group_norm", "position_norm", "view"))
+
+_PARAMETERS: dict[str, dict[str, Any]] = {
+    "max_pool": {"kernel_size": None, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False,
+                 "return_indices": False},
+    "avg_pool": {"kernel_size": None, "stride": None, "padding": 0, "ceil_mode": False, "count_include_pad": True,
+                 "divisor_override": None},
+    "adaptive_avg_pool": {"output_size": None},
+    "mean": {"dim": None, "keepdim": False, "dtype": None},
+    "sum": {"dim": None, "keepdim": False, "dtype": None},
+    "amax": {"dim": (), "keepdim": False},
+    "amin": {"dim": (), "keepdim": False},
+    "logsumexp": {"dim": None, "keepdim": False},
+    "softmax": {"dim": None},
+    "group_norm": {"num_groups": None, "weight": None, "bias": None, "eps": 1e-5},
+    "layer_norm": {"normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
+}  # fmt: skip
+MOST_IN_WINDOW = 512
+_VIEWS = ("flatten", "view", "reshape")
+_OF_DIMS = ("max_pool", "avg_pool", "adaptive_avg_pool")
+
+
+def _functions() -> dict[Any, tuple[str, int]]:
+    found: dict[Any, tuple[str, int]] = {}
+    for name in _PARAMETERS:
+        for dims in (1, 2, 3) if name in _OF_DIMS else (0,):
+            for home in (F, torch, Tensor):
+                function = getattr(home, f"{name}{dims}d" if dims else name, None)
+                if callable(function) and not (home is torch and name.endswith("_norm")):  # of other arguments
+                    found[function] = name, dims
+    views = (getattr(home, name, None) for name in _VIEWS for home in (torch, Tensor))
+    return found | {function: ("view", 0) for function in views if function is not None}
+
+
+_FUNCTIONS = _functions()
+
+
+def name_of(target: Any) -> str:
+    """The kind of a function, or of a method by its name; "" if it is none of these."""
+    if isinstance(target, str):
+        return "view" if target in _VIEWS else target if target in _PARAMETERS and hasattr(Tensor, target) else ""
+    try:
+        return _FUNCTIONS.get(target, ("",))[0]
+    except TypeError:  # not hashable
+        return ""
+
+
+def read(target: Any, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> fused.Step | None:
+    """What a call computes of ``value``, of so many dimensions, its first argument; None where it is no such step.
+
+    What stands for tensors may be nodes of a graph.
+    """
+    name, of = (name_of(target), 0) if isinstance(target, str) else _FUNCTIONS.get(target, ("", 0))
+    if not name or not args or args[0] is not value or (of and of != dims - 2):
+        return None
+    if name == "view":
+        return _view(getattr(target, "__name__", target), args[1:], kwargs, dims)
+    known, named = _PARAMETERS[name], without_defaults(kwargs)
+    if len(args) - 1 > len(known) or not named.keys() <= known.keys():
+        return None
+    given = {**known, **dict(zip(known, args[1:])), **named}
+    if any(each is value for each in given.values()) or given.get("dtype") is not None:
+        return None
+    return _READERS[name](given, dims)
+
+
+def _pool(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | None:
+    """Windows that lie side by side."""
+    size, stride, padding, dilation = (
+        _each(given.get(name, one), dims - 2)
+        for name, one in (("kernel_size", None), ("stride", None), ("padding", 0), ("dilation", 1))
+    )
+    given_stride = given.get("stride")
+    if size is None or (given_stride not in (None, ()) and stride != size):
+        return None
+    plain = padding == (0,) * (dims - 2) and dilation == (1,) * (dims - 2) and math.prod(size) <= MOST_IN_WINDOW
+    if not plain or given.get("ceil_mode") or given.get("return_indices") or given.get("divisor_override"):
+        return None
+    return fused.Step(kind, tuple(map(float, size)))
+
+
+def _view(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> fused.Step | None:
+    """Another number of spatial dimensions; sizes that are nodes of a graph are not known."""
+    if name == "flatten":
+        given = {"start_dim": 0, "end_dim": -1, **dict(zip(("start_dim", "end_dim"), args)), **kwargs}
+        kept = given["start_dim"] == 2 and given["end_dim"] in (-1, dims - 1) and len(given) == 2
+        return fused.Step("view", (0.0, 0.0, -1.0)) if kept else None
+    sizes: Any = args[0] if len(args) == 1 else args
+    if kwargs or isinstance(sizes, torch.dtype):
+        return None
+    if isinstance(sizes, torch.fx.Node) or any(isinstance(each, torch.fx.Node) for each in sizes):
+        return fused.Step("view")
+    return fused.Step("view", tuple(map(float, sizes)))
+
+
+def _each(value: Any, count: int) -> tuple[int, ...] | None:
+    if type(value) is int:
+        return (value,) * count
+    values = tuple(value) if isinstance(value, (tuple, list)) else ()
+    values = values * count if len(values) == 1 else values
+    return values if len(values) == count and all(type(each) is int for each in values) else None
+
+
+def _adaptive(given: Mapping[str, Any], dims: int) -> fused.Step | None:
+    ones = _each(given["output_size"], dims - 2)
+    return None if ones is None or set(ones) != {1} else fused.Step("mean", (2.0, dims - 1.0, 1.0))
+
+
+def _reduction(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | None:
+    """Over dimensions side by side, not the first."""
+    keep, dim = given["keepdim"], given["dim"]
+    dim = (dim,) if type(dim) is int else dim
+    if type(keep) is not bool or not isinstance(dim, (tuple, list)) or not all(type(each) is int for each in dim):
+        return None
+    found = sorted(each % dims for each in dim if -dims <= each < dims)
+    if not found or len(found) < len(dim) or found != list(range(found[0], found[-1] + 1)) or found[0] < 1:
+        return None
+    return fused.Step(kind, (float(found[0]), float(found[-1]), float(keep)))
+
+
+def _softmax(given: Mapping[str, Any], dims: int) -> fused.Step | None:
+    """Not over channels, which an operation of an epilogue is."""
+    dim = given["dim"]
+    if type(dim) is not int or not -dims <= dim < dims or dim % dims < 2:
+        return None
+    return fused.Step("softmax_over", (float(dim % dims),) * 2)
+
+
+def _norm(kind: str, first: Any, given: Mapping[str, Any]) -> fused.Step | None:
+    if type(first) is not int or type(given["eps"]) is not float:
+        return None
+    tensors = tuple((role, given[name]) for role, name in (("weight", "weight"), ("offset", "bias"))
+                    if given[name] is not None)  # fmt: skip
+    return fused.Step(kind, (float(first), given["eps"]), tensors)
+
+
+def _layer_norm(given: Mapping[str, Any], dims: int) -> fused.Step | None:
+    shape = given["normalized_shape"]
+    shape = (shape,) if type(shape) is int else shape
+    if not isinstance(shape, (tuple, list, torch.Size)) or not 0 < len(shape) < dims:
+        return None
+    step = _norm("position_norm", dims - len(shape), given)
+    return step and step._replace(constants=(step.constants[0], *map(float, shape), step.constants[1]))
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], int], fused.Step | None]] = {
+    **{name: partial(_pool, name) for name in ("max_pool", "avg_pool")},
+    **{name: partial(_reduction, name) for name in REDUCTIONS},
+    "adaptive_avg_pool": _adaptive,
+    "softmax": _softmax,
+    "group_norm": lambda given, dims: _norm("group_norm", given["num_groups"], given),
+    "layer_norm": _layer_norm,
+}
+
+
+def _of_module(name: str) -> Callable[[Any, int], fused.Step | None]:
+    """What reads a module that calls one function of its attributes, which have the names of its arguments."""
+
+    def step(module: Any, dims: int) -> fused.Step | None:
+        of = int(type(module).__name__[-2]) if name in _OF_DIMS else dims - 2
+        if of != dims - 2:  # it takes a tensor without a batch
+            return None
+        known = _PARAMETERS[name]
+        given = {attribute: getattr(module, attribute, default) for attribute, default in known.items()}
+        return _READERS[name](given, dims)
+
+    return step
+
+
+def _instance_norm(of: int, module: Any, dims: int) -> fused.Step | None:
+    """One without running statistics: a group norm of single channels."""
+    if of != dims - 2 or module.running_mean is not None:
+        return None
+    given = {"weight": module.weight, "bias": module.bias, "eps": module.eps}
+    return _norm("group_norm", module.num_features, given)
+
+
+_MODULES: dict[Any, Callable[[Any, int], fused.Step | None]] = {
+    **{
+        getattr(nn, f"{title}{dims}d"): _of_module(name)
+        for title, name in (
+            ("MaxPool", "max_pool"),
+            ("AvgPool", "avg_pool"),
+            ("AdaptiveAvgPool", "adaptive_avg_pool"),
+        )
+        for dims in (1, 2, 3)
+    },
+    nn.GroupNorm: _of_module("group_norm"),
+    nn.LayerNorm: _of_module("layer_norm"),
+}
+_MODULES |= {getattr(nn, f"InstanceNorm{dims}d"): partial(_instance_norm, dims) for dims in (1, 2, 3)}
+
+
+def is_module(module: Any) -> bool:
+    """Whether a module's own class, or the one that it stands for, is one that may be such a step."""
+    return any(getattr(type(module), "_stands_for", type(module)) is cls for cls in _MODULES)
+
+
+def module_step(module: Any, dims: int) -> fused.Step | None:
+    """What a module computes of a tensor of so many dimensions; None if it is no such step."""
+    own = getattr(type(module), "_stands_for", type(module))
+    return next((step(module, dims) for cls, step in _MODULES.items() if own is cls), None)

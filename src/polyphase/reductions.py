@@ -1,0 +1,312 @@
+"""Steps behind a layer that no epilogue computes (`polyphase.reduction_steps`), computed by kernels of their own.
+
+`arranged` makes a list of such steps, and of operations between them, into as few `Reduction`s as there can be:
+pooling, then operations, then one reduction or norm, then operations. Each is a kernel that reads what the one before
+has written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyphase import fused
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import MOST_CHANNELS, OF_PIXELS
+from polyphase.problem.layouts import ALIGNMENT
+from polyphase.problem.reduction import REDUCTIONS, Reduction
+from polyphase.program.reduction import MOST_ELEMENTS, program_of
+from polyphase.reduction_steps import KINDS, MOST_IN_WINDOW
+from polyphase.torch_op import epilogue as operator
+from polyphase.torch_op.memory_format import output_channels_last
+from polyphase.torch_op.steps import checked
+
+
+class Arranged(NamedTuple):
+    """How steps behind a layer are computed: the first ``own`` by its epilogue, others by ``parts``.
+
+    ``reads``: of each part the place and role of the tensors that its operations read. ``shape``: the result's.
+    """
+
+    own: int
+    parts: tuple[Reduction, ...]
+    reads: tuple[tuple[tuple[int, str], ...], ...]
+    shape: tuple[int, ...]
+
+
+#: Of steps without any of `KINDS`.
+PLAIN = Arranged(-1, (), (), ())
+
+#: Steps whose results are float32 on a GPU under autocast.
+WIDER = frozenset(("softplus", *OF_PIXELS, *KINDS))
+_FOUND: dict[Any, tuple[Arranged, Arranged | None]] = {}
+_MOST_FOUND = 4096
+_MOST_IN_EPILOGUE = 64  # channels of a softmax: one row block
+
+
+def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step: fused.Step) -> Arranged | None:
+    """How a further step and those before are computed behind a layer that waits (`polyphase.pending.Waiting`).
+
+    None where it would not give what its call gives now: autograd would record some steps of a value without
+    derivatives, and no reduction is computed of channels_last. ``before``: how those before are computed.
+    """
+    kind, tensors = step.kind, step.tensors
+    if kind in WIDER and torch._C._is_any_autocast_enabled():
+        return None
+    if tensors and torch.is_grad_enabled() and any(each.requires_grad for _, each in tensors):
+        return None
+    if before is PLAIN and kind not in KINDS and not (kind == "softmax" and _is_apart(waiting)):
+        return PLAIN
+    about = (kind, step.constants, step.of, *((role, each.shape, each.dtype, each.device) for role, each in tensors))
+    key: Any = (id(before), *about)
+    if before is PLAIN:  # of steps of its own an epilogue needs the number alone
+        if output_channels_last(*waiting.reads[:2]):
+            return None
+        key = (waiting.size(), waiting.dtype, waiting.device, len(steps), *about)
+    if key not in _FOUND:
+        if len(_FOUND) >= _MOST_FOUND:
+            _FOUND.clear()
+        plain = kind not in KINDS or all(type(each) in (Tensor, nn.Parameter) for _, each in tensors)
+        own = len(steps) if before is PLAIN else before.own
+        _FOUND[key] = before, _arranged(waiting.size(), own, [*steps, step], waiting) if plain else None
+    return _FOUND[key][1]
+
+
+def _is_apart(waiting: Any) -> bool:
+    """Whether a softmax over channels is faster behind a layer than in its kernel, or no kernel has all channels."""
+    size, (input, weight, *_) = waiting.size(), waiting.reads
+    if size[1] > MOST_CHANNELS or size[1] != weight.shape[1]:
+        return True
+    return size[1] > _MOST_IN_EPILOGUE and not output_channels_last(input, weight)
+
+
+def _arranged(size: tuple[int, ...], own: int, steps: Sequence[fused.Step], like: Any) -> Arranged | None:
+    try:
+        return _arrange(size, own, steps, like)
+    except (RuntimeError, TypeError, ValueError):  # operands that no operation takes
+        return None
+
+
+def _arrange(size: tuple[int, ...], own: int, steps: Sequence[fused.Step], like: Any) -> Arranged | None:
+    parts = [_Part(size, own)]
+    flat: tuple[int, ...] = ()
+    for place, step in enumerate(steps[own:], own):
+        if flat and (step.tensors or _is_over(step)):
+            return None
+        if not _add(parts, place, step, like):
+            return None
+        shape = parts[-1].output_shape(like)
+        if step.kind in REDUCTIONS and not step.constants[2]:
+            first, last = map(int, step.constants[:2])
+            flat = shape[:first] + shape[last + 1 :]
+    made = [(part.reduction(like), part.all_reads()) for part in parts]
+    made = [each for each in made if not each[0].is_nothing]
+    count = max((math.prod(each.shape) for each, _ in made), default=0)
+    if count > MOST_ELEMENTS or 0 in shape:
+        return None
+    return Arranged(own, tuple(each for each, _ in made), tuple(reads for _, reads in made), flat or shape)
+
+
+def _add(parts: list[_Part], place: int, step: fused.Step, like: Any) -> bool:
+    """Have the last part compute a step, or a further one; whether one can."""
+    shape = parts[-1].output_shape(like)
+    if step.kind in REDUCTIONS and set(shape[int(step.constants[0]) : int(step.constants[1]) + 1]) == {1}:
+        parts[-1].pass_over(place)
+        return True
+    if not parts[-1].takes(step, like):
+        parts.append(_Part(shape, place))
+    return parts[-1].add(place, step, shape)
+
+
+def _is_over(step: fused.Step) -> bool:
+    return step.kind in (*KINDS, *OF_PIXELS)
+
+
+class _Part:
+    """What one kernel computes of a tensor of ``shape``; ``place``: of the first of its steps."""
+
+    def __init__(self, shape: tuple[int, ...], place: int) -> None:
+        self._shape = shape
+        self._pool, self._window = "", (1,) * (len(shape) - 2)
+        self._over: dict[str, Any] = {}
+        self._viewed: tuple[int, ...] = ()  # what its result is seen as
+        self._before: list[fused.Step] = []
+        self._after: list[fused.Step] = []  # or before, as long as there is nothing between
+        self._reads_before: list[tuple[int, str]] = []
+        self.reads: list[tuple[int, str]] = []
+        self._numbers = [place]  # those that its values have among the values of all steps
+
+    def takes(self, step: fused.Step, like: Any) -> bool:
+        """Whether a step can be a part of it."""
+        if step.kind == "view":
+            return True
+        if self._viewed and (_is_over(step) or step.kind == "add"):
+            return False
+        if step.kind in ("max_pool", "avg_pool"):
+            return not self._over and not self._after and self._pool in ("", step.kind[:3])
+        if _is_over(step):
+            return not self._over and checked("before", self._after, like, self._pooled.pooled, True).is_per_channel
+        return not (step.tensors and self._over.get("by_position"))
+
+    def pass_over(self, place: int) -> None:
+        """A step that leaves the last value as it is."""
+        self._numbers[-1] = place + 1
+
+    def add(self, place: int, step: fused.Step, shape: tuple[int, ...]) -> bool:
+        """With a step that it takes; whether it can be computed of its result so far, of ``shape``."""
+        if step.kind == "view":
+            return self._add_view(place, step, shape)
+        if step.kind in ("max_pool", "avg_pool"):
+            self._pool, self._numbers = step.kind[:3], [place + 1]
+            self._window = tuple(one * int(other) for one, other in zip(self._window, step.constants))
+            return all(self._pooled.pooled) and math.prod(self._window) <= MOST_IN_WINDOW
+        if _is_over(step):
+            return self._add_over(place, step)
+        if step.kind in ("add_value", "multiply_value"):
+            if step.of not in self._numbers:
+                return False
+            step = step._replace(of=self._numbers.index(step.of))
+        self._after.append(step)
+        self._numbers.append(place + 1)
+        self.reads += [(place, role) for role, _ in step.tensors]
+        return True
+
+    def _add_view(self, place: int, step: fused.Step, shape: tuple[int, ...]) -> bool:
+        """Seen as another number of spatial dimensions."""
+        sizes = [shape[i] if not size and i < len(shape) else int(size) for i, size in enumerate(step.constants)]
+        rest, known = math.prod(shape), math.prod(size for size in sizes if size != -1)
+        sizes = [rest // max(1, known) if size == -1 else size for size in sizes]
+        if len(sizes) not in (3, 4, 5) or tuple(sizes[:2]) != shape[:2] or math.prod(sizes) != rest:
+            return False
+        if self._pool or self._over or self._after:
+            self._viewed = tuple(sizes)
+        else:
+            self._shape, self._window = tuple(sizes), (1,) * (len(sizes) - 2)
+        self.pass_over(place)
+        return True
+
+    def _add_over(self, place: int, step: fused.Step) -> bool:
+        shape = self._pooled.pooled
+        self._before, self._after = self._after, []
+        self._reads_before, self.reads = self.reads, []
+        self._numbers = [place + 1]
+        first, last, groups = 1, len(shape) - 1, 1
+        if step.kind in OF_PIXELS:
+            last = 1
+        elif step.kind == "group_norm":
+            groups = int(step.constants[0])
+        elif step.kind == "position_norm":
+            first = int(step.constants[0])
+        else:
+            first, last = map(int, step.constants[:2])
+        kind = {"softmax_over": "softmax"}.get(step.kind, step.kind)
+        kind = "norm" if kind.endswith("_norm") else kind
+        positions = kind == "norm" and step.kind == "position_norm" and bool(step.tensors)
+        epsilon = step.constants[-1] if kind == "norm" else 0.0
+        self._over = {"over": kind, "first": first, "last": last, "groups": groups, "epsilon": epsilon}
+        wanted: tuple[int, ...] = (shape[1],)
+        if positions:
+            self._over["by_position"] = True
+            wanted = shape[first:]
+        if step.tensors:  # a norm's own, which makes a value more
+            roles = {"weight": "scale", "offset": "shift"}
+            tensors = tuple((roles[role], each.reshape(-1)) for role, each in step.tensors)
+            self._after, self._numbers = [fused.Step("scale_shift", (), tensors)], [-1, place + 1]
+            self.reads = [(place, role) for role, _ in step.tensors]
+        sizes = step.constants[1:-1] if step.kind == "position_norm" else shape[first:]  # those that it is for
+        fits = all(tuple(each.shape) == wanted for _, each in step.tensors) and shape[first] % groups == 0
+        fits &= shape[first:] == tuple(sizes)
+        return fits and (kind != "norm" or math.prod(shape[first : last + 1]) > groups)
+
+    @property
+    def _pooled(self) -> Reduction:
+        return Reduction(self._shape, self._pool, self._window if self._pool else ())
+
+    def reduction(self, like: Any) -> Reduction:
+        """As data; operands that are read first are those behind."""
+        before = checked("before", self._before, like, self._pooled.pooled, True)
+        plain = replace(self._pooled, before=before, **self._over)
+        shape = plain.output_shape
+        if plain.by_position:
+            shape = (plain.sizes[0], plain.sizes[1])
+        if self._viewed and not plain.by_position:
+            shape = self._viewed
+        return replace(plain, after=checked("after", self._after, like, shape, True))
+
+    def output_shape(self, like: Any) -> tuple[int, ...]:
+        """What its result is seen as."""
+        return self._viewed or self.reduction(like).output_shape
+
+    def all_reads(self) -> tuple[tuple[int, str], ...]:
+        """Of operations behind, then of those before."""
+        return (*self.reads, *self._reads_before)
+
+
+_CALLS: dict[Any, Callable[..., Tensor]] = {}
+_MOST_CALLS = 1024
+
+
+def compute(waiting: Any, found: Arranged, steps: Sequence[fused.Step], out: Tensor | None = None) -> Tensor:
+    """What a layer that waits gives with the steps behind it; in ``out``, where there is no reduction among them."""
+    if found is PLAIN:
+        result: Tensor = waiting.compute(steps, out)
+        return result
+    return _compute(found, steps, waiting.compute(steps[: found.own]))
+
+
+def _compute(found: Arranged, steps: Sequence[fused.Step], value: Tensor) -> Tensor:
+    """The reductions of what the layer gives."""
+    for reduction, reads in zip(found.parts, found.reads):
+        tensors = [dict(steps[place].tensors)[role] for place, role in reads]
+        by, value = _by_kernels if _has_kernels(value) else _by_functions, value.reshape(reduction.shape)
+        value = by(reduction, value, tensors)
+    return value.reshape(found.shape)
+
+
+def _has_kernels(value: Tensor) -> bool:
+    return value.is_cuda and torch.version.cuda is not None and value.is_contiguous()
+
+
+def _by_kernels(reduction: Reduction, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    index, aligned = value.get_device(), value.data_ptr() % ALIGNMENT == 0
+    key = (reduction, value.dtype, index, aligned)
+    call = _CALLS.get(key)
+    if call is None:
+        if len(_CALLS) >= _MOST_CALLS:
+            _CALLS.clear()
+        from polyphase.prepared import Call, empty_on_cuda
+
+        program = program_of(reduction, str(value.dtype).removeprefix("torch."), aligned)
+        shape = reduction.output_shape
+        strides = torch.empty(shape, device="meta").stride()
+        arch = DeviceInfo.of(value.device).arch
+        call = _CALLS[key] = Call(program, arch, index, shape, strides, False, empty_on_cuda, reduction.named_operands)
+    return call(value, value, None, tensors)
+
+
+def _by_functions(reduction: Reduction, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The same by PyTorch's functions, half types in float32."""
+    count = len(reduction.after.named_operands)
+    wide = value.to(torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype)
+    if reduction.pool:
+        wide = getattr(F, f"{reduction.pool}_pool{len(reduction.window)}d")(wide, reduction.window)
+    wide = operator.by_tensor_operations(reduction.before, tensors[count:], wide)
+    if reduction.over in REDUCTIONS:
+        dims = tuple(range(reduction.first, reduction.last + 1))
+        wide = getattr(torch, reduction.over)(wide, dims, keepdim=True)
+    elif reduction.over:
+        rows = wide.reshape(reduction.sizes)
+        if reduction.over == "softmax":
+            rows = rows.softmax(1)
+        else:
+            variance, mean = torch.var_mean(rows, 1, correction=0, keepdim=True)
+            rows = (rows - mean) / (variance + reduction.epsilon).sqrt()
+        wide = rows.reshape(wide.shape)
+    of = wide.reshape(reduction.sizes[:2]) if reduction.by_position else wide
+    return operator.by_tensor_operations(reduction.after, tensors[:count], of).reshape(wide.shape).to(value.dtype)
