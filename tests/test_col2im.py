@@ -13,6 +13,7 @@ from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.col2im import schedule as col2im
+from polyphase.schedules.col2im.cells import Col2imCells
 from polyphase.schedules.col2im.direct import Col2imDirect
 from polyphase.schedules.col2im.schedule import Col2im, Col2imTma
 from polyphase.schedules.schedule import Schedule
@@ -49,6 +50,30 @@ FEW = {
     "pairs of columns": make((1, 20, 5, 5), 2, 3, 4, 0, 2),
     "cropped": make((1, 34, 3, 3), 9, 5, 2, 4),
 }
+
+
+# Of long kernels and large strides, whose cells have many outputs.
+CELLS = {
+    "overlap-add": make((2, 20, 40), 1, 64, 16),
+    "overlap-add, cropped": make((2, 10, 30), 1, 64, 32, 24, bias=True),
+    "kernel = stride": make((1, 9, 21), 3, 20, 20, 3, 5, bias=True),
+    "2-D": make((2, 21, 5, 6), 3, 16, 8, 4),
+    "2-D, other strides": make((2, 5, 4, 7), 2, (6, 16), (2, 16), (1, 4), 1, bias=True),
+    "2-D, one channel": make((1, 1, 6, 9), 1, (3, 32), (1, 16), (1, 8)),
+    "grouped": make((1, 12, 4, 5), 6, 8, 4, 2, groups=3, bias=True),
+    "cropped to a few outputs": make((3, 16, 9), 2, 32, 16, 70),
+    "rounded": make((1, 16, 30), 16, 32, 16, tf32=True),
+    "empty batch": make((0, 16, 4), 3, 32, 16),
+}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("problem", list(cases(CELLS)))
+def test_layers_by_cells(problem: ConvTransposeProblem) -> None:
+    order = zlib.crc32(str(problem).encode())
+    for layouts, candidate, program in choices(Col2imCells(), problem):
+        assert program.steps[-1].source.kernel == "col2im"
+        assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(order))
 
 
 @pytest.mark.sampled(5)

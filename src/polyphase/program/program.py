@@ -153,14 +153,15 @@ def assemble(
 def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer]) -> Program:
     """A program that reads some tensors from buffers that steps before it write, complete with their operands.
 
-    A step that packs weights may start before those have ended: it does not read what they write, and ends after them.
+    A step that packs the weight as it lies may start before those have ended: it does not read what they write, and
+    ends after them.
     """
-    names = {name: buffer.name for name, buffer in read.items()}
+    names, waits = {name: buffer.name for name, buffer in read.items()}, WEIGHT in read or not before
     steps = [
         replace(
             step,
             operands=tuple(names.get(name, name) for name in step.operands),
-            overlaps=step.overlaps or (bool(before) and step.operands == (WEIGHT, WORKSPACE)),
+            overlaps=step.overlaps or (not waits and step.operands == (WEIGHT, WORKSPACE)),
         )
         for step in inner.steps
     ]

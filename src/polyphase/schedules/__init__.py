@@ -5,6 +5,7 @@
 
 from itertools import chain
 
+from polyphase.schedules.col2im.cells import Col2imCells
 from polyphase.schedules.col2im.direct import Col2imDirect
 from polyphase.schedules.col2im.schedule import Col2im, Col2imTma
 from polyphase.schedules.direct.channels import DirectChannels
@@ -35,7 +36,7 @@ KERNELS: dict[str, tuple[Schedule, ...]] = {
     "implicit_gemm": (ImplicitGemm(),),
     "grouped_gemm": (GroupedGemm(), GroupedGemmWindow()),
     "overlap_gemm": (OverlapGemm(),),
-    "col2im": (Col2im(), Col2imTma(), Col2imDirect()),
+    "col2im": (Col2im(), Col2imTma(), Col2imDirect(), Col2imCells()),
     "phase_gemm": (PhaseGemm(), PhaseGemmPixels()),
     "window_dgrad": (WindowDgradMma(), WindowDgradWgmma(), WindowDgradTma(), WindowDgradTransposed()),
     "dot_dgrad": (DotDgrad(),),

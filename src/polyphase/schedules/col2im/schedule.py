@@ -122,14 +122,17 @@ class _Col2im(Schedule):
             replace(step, operands=tuple(PRODUCT if name == DST else name for name in step.operands))
             for step in gemm.steps
         ]
-        lies = dense_strides((problem.batch, inner.out_channels, *problem.input_size), inner.channels_last)
         product = Buffer(PRODUCT, "float32", gemm.splits * inner.elements[2])
         return replace(
             gemm,
-            steps=(*steps, col2im_step(problem, layouts, inner.out_channels, lies, gemm.splits)),
+            steps=(*steps, self._step(problem, layouts, inner, gemm.splits)),
             buffers=(*gemm.buffers, product),
             splits=1,
         )
+
+    def _step(self, problem: ConvTransposeProblem, layouts: Layouts, inner: ConvTransposeProblem, splits: int) -> Step:
+        lies = dense_strides((problem.batch, inner.out_channels, *problem.input_size), inner.channels_last)
+        return col2im_step(problem, layouts, inner.out_channels, lies, splits)
 
     def _of_one_tap(self, problem: ConvTransposeProblem) -> ConvTransposeProblem:
         """The layer whose output channels are the columns; its images are rows."""

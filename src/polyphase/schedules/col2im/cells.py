@@ -1,0 +1,110 @@
+"""Long kernels with large strides: a layer without a stride, whose output channels are all outputs of a cell; col2im.
+
+Counted from the first element that any tap reaches, padding included, output o is element o % stride of cell
+o / stride, and all elements of a cell read the same pixels: those 0, 1, … before it, as many as a kernel has strides.
+
+    product[n, (co, element), cell]  =  Σ over reach, ci of   x[n, ci, cell - reach] · w[ci, co, element + reach·stride]
+
+So the product has a value for each output, not for each tap, and col2im, of a layer whose kernel is the stride, puts
+every one where it belongs. (In channels_last columns are pairs (element, co).) The weight, which is small beside the
+output, comes in that order by a transpose.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import Layouts
+from polyphase.program.program import Program, Transposed, reading_channels_last
+from polyphase.program.step import WEIGHT, Step
+from polyphase.schedules.col2im.schedule import Col2im
+from polyphase.schedules.cost import transpose_seconds
+from polyphase.schedules.implicit_gemm.config import GemmConfig
+from polyphase.schedules.implicit_gemm.families import Layer
+from polyphase.schedules.schedule import Cost
+
+_LEAST_ELEMENTS = 16  # of a cell; `implicit_gemm` has straight-line code for fewer
+
+
+class Col2imCells(Col2im):
+    """By ``implicit_gemm``, elements of a cell innermost: neighbours along the width are neighbours in the output."""
+
+    name = "col2im_cells"
+
+    def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if (elements := math.prod(problem.stride)) < _LEAST_ELEMENTS:
+            return f"{elements} elements of a cell are few (here at least {_LEAST_ELEMENTS})"
+        if any(axis.kernel % axis.stride or axis.dilation > 1 for axis in problem.axes):
+            return "a kernel of no whole strides, or dilated"
+        if problem.dims > 2:
+            return "transposes weights of one or two dimensions"
+        return self._gemm.supports(self._of_one_tap(problem), pass_, device)
+
+    def own(self, at: Layer) -> list[Layer]:
+        return []  # a list that all sizes have in common does: it is cheap to make
+
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> object:
+        """None, too, where the weight's channels are not innermost as the output's are."""
+        differs = problem.channels_last and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
+        return None if differs else super().ranked_at(problem, pass_, layouts)
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
+    ) -> Cost | None:
+        cost = super().cost(problem, pass_, device, layouts, config)
+        if cost is None:
+            return None
+        return cost[0] + transpose_seconds(2 * problem.elements[1] * DTYPE_BYTES[problem.dtype], device), cost[1]
+
+    def program(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
+    ) -> Program:
+        program = super().program(problem, pass_, device, layouts, config)
+        return reading_channels_last(program, problem.dtype, {WEIGHT: _by_cells(problem, layouts)})
+
+    def _of_one_tap(self, problem: ConvTransposeProblem) -> ConvTransposeProblem:
+        """The layer whose output channels are the elements of a cell, and whose taps are strides apart."""
+        ones, zeros = (1,) * problem.dims, (0,) * problem.dims
+        return replace(
+            problem,
+            out_channels=problem.out_channels * math.prod(problem.stride),
+            kernel_size=_reach(problem),
+            stride=ones,
+            padding=zeros,
+            output_padding=zeros,
+            dilation=ones,
+            bias=False,
+            channels_last=True,
+        )
+
+    def _gemm_of(self, problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
+        inner = self._of_one_tap(problem)
+        output = Layouts.dense(inner).output
+        return inner, replace(layouts, output=output, in_sums=True)
+
+    def _step(self, problem: ConvTransposeProblem, layouts: Layouts, inner: ConvTransposeProblem, splits: int) -> Step:
+        of_cells = replace(problem, input_size=inner.output_size, kernel_size=problem.stride)
+        return super()._step(of_cells, layouts, inner, splits)
+
+
+def _reach(problem: ConvTransposeProblem) -> tuple[int, ...]:
+    """Pixels that a cell reads along each dimension."""
+    return tuple(axis.kernel // axis.stride for axis in problem.axes)
+
+
+def _by_cells(problem: ConvTransposeProblem, layouts: Layouts) -> Transposed:
+    """The weight as that layer has it: in the same format, but strides apart are taps, and in a stride are channels."""
+    _, height, width = problem.axes3
+    *_, reach_h, reach_w = (1, *_reach(problem))
+    inputs, outputs = problem.in_channels, problem.out_channels_per_group
+    if layouts.weight_channels_last:
+        row = width.kernel * outputs
+        shape = (inputs, width.stride * outputs, reach_h, reach_w, height.stride)
+        return Transposed(
+            shape, (height.kernel * row, 1, height.stride * row, width.stride * outputs, row), 1, shape[1]
+        )
+    shape = (inputs * outputs, reach_w, height.stride, width.stride, reach_h)
+    return Transposed(shape, (problem.taps, width.stride, width.kernel, 1, height.stride * width.kernel), 1, reach_w)
