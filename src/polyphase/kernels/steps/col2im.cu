@@ -7,8 +7,9 @@
 // taps, and the sum is narrowed once. Columns (co, tap) are as the weight has them: the GEMM takes that as it lies.
 //
 // Index mapping. A thread has LINES outputs along h, a stride apart: taps of one phase meet all of them, so that their
-// loads are in flight together. Neighbouring threads have neighbours along w (channels first) or neighbouring
-// channels (channels last). Every product is read once; those that share a sector are read by neighbouring threads, or
+// loads are in flight together. Where columns are innermost, each may be RUN neighbours along w of one cell, which
+// meet neighbouring columns. Neighbouring threads have neighbours along w (channels first) or neighbouring channels
+// (channels last). Every product is read once; those that share a sector are read by neighbouring threads, or
 // by one and the same in turn. No shared memory, no barrier.
 
 #include "specialisation.cuh"
@@ -55,6 +56,12 @@ struct MetTaps {
 constexpr int WIDTH_TAPS = ceil_div(AXIS_W.kernel, TapsW::TAP_STEP), MOST = LINES > 1 ? 4 : 8;
 constexpr int TOGETHER = WIDTH_TAPS < MOST ? WIDTH_TAPS : MOST;
 
+typedef Vector<accum_t, RUN> Run;
+__device__ __forceinline__ Run read_run(const accum_t* from) {
+  if constexpr (RUN == 1) return {read(from)};
+  return *(const Run*)from;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     col2im(const accum_t* __restrict__ product, const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS,
            scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
@@ -67,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     return place;
   };
   int channel = DST_CHANNELS_LAST ? next(params.channels) : 0;
-  const int w = next(params.sizes[2]), line = next(params.sizes[1]), d = next(params.sizes[0]);
+  const int w = next(params.sizes[2]) * RUN, line = next(params.sizes[1]), d = next(params.sizes[0]);
   const int h = line / AXIS_H.stride * (AXIS_H.stride * LINES) + line % AXIS_H.stride;
   if (!DST_CHANNELS_LAST) channel = next(params.channels);
   const ChannelTerms terms = channel_terms(operands, channel);
@@ -84,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   product += rest * params.product[0] + of_channel * params.product[1] + first_tap * column +
              at_d.src * params.product[2] + at_h.src * params.product[3] + at_w.src * params.product[4];
 
-  accum_t sum[LINES] = {};
+  Run sum[LINES] = {};
 #pragma unroll 1
   for (int split = 0; split < params.splits; ++split, product += params.plane) {
     const accum_t* slab = product;
@@ -95,19 +102,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int j = 0; j < at_h.count; ++j, row += step_h) {
 #pragma unroll 1
         for (int first = 0; first < WIDTH_TAPS; first += TOGETHER) {
-          accum_t values[LINES][TOGETHER];
+          Run values[LINES][TOGETHER];
 #pragma unroll
           for (int k = 0; k < LINES; ++k) {
             const bool met = (unsigned)(at_h.src + k - j * at_h.STEP) < (unsigned)params.product_size[1];
 #pragma unroll
             for (int t = 0; t < TOGETHER; ++t)
               values[k][t] =
-                  met && first + t < at_w.count ? read(row + k * next_line + (first + t) * step_w) : (accum_t)0;
+                  met && first + t < at_w.count ? read_run(row + k * next_line + (first + t) * step_w) : Run{};
           }
 #pragma unroll
           for (int k = 0; k < LINES; ++k)
 #pragma unroll
-            for (int t = 0; t < TOGETHER; ++t) sum[k] += values[k][t];
+            for (int t = 0; t < TOGETHER; ++t)
+#pragma unroll
+              for (int i = 0; i < RUN; ++i) sum[k].value[i] += values[k][t].value[i];
         }
       }
     }
@@ -116,6 +125,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int at[4] = {rest, d, h, w};
   dst += channel * params.dst.stride[1] + offset_of(params.dst, at);
 #pragma unroll
-  for (int k = 0; k < LINES; ++k, dst += AXIS_H.stride * params.dst.stride[3])
-    if (h + k * AXIS_H.stride < params.dst.size[1]) narrow(finish(sum[k], terms, dst), *dst);
+  for (int k = 0; k < LINES; ++k, dst += AXIS_H.stride * params.dst.stride[3]) {
+    if (h + k * AXIS_H.stride >= params.dst.size[1]) break;
+    Vector<scalar_t, RUN> results;
+#pragma unroll
+    for (int i = 0; i < RUN; ++i) narrow(finish(sum[k].value[i], terms, dst + i), results.value[i]);
+    *(Vector<scalar_t, RUN>*)dst = results;
+  }
 }

@@ -31,6 +31,7 @@ from polyphase.schedules.tap_gemm.tma import TapGemmTma
 PRODUCT = "product"
 _THREADS = 256
 _LINES = 4  # outputs of a thread, where a layer has more than one dimension
+_RUN = 4  # neighbours along the width, each of them, where they meet neighbouring columns
 MOST_BYTES = 1 << 30  # of the product
 MOST_OUTPUTS = 1 << 30  # that are counted
 # Output channels of a group: more fill the tiles of a phase, and so do half as many where taps are few. There may be
@@ -209,15 +210,15 @@ def _product_bytes(inner: ConvTransposeProblem) -> int:
 def col2im_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, lies: Strides, splits: int) -> Step:
     """The step that adds up the products, which lie in so many ``splits`` planes."""
     gather = Gather.of(problem, Pass.FORWARD, layouts)
-    lines = _LINES if problem.dims > 1 else 1
-    constants = dict(gather.constants(THREADS=_THREADS, LINES=lines, MIN_BLOCKS=1))
+    lines, run = _LINES if problem.dims > 1 else 1, _RUN if _in_runs(problem, gather, lies) else 1
+    constants = dict(gather.constants(THREADS=_THREADS, LINES=lines, RUN=run, MIN_BLOCKS=1))
     del constants["SRC_CHANNELS"]  # the product has none
     source = KernelSource("col2im", problem.dtype, True, tuple(constants.items()), folder="steps")
     batch, _, *sizes = gather.src.shape
     depth, height, width = gather.dst.shape[2:]
     stride = problem.axes3[1].stride
     cells = -(-height // (stride * lines))
-    along = depth, cells * stride if cells > 1 else min(stride, height), width
+    along = depth, cells * stride if cells > 1 else min(stride, height), width // run
     threads = batch * problem.out_channels * math.prod(along)
     params = params_of(source).pack(
         dst=gather.dst,
@@ -230,6 +231,14 @@ def col2im_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, l
         plane=batch * columns * math.prod(sizes),
     )
     return plain_step(source, -(-threads // _THREADS), _THREADS, params, (PRODUCT, BIAS, DST))
+
+
+def _in_runs(problem: ConvTransposeProblem, gather: Gather, lies: Strides) -> bool:
+    """Whether neighbours along the width lie in one cell, and side by side in the product and in the output."""
+    axis, dst = problem.axes3[2], gather.dst
+    side_by_side = lies[1] == 1 and dst.strides[4] == 1 and not gather.weight_channels_last
+    whole = (axis.kernel, axis.stride, axis.padding, dst.shape[4], dst.apart(4))
+    return side_by_side and axis.dilation == 1 and gather.dtype != "float64" and all(n % _RUN == 0 for n in whole)
 
 
 def _positions_beside(problem: ConvTransposeProblem) -> float:
