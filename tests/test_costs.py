@@ -133,7 +133,7 @@ def section_of(name: str) -> fit.Section:
     return fit.Section(name, data, found)
 
 
-@pytest.mark.parametrize("name", ["phase_gemm", "direct_wgrad_channels"])
+@pytest.mark.parametrize("name", ["phase_gemm_pixels", "direct_wgrad_channels"])
 def test_errors_are_those_of_the_code_at_hand(name: str) -> None:
     section = section_of(name)
     written = json.loads(json.dumps(section.data))
@@ -143,16 +143,16 @@ def test_errors_are_those_of_the_code_at_hand(name: str) -> None:
 
 def test_a_fit_finds_its_way_back() -> None:
     """From values that are far off, to forecasts that are at least as good as today's."""
-    section = section_of("phase_gemm")
+    section = section_of("phase_gemm_pixels")
     today = fitted_rows.error(section.rows, list(search.forecasts(section.rows, section.name, section.values)))
-    off = {**section.values, "multiply": 6.0, "launch": 9000.0, "wait": 250.0, "lines": 2.5}
+    off = {**section.values, "product": 1.5, "store": 0.1, "stage": 1200.0}
     before = fitted_rows.error(section.rows, list(search.forecasts(section.rows, section.name, off)))
     terms = {name: {**term, "value": off[name]} for name, term in section.terms.items()}
     found = search.fit(section.rows, section.name, off, terms, fit.weights_of(section.rows, section.rows))
     after = fitted_rows.error(section.rows, list(search.forecasts(section.rows, section.name, found)))
     assert before > 1.1 * today
     assert after <= today
-    assert section.values == table.COSTS["sm_90a"]["phase_gemm"]  # nothing is left of the search
+    assert section.values == table.COSTS["sm_90a"]["phase_gemm_pixels"]  # nothing is left of the search
     for name, value in found.items():
         low, high = search.bounds(terms[name])
         assert low <= value <= high
@@ -162,17 +162,17 @@ def test_the_command_writes_what_it_read(tmp_path: Path, capsys: pytest.CaptureF
     """Fitting nothing, from a few records: values stay, rows are counted anew, what is not offered is skipped."""
     record = tmp_path / "few.csv"
     lines = (fitted_rows.RESULTS / "h200-tune.csv").read_text(encoding="utf-8").splitlines()
-    kept = [lines[0], *(line for line in lines if ",phase_gemm," in line)]
-    changed = kept[-1].replace("phase_gemm(", "phase_gemm(colour=3, ")
+    kept = [lines[0], *(line for line in lines if ",pixel_gemm," in line)]
+    changed = kept[-1].replace("pixel_gemm(", "pixel_gemm(colour=3, ")
     record.write_text("\n".join([*kept, changed]) + "\n", encoding="utf-8")
     out = tmp_path / "sm_90a.json"
     fit.main([str(record), "--keep", "--out", str(out)])
-    assert "1 of phase_gemm with other fields" in capsys.readouterr().out
+    assert "1 of phase_gemm_pixels with other fields" in capsys.readouterr().out
     today, written = sections(FOLDER / "sm_90a.json"), sections(out)
     for name, section in written.items():
         values = {term: about["value"] for term, about in section["terms"].items()}
         assert values == {term: about["value"] for term, about in today[name]["terms"].items()}
-        assert section["rows"] == (len(kept) - 1 if name == "phase_gemm" else 0)
+        assert section["rows"] == (len(kept) - 1 if name == "phase_gemm_pixels" else 0)
 
 
 def test_costs_of_another_architecture_name_the_gpu_of_their_records(

@@ -46,6 +46,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
+from polyphase.schedules.col2im.cells import Col2imCells
 from polyphase.schedules.direct.channels import DirectChannels
 from polyphase.schedules.direct_wgrad.channels import DirectWgradChannels
 from polyphase.schedules.direct_wgrad.long import DirectWgradLong
@@ -54,11 +55,11 @@ from polyphase.schedules.dot_dgrad.schedule import DotDgrad
 from polyphase.schedules.grouped_gemm.schedule import GroupedGemm
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.overlap_gemm.schedule import OverlapGemm
-from polyphase.schedules.phase_gemm.long_kernels import PhaseGemm
 from polyphase.schedules.phase_gemm.pixels import PhaseGemmPixels
 from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
 from processes import run_python
+from test_col2im import CELLS
 from test_direct_channels import LAYERS as CHANNELS_LAYERS
 from test_direct_gradients import CHANNELS as CHANNELS_GRAD_LAYERS
 from test_direct_gradients import DOTS as DOTS_LAYERS
@@ -69,8 +70,6 @@ from test_implicit_gemm import items_to_take as items_to_take  # a fixture, of t
 from test_kernels import PROBLEMS, WIDE_LAYERS, wide
 from test_overlap_gemm import LAYERS as SCATTER_LAYERS
 from test_overlap_gemm import assert_carries_inf_and_nan
-from test_phase_gemm import LAYERS as PHASE_LAYERS
-from test_phase_gemm import assert_carries_inf_and_nan as assert_phases_inf_and_nan
 from test_phase_gemm_pixels import LAYERS as PIXEL_LAYERS
 from test_scales import LAYERS as SCALED_LAYERS
 from test_scales import assert_near, of_many_sizes, scaled
@@ -225,7 +224,7 @@ def strange_cases() -> Iterator[ParameterSet]:
             for label, layers_of, schedule in (
                 ("scattered", SCATTER_LAYERS, OverlapGemm()),
                 ("grouped", grouped_gemm.LAYERS, GroupedGemm()),
-                ("phases", PHASE_LAYERS, PhaseGemm()),
+                ("cells", CELLS, Col2imCells()),
                 ("pixels", PIXEL_LAYERS, PhaseGemmPixels()),
             )
             for name, layer in layers_of.items()
@@ -834,10 +833,6 @@ def test_scattered_layers_carry_inf_and_nan(channels_last: bool) -> None:
 @pytest.mark.parametrize(("dtype", "channels", "out_channels"), grouped_gemm.INF_AND_NAN)
 def test_grouped_layers_carry_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
     grouped_gemm.assert_carries_inf_and_nan(dtype, channels, out_channels, Gpu(0))
-
-
-def test_layers_of_many_phases_carry_inf_and_nan() -> None:
-    assert_phases_inf_and_nan(Gpu(0))
 
 
 @pytest.mark.parametrize("bits", [0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], ids=hex)

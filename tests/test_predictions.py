@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from polyphase.costs import costs
-from polyphase.plan import planner as plan
 from polyphase.plan.shortlist import candidates
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -41,12 +40,3 @@ def test_direct_kernel_counts_rounds() -> None:
     many = list(candidates(DirectTiled(), replace(layer, batch=4096), Pass.FORWARD, H200, layouts))
     assert many[0].config == first.config
     assert many[0].seconds == min(each.seconds for each in many)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_lone_blocks_pay_for_their_start_and_end(dtype: str) -> None:
-    """FCN-32s: two blocks of 64 rows on a multiprocessor, instead of one of 128."""
-    chosen = plan.plan(make((8, 21, 16, 16), 21, 64, 32, 16, dtype=dtype, tf32=True), Pass.FORWARD, H200)
-    assert chosen.schedule == "phase_gemm"
-    assert chosen.candidate is not None
-    assert (chosen.candidate.config.rows, chosen.candidate.config.min_blocks) == (64, 2)

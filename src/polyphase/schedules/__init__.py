@@ -20,7 +20,6 @@ from polyphase.schedules.grouped_gemm.schedule import GroupedGemm
 from polyphase.schedules.grouped_gemm.window import GroupedGemmWindow
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.overlap_gemm.schedule import OverlapGemm
-from polyphase.schedules.phase_gemm.long_kernels import PhaseGemm
 from polyphase.schedules.phase_gemm.pixels import PhaseGemmPixels
 from polyphase.schedules.schedule import Schedule
 from polyphase.schedules.tap_gemm.mma import TapGemm, TapGemmWgrad
@@ -37,7 +36,7 @@ KERNELS: dict[str, tuple[Schedule, ...]] = {
     "grouped_gemm": (GroupedGemm(), GroupedGemmWindow()),
     "overlap_gemm": (OverlapGemm(),),
     "col2im": (Col2im(), Col2imTma(), Col2imDirect(), Col2imCells()),
-    "phase_gemm": (PhaseGemm(), PhaseGemmPixels()),
+    "phase_gemm": (PhaseGemmPixels(),),
     "window_dgrad": (WindowDgradMma(), WindowDgradWgmma(), WindowDgradTma(), WindowDgradTransposed()),
     "dot_dgrad": (DotDgrad(),),
     "window_wgrad": (WindowWgradMma(), WindowWgradWgmma(), WindowWgradTma(), WindowWgradTransposed()),
