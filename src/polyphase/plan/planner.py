@@ -32,7 +32,7 @@ from polyphase.problem.device import PORTABLE, DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import compared
 from polyphase.program.epilogue import with_epilogue
-from polyphase.program.program import Program
+from polyphase.program.program import Program, writing_frames
 from polyphase.program.prologue import in_a_step, is_transposed, within_kernels
 from polyphase.program.struct_layout import ParamOverflowError
 from polyphase.schedules import SCHEDULES
@@ -44,6 +44,7 @@ from polyphase.schedules.schedule import Candidate, Schedule
 CLEARLY = 0.97
 CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
 LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
+_LONG = 2048  # taps, from which on frames are faster in weight gradients, too; in forward passes col2im is
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,8 @@ def _with_functions(
     computes a prologue is decided here, for the config that is chosen: its kernel, or a step before it.
     """
     program = schedule.program(computed, pass_, device, layouts, candidate.config)
+    if pass_ is Pass.WEIGHT_GRAD and computed.stride != given.stride and computed.taps > 1:
+        program = writing_frames(program, computed)
     if pass_ is not Pass.FORWARD or not (given.epilogue or given.prologue):
         return candidate, program
     given_layouts = given_layouts or Layouts.of_call(given, pass_)
@@ -215,9 +218,14 @@ def as_computed(
     # Single pixels have every memory format at once; of a weight's gradient nothing else says which.
     as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
     differs = given.epilogue and (given.epilogue.per_sample or problem.epilogue.normalizes)  # of the batch as channels
+    dense = layouts.are_dense(as_read)
+    by_frames = pass_ is Pass.INPUT_GRAD or (pass_ is Pass.WEIGHT_GRAD and problem.taps > _LONG)
+    if dense and by_frames and (frames := problem.of_frames()) is not None:
+        last = pass_ is Pass.INPUT_GRAD
+        return frames, replace(layouts, output=Layouts.dense(frames).output, weight_channels_last=last)
     simpler = None if differs else as_read.of_lone_pixels()
     # As an input gradient it would be one long sum for few outputs, which no schedule shares out among blocks.
-    if simpler is None or pass_ is Pass.INPUT_GRAD or not layouts.are_dense(as_read):
+    if simpler is None or pass_ is Pass.INPUT_GRAD or not dense:
         return problem, layouts
     return simpler, replace(Layouts.dense(simpler), aligned=layouts.aligned)
 

@@ -30,6 +30,9 @@ from polyphase.problem.epilogue import NONE, Epilogue, Operand, of_input
 #: The largest stride, dilation or padding that is not huge.
 LARGE = 2**15
 
+#: The stride, at least, of one whose outputs are frames.
+LEAST_FRAME = 32
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -341,6 +344,27 @@ class ConvTransposeProblem:
             padding=(0, 0),
             output_padding=(0, 0),
             dilation=(1, 1),
+            channels_last=True,
+        )
+
+    def of_frames(self) -> ConvTransposeProblem | None:
+        """The layer without a stride that this one is where one channel of outputs is rows of whole frames of a stride.
+
+        Frames are pixels, and the outputs of a frame its channels: the same memory, as is a weight whose channels are
+        innermost. Long kernels become short ones of many channels. None where outputs have a bias, which is one for
+        several of those channels, or where the kernel, the padding or the output are no whole frames.
+        """
+        stride, *others = self.stride
+        whole = all(size % stride == 0 for size in (*self.kernel_size, *self.padding, *self.output_size))
+        if others or self.out_channels > 1 or stride < LEAST_FRAME or max(self.dilation) > 1 or self.bias or not whole:
+            return None
+        return replace(
+            self,
+            out_channels=stride,
+            kernel_size=(self.kernel_size[0] // stride,),
+            stride=(1,),
+            padding=(self.padding[0] // stride,),
+            output_padding=(0,),
             channels_last=True,
         )
 

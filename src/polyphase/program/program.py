@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from polyphase.problem.layouts import dense_strides
 from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.program.split_k import reduce_splits
 from polyphase.program.step import BIAS, DST, GRAD, MANY_BLOCKS, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
@@ -206,6 +207,18 @@ def writing_weight_channels_last(inner: Program, problem: ConvTransposeProblem) 
         return writing_channels_last(inner, dtype, shape)
     back = replace(to_contiguous(dtype, shape, inner.splits), operands=last.operands)
     return replace(inner, steps=(*before, back), dst_channels_last=False)
+
+
+def writing_frames(inner: Program, frames: ConvTransposeProblem) -> Program:
+    """A weight gradient's program for the layer whose `ConvTransposeProblem.of_frames` are ``frames``.
+
+    That one's weight has its channels innermost.
+    """
+    if inner.dst_channels_last:
+        return replace(inner, dst_channels_last=False)
+    shape, dtype = frames.weight_shape, frames.dtype
+    back = to_channels_last(dtype, shape, dense_strides(shape, False))
+    return _with_spares(_written_by(inner, dtype, frames.elements[1], back), transpose_sources(dtype))
 
 
 def transpose_reduces(problem: ConvTransposeProblem, splits: int) -> bool:
