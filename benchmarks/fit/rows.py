@@ -51,6 +51,8 @@ _RENAMED = {
 }
 # What older records call fields.
 _RENAMED_FIELDS = {"implicit_gemm": {"boxes": "tma_operands"}}
+# Fields that are gone, with the value that today's kernel stands for.
+_GONE_FIELDS = {"direct_wgrad_long": {"row_tiles": "0"}}
 _COPIES = re.compile(r"copy ([\d.]+) TB/s")  # of the GPU that a record was measured on
 _SETTING = re.compile(r"(\w+)=(\([^)]*\)|[^,()]+)")
 
@@ -149,13 +151,14 @@ def _computed(text: str, pass_: Pass) -> tuple[ConvTransposeProblem, Layouts]:
 def parse_config(schedule: Schedule, text: str) -> Any | None:
     """The configuration that a record describes by the names of its fields; None where these are not today's.
 
-    Those that were renamed have their new names, those that came later their defaults.
+    Those that were renamed have their new names, those that came later their defaults, those that are gone none.
     """
     kind = get_type_hints(type(schedule).cost)["config"]
     if kind is Any:  # of col2im, whose configs are those of another schedule
         return None
-    today = _RENAMED_FIELDS.get(schedule.name, {})
-    settings = {today.get(name, name): value for name, value in _SETTING.findall(text[text.index("(") + 1 : -1])}
+    today, gone = _RENAMED_FIELDS.get(schedule.name, {}), _GONE_FIELDS.get(schedule.name, {})
+    recorded = _SETTING.findall(text[text.index("(") + 1 : -1])
+    settings = {today.get(name, name): value for name, value in recorded if gone.get(name) != value}
     if set(settings) - set(kind._fields) or set(kind._fields) - set(settings) - set(kind._field_defaults):
         return None
     return kind(**{name: _value(value) for name, value in settings.items()})

@@ -1,7 +1,4 @@
-"""The direct weight gradient of long kernels with large strides: ``kernels/direct_wgrad_long.cu``.
-
-Half types have ``kernels/direct_wgrad_long_mma.cu`` as well, which multiplies on tensor cores.
-"""
+"""The direct weight gradient of long kernels with large strides: ``kernels/direct_wgrad_long.cu``."""
 
 from __future__ import annotations
 
@@ -25,14 +22,12 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants, splits_in_few_rounds
 
 _THREADS = 128  # at most: registers share out better than with more
-_WARPS = 4  # on tensor cores
-_QUAD, _OCTET = 4, 8
+_QUAD = 4  # elements of the output gradient in a vectorised load
 _LEAST_RESIDUES = 8  # taps within a stride; with fewer, loads of neighbouring threads are not coalesced
 _MAX_SUMS = 128  # registers of a thread
 _MAX_HELD = 16  # input channels of a thread, and taps a stride apart
 _MAX_UNROLLED = 1024  # products of a step, in straight-line code
 _MAX_REGISTERS = 216  # by estimate
-_MAX_ROW_TILES = 4
 _MAX_SUMS_AND_LOADS = 160  # sums and loads of x, which the compiler moves to a step's beginning; more would spill
 _LOADED_CHANNELS = 4  # input channels whose elements a thread has in registers together
 _CHAIN = 2048  # terms of a sum
@@ -40,10 +35,7 @@ _LEAST_STEPS = 4  # of a thread in a split
 
 
 class LongConfig(NamedTuple):
-    """The compile-time shape of a kernel; ``direct_wgrad_long.cu`` says what the names mean.
-
-    ``row_tiles``: of 16 rows of a warp on tensor cores; 0 for CUDA cores.
-    """
+    """The compile-time shape of a kernel; ``direct_wgrad_long.cu`` says what the names mean."""
 
     vector: int
     positions: int
@@ -52,12 +44,11 @@ class LongConfig(NamedTuple):
     lanes: int
     walkers: int
     min_blocks: int
-    row_tiles: int = 0
 
     @property
     def threads(self) -> int:
-        """Threads of a block, in whole warps; on tensor cores a warp has eight columns."""
-        return round_up(self.lanes * self.walkers * (4 if self.row_tiles else 1), 32)
+        """Threads of a block, in whole warps."""
+        return round_up(self.lanes * self.walkers, 32)
 
     @property
     def sums(self) -> int:
@@ -93,17 +84,7 @@ class DirectWgradLong(Schedule):
         return standard(problem) if layouts.output[4] == 1 else None
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[LongConfig]:
-        found = sorted(_configs(at))
-        if DTYPE_BYTES[at.dtype] == 2 and device.capability >= 80 and _piece(at, Layouts.dense(at), _OCTET) == _OCTET:
-            found += sorted(_configs_of_cores(at))
-        return found
-
-    def arranged(self, order: list[LongConfig]) -> list[LongConfig]:
-        """Some of both kinds: unaligned tensors have CUDA cores only."""
-        ways = [[config for config in order if bool(config.row_tiles) is cores] for cores in (False, True)]
-        first = [each for way in ways for each in way[: self.offered // 2]] if all(ways) else []
-        first.sort(key=order.index)
-        return first + [config for config in order if config not in first]
+        return sorted(_configs(at))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongConfig
@@ -112,18 +93,16 @@ class DirectWgradLong(Schedule):
         columns = problem.output_size[-1] + 2 * (config.x_met + 1) * width.stride + width.kernel + width.padding
         if max(columns, _steps(problem, config)[0], _pixel(problem, layouts) * 2 * config.x_met) >= 2**31:
             return None
-        if config.row_tiles and _piece(problem, layouts, _OCTET) < _OCTET:
-            return None
-        return _estimate(problem, config, device, _piece(problem, layouts, _piece_of(config)))
+        return _estimate(problem, config, device, _piece(problem, layouts))
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongConfig
     ) -> Program:
         steps, along = _steps(problem, config)
-        piece = _piece(problem, layouts, _piece_of(config))
+        piece = _piece(problem, layouts)
         length, splits = parted(steps, _splits(problem, config, device, piece))
         source = KernelSource(
-            kernel=f"{self.name}_mma" if config.row_tiles else self.name,
+            kernel=self.name,
             dtype=problem.dtype,
             wide_offsets=True,
             constants=(
@@ -131,7 +110,6 @@ class DirectWgradLong(Schedule):
                 *constants_of(config, "vector positions in_held taps_held lanes walkers min_blocks"),
                 ("PIECE", piece),
                 ("X_PIXEL", _pixel(problem, layouts)),
-                *((("ROW_TILES", config.row_tiles),) if config.row_tiles else ()),
             ),
         )
         x, grad = sides_of(problem, layouts)
@@ -168,17 +146,12 @@ def _pixel(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     return layouts.input[4] if problem.input_size[-1] > 1 else 1
 
 
-def _piece_of(config: LongConfig) -> int:
-    """Elements of the output gradient in a vectorised load, where tensors are aligned."""
-    return _OCTET if config.row_tiles else _QUAD
-
-
-def _piece(problem: ConvTransposeProblem, layouts: Layouts, piece: int) -> int:
-    """Elements of a vectorised load of the output gradient: ``piece`` where all are aligned, else one."""
+def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
+    """Elements of a load of the output gradient: `_QUAD` where all are aligned, else one."""
     batch, channel, depth, height, _ = layouts.output
     multiples = problem.axes3[2].stride, problem.output_size[-1], batch, channel, depth, height
-    fits = DTYPE_BYTES[problem.dtype] * piece <= 16
-    return piece if layouts.aligned and fits and all(value % piece == 0 for value in multiples) else 1
+    fits = DTYPE_BYTES[problem.dtype] * _QUAD <= 16
+    return _QUAD if layouts.aligned and fits and all(value % _QUAD == 0 for value in multiples) else 1
 
 
 def _steps(problem: ConvTransposeProblem, config: LongConfig) -> tuple[int, tuple[int, int, int]]:
@@ -218,9 +191,7 @@ def _splits(problem: ConvTransposeProblem, config: LongConfig, device: DeviceInf
 
 
 def _shared_bytes(problem: ConvTransposeProblem, config: LongConfig) -> int:
-    """Two rows of sums; on tensor cores a row tile of each warp, with four elements of padding a row."""
-    if config.row_tiles:
-        return config.threads // 32 * 16 * (8 * config.vector + 4) * 4
+    """Two rows of sums."""
     return 2 * config.threads * config.vector * accumulator_bytes(problem.dtype)
 
 
@@ -245,33 +216,8 @@ def _configs(problem: ConvTransposeProblem) -> Iterator[LongConfig]:
         yield config._replace(min_blocks=max(1, min(12, REGISTERS // (config.threads * round_up(registers, 8)))))
 
 
-def _configs_of_cores(problem: ConvTransposeProblem) -> Iterator[LongConfig]:
-    """Every config on tensor cores whose sums fit a thread's registers."""
-    channels, taps = equal_parts(problem.in_channels_per_group), equal_parts(_taps_along(problem))
-    for positions, in_held, taps_held in itertools.product((16, 32), channels, taps):
-        row_tiles = math.ceil(in_held * taps_held / 16)
-        registers = 32 + 32 * row_tiles + 2 * positions + row_tiles * (positions + 6)
-        if row_tiles > _MAX_ROW_TILES or registers > _MAX_REGISTERS:
-            continue
-        config = LongConfig(_OCTET, positions, in_held, taps_held, 1, 1, 1, row_tiles)
-        warps = math.ceil(_columns(problem, config, _OCTET) / 8)
-        lanes = 8 * math.ceil(warps / math.ceil(warps / _WARPS))
-        config = config._replace(lanes=lanes, walkers=max(1, 8 * _WARPS // lanes))
-        yield config._replace(min_blocks=max(1, min(8, REGISTERS // (config.threads * round_up(registers, 8)))))
-
-
-def _step_of_cores(problem: ConvTransposeProblem, config: LongConfig, terms: Costs) -> tuple[float, float]:
-    """Issue slots of a warp's step on tensor cores, and lines that its loads touch."""
-    chunks, x_loads = config.positions // 16, 8 * config.row_tiles
-    issued = terms.step + chunks * (terms.load * (4 + x_loads) + (16 + 8 * config.row_tiles + x_loads) * terms.issue)
-    columns = math.ceil(8 / math.ceil(_residues(problem) / config.vector))
-    return issued, chunks * (16 * columns + x_loads * min(8, math.ceil(8 / config.taps_held)))
-
-
 def _step(problem: ConvTransposeProblem, config: LongConfig, terms: Costs, piece: int) -> tuple[float, float]:
     """Issue slots of a warp's step, and lines that its loads touch."""
-    if config.row_tiles:
-        return _step_of_cores(problem, config, terms)
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
     elements = config.positions * config.vector  # of the output gradient, that a thread loads
     loads, x_loads = elements // piece, config.in_held * config.x_met
@@ -297,7 +243,7 @@ def _estimate(problem: ConvTransposeProblem, config: LongConfig, device: DeviceI
     # A step is bound by the issue slots of all warps, or by the issue and latency of one.
     warps, alone = config.threads // 32 * resident, max(terms.wait, issued + terms.wait / 3)
     step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
-    storing = terms.store * (8 * config.row_tiles or config.in_held * config.taps_held) * resident
+    storing = terms.store * config.in_held * config.taps_held * resident
     work = rounds * (steps * step + storing) / device.clock_hz
     again = (_row_blocks(problem, config) - 1) * problem.elements[2] * size / terms.from_l2
     moving = (problem.bytes + again) / device.copy_bytes_per_second
