@@ -569,6 +569,24 @@ def test_compile_compiles_every_kernel_once(monkeypatch: pytest.MonkeyPatch, tmp
     assert {*seen} < every
 
 
+def test_compile_has_what_is_computed_beside_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = []
+
+    def resources_of(source: Any, arch: str) -> Resources:
+        sources.append(source)
+        return Resources(**{**CLEAN, "kernel": source.kernel, "arch": arch}, source=source)
+
+    monkeypatch.setattr(kernels, "resources_of", resources_of)
+    every = ",".join(kernels.Functions)
+    options = "--dtypes", "bfloat16", "--passes", "forward", "--functions", every
+    result = invoke("compile", "--arch", "sm_90a", "--layer", LAYER, *options)
+    assert result.exit_code == 0, result.output
+    kinds = {operation.kind for source in sources for operation in source.epilogue.operations}
+    assert kinds == {"add", "scale_shift", "silu", "leaky_relu", "layer_norm"}
+    assert any(source.prologue for source in sources)
+    assert any(not source.prologue and not source.epilogue for source in sources)
+
+
 def test_compile_leaves_out_what_differs_in_sizes_alone() -> None:
     """Unless the planner takes it."""
     device, layers = DeviceInfo.for_arch("sm_90a"), ("8x64x64x64 -> 64, k=4, s=2, p=1", LAYER)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 
 from rich.table import Table
@@ -19,6 +20,37 @@ from polyphase.jit.source import KernelSource
 from polyphase.plan import planner as plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.epilogue import CHANNEL, ELEMENT, SAMPLE, Epilogue, Operand, Operation
+
+
+class Functions(str, Enum):
+    """What a layer's kernels compute beside it, of each kind that takes other registers."""
+
+    NONE = "none"
+    RESIDUAL = "residual"  # read for each output
+    NORM = "norm"  # terms of a channel, and a function
+    STYLE = "style"  # terms of a sample and channel
+    LAYER_NORM = "layer_norm"  # all channels of a pixel
+    PROLOGUE = "prologue"
+
+    def around(self, layer: NamedLayer) -> NamedLayer:
+        """The layer with these."""
+        if self is Functions.PROLOGUE:
+            return replace(layer, problem=replace(layer.problem, prologue=_EPILOGUES[Functions.NORM]))
+        return replace(layer, problem=replace(layer.problem, epilogue=_EPILOGUES[self]))
+
+
+def _scale_and_shift(per: str) -> Operation:
+    return Operation("scale_shift", (), (Operand("scale", per), Operand("shift", per)))
+
+
+_EPILOGUES = {
+    Functions.NONE: Epilogue(),
+    Functions.RESIDUAL: Epilogue((Operation("add", (), (Operand("residual", ELEMENT),)),)),
+    Functions.NORM: Epilogue((_scale_and_shift(CHANNEL), Operation("silu"))),
+    Functions.STYLE: Epilogue((_scale_and_shift(SAMPLE), Operation("leaky_relu", (0.2,)))),
+    Functions.LAYER_NORM: Epilogue((Operation("layer_norm", (1e-6,)),)),
+}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,10 @@ def compile_kernels(
     dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,bfloat16,float16,float64",
     layouts: Annotated[str, typer.Option(help="nchw, channels_last, or both.")] = "nchw,channels_last",
     passes: Annotated[str, typer.Option(help="Passes, comma-separated.")] = "forward,input_grad,weight_grad",
+    functions: Annotated[
+        str,
+        typer.Option(help="What kernels compute beside the layer: none, residual, norm, style, layer_norm, prologue."),
+    ] = "none",
     variants: Annotated[
         bool,
         typer.Option(
@@ -54,8 +58,9 @@ def compile_kernels(
     from polyphase.problem import Pass
 
     console = make_console()
+    layers = named_layers(layer, suite) or every_layer()
     asked = (
-        named_layers(layer, suite) or every_layer(),
+        [each.around(one) for each in choices(functions, kernels.Functions, "--functions") for one in layers],
         choices(passes, Pass, "--passes"),
         [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
         [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],

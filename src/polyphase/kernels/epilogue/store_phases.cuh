@@ -218,16 +218,16 @@ struct Epilogue {
     }
   }
 
-  // Loads the first residuals of a piece, for a thread's row of a row block, in the order of the results. All loads are
-  // issued before the first value is used. COUNT neighbours exist together or not at all, as in the stores; the host
-  // passes residuals that are aligned as the destination is.
+  // Loads the first residuals of cell pairs from `j` on of a piece, for a thread's row of a row block, in the order of
+  // the results. All loads are issued before the first value is used. COUNT neighbours exist together or not at all, as
+  // in the stores; the host passes residuals that are aligned as the destination is.
   template <int COUNT, int PAIRS>
-  __device__ __forceinline__ void load_residuals(Bits<STAGED> (&values)[PAIRS][2 * COLUMNS / STAGED], int piece,
+  __device__ __forceinline__ void load_residuals(Bits<STAGED> (*values)[2 * COLUMNS / STAGED], int piece, int j,
                                                  int block, int half, int depth, int height, int first) const {
 #pragma unroll
-    for (int j = 0; j < PAIRS; ++j) {
-      if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
-      const Places to = places(piece, j, block, half, depth, height, first);
+    for (int k = 0; k < PAIRS; ++k) {
+      if (piece * PIECE + 8 * (j + k) >= GROUP_CELLS) break;
+      const Places to = places(piece, j + k, block, half, depth, height, first);
       alignas(16) scalar_t each[2 * COLUMNS];
 #pragma unroll
       for (int i = 0; i < 2 * COLUMNS; i += COUNT) {
@@ -239,7 +239,7 @@ struct Epilogue {
           load_global_if(place != nullptr, from, *(Bits<COUNT>*)(each + i));
       }
 #pragma unroll
-      for (int i = 0; i < 2 * COLUMNS / STAGED; ++i) values[j][i] = *(const Bits<STAGED>*)(each + i * STAGED);
+      for (int i = 0; i < 2 * COLUMNS / STAGED; ++i) values[k][i] = *(const Bits<STAGED>*)(each + i * STAGED);
     }
   }
 
@@ -354,6 +354,31 @@ struct Epilogue {
     }
   }
 
+  // The results of a piece, of a thread's row of a row block, in registers.
+  template <int COUNT, int LINE>
+  __device__ __forceinline__ void finish_piece(Bits<STAGED> (&values)[PIECE / 8][2 * COLUMNS / STAGED], int piece,
+                                               int block, int half, int depth, int height, int first) const {
+    constexpr int TOGETHER = COUNT < STAGED ? COUNT : STAGED;
+    // A single 16-bit element takes a register of its own: of these a pair's are loaded at a time.
+    constexpr int AHEAD = TOGETHER * sizeof(scalar_t) >= 4 ? PIECE / 8 : 1;
+#pragma unroll
+    for (int j = 0; j < PIECE / 8; ++j) {
+      if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
+      if constexpr (EPILOGUE_RESIDUALS > 0)
+        if (j % AHEAD == 0) load_residuals<TOGETHER, AHEAD>(values + j, piece, j, block, half, depth, height, first);
+      float value[2 * COLUMNS];
+      alignas(16) result_t narrowed[2 * COLUMNS];
+      finish_run<LINE>(value, piece, j, block, half, depth, height, first, EPILOGUE_RESIDUALS ? values[j] : nullptr);
+#pragma unroll
+      for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
+#pragma unroll
+      for (int i = 0; i < 2 * COLUMNS / STAGED; ++i) {
+        values[j][i] = *(const Bits<STAGED>*)(narrowed + i * STAGED);
+        compute_now(values[j][i]);
+      }
+    }
+  }
+
   // Channels first. The warp transposes PIECE cells of 8 channels at a time in shared memory, so that its lanes store
   // neighbouring elements of a row: whole lines are written. Where those are JOINT it has the columns from `first` on
   // of all channels, and stores those of some. The host has seen to it (store_vector in implicit_gemm/tile.py) that
@@ -385,24 +410,7 @@ struct Epilogue {
         const int first_channel = channel(block, 8 * half);
         if ((DST_CHANNELS % GROUP_CHANNELS || STACKED == 3) && first_channel >= DST_CHANNELS) continue;
         Bits<STAGED> values[PIECE / 8][2 * COLUMNS / STAGED];
-        // Not for single 16-bit elements: each would take a register of its own.
-        constexpr int TOGETHER = COUNT < STAGED ? COUNT : STAGED;
-        constexpr bool AHEAD = EPILOGUE_RESIDUALS > 0 && TOGETHER * sizeof(scalar_t) >= 4;
-        if constexpr (AHEAD) load_residuals<TOGETHER>(values, piece, block, half, depth, height, first);
-#pragma unroll
-        for (int j = 0; j < PIECE / 8; ++j) {
-          if (piece * PIECE + 8 * j >= GROUP_CELLS) break;
-          float value[2 * COLUMNS];
-          alignas(16) result_t narrowed[2 * COLUMNS];
-          finish_run<LINE>(value, piece, j, block, half, depth, height, first, AHEAD ? values[j] : nullptr);
-#pragma unroll
-          for (int i = 0; i < 2 * COLUMNS; ++i) narrow(value[i], narrowed[i]);
-#pragma unroll
-          for (int i = 0; i < 2 * COLUMNS / STAGED; ++i) {
-            values[j][i] = *(const Bits<STAGED>*)(narrowed + i * STAGED);
-            compute_now(values[j][i]);
-          }
-        }
+        finish_piece<COUNT, LINE>(values, piece, block, half, depth, height, first);
         lines_sync();
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {

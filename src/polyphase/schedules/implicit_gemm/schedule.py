@@ -68,6 +68,7 @@ _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: ti
 # Of each multiplying thread to the loading ones, or taken from these: what is tried in turn where registers spill.
 # The last serves kernels that NVRTC 13.0 lacks registers for on either side, whatever share the other one gives.
 _SHARES = ((-8, 2), (16, 2), (24, 2), (16, 1))
+_LEAST_PIECE = 16  # cells
 
 
 class ImplicitGemm(Schedule):
@@ -182,9 +183,7 @@ class ImplicitGemm(Schedule):
             needs_wide_offsets(gather),
             self._constants(gather, config, product),
             wgmma=(WgmmaForm(config.pixels, operands, transpose_b=transposed),) if config.wgmma else (),
-            fallbacks=tuple((("GIVEN_REGISTERS", n), ("CHUNKS_AT_ONCE", chunks)) for n, chunks in _SHARES)
-            if config.wgmma
-            else (),
+            fallbacks=_fallbacks(gather, config),
         )
         packs = pack_weights(gather, config, product, problem.batch)
         workspace = product.counter_bytes(config) + scales_bytes(gather, config, product)
@@ -247,6 +246,14 @@ class ImplicitGemm(Schedule):
                 else [("PIECE", config.piece(gather)), ("IN_SUMS", gather.in_sums)]
             ),
         )
+
+
+def _fallbacks(gather: Gather, config: GemmConfig) -> tuple[tuple[tuple[str, Constant], ...], ...]:
+    """What is tried in turn where registers spill: other shares of them; then smaller pieces, as epilogues need."""
+    shares = [(("GIVEN_REGISTERS", n), ("CHUNKS_AT_ONCE", chunks)) for n, chunks in _SHARES] if config.wgmma else []
+    piece = 0 if config.taps_in_rows else config.piece(gather)
+    smaller = (("GIVEN_REGISTERS", 0), ("CHUNKS_AT_ONCE", 2), ("PIECE", max(_LEAST_PIECE, piece // 4)))
+    return *shares, *([smaller] if piece > _LEAST_PIECE else [])
 
 
 def _packing_seconds(problem: ConvTransposeProblem, gather: Gather, config: GemmConfig, device: DeviceInfo) -> float:
