@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -236,14 +236,21 @@ class Chain:
             with torch.autocast(input.device.type, enabled=False) if cast is None else cast():
                 return self._run(tensors, output_padding, steps, before, out)
 
-        @cache
         def size() -> tuple[int, ...]:
-            known = Layer(layer.kernel_size, layer.stride, layer.padding, output_padding, layer.dilation, layer.groups)
-            return (input.shape[0], layer.out_channels, *output_size(input.shape[2:], known))
+            paddings = layer.padding, tuple(output_padding)  # a list where an output size was asked for
+            known = _output_size(
+                input.shape[2:], layer.kernel_size, layer.stride, *paddings, layer.dilation, layer.groups
+            )
+            return (input.shape[0], layer.out_channels, *known)
 
         reads = tensors if tensors[2] is not None else tensors[:2]
         reads = (*reads, *(each for step in before for _, each in step.tensors))
         return Waiting(compute, reads, expected, size, dtype, input.device)
+
+
+@lru_cache(maxsize=1024)
+def _output_size(size: tuple[int, ...], *layer: Any) -> tuple[int, ...]:
+    return output_size(size, Layer(*layer))
 
 
 def _forward(module: Any, input: Any) -> Any:

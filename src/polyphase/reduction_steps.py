@@ -213,10 +213,10 @@ _MODULES |= {getattr(nn, f"InstanceNorm{dims}d"): partial(_instance_norm, dims) 
 
 def is_module(module: Any) -> bool:
     """Whether a module's own class, or the one that it stands for, is one that may be such a step."""
-    return any(getattr(type(module), "_stands_for", type(module)) is cls for cls in _MODULES)
+    return getattr(type(module), "_stands_for", type(module)) in _MODULES
 
 
 def module_step(module: Any, dims: int) -> fused.Step | None:
     """What a module computes of a tensor of so many dimensions; None if it is no such step."""
-    own = getattr(type(module), "_stands_for", type(module))
-    return next((step(module, dims) for cls, step in _MODULES.items() if own is cls), None)
+    step = _MODULES.get(getattr(type(module), "_stands_for", type(module)))
+    return None if step is None else step(module, dims)
