@@ -70,20 +70,6 @@ struct WorkTile {
   }
 };
 
-// Where a row's position lies in its tile along n, d, h and w; before it along n where it is past the tile.
-struct alignas(8) RowPlace {
-  short at[4];
-};
-
-// Where a position lies in the input, -1 where it does not exist.
-__device__ __forceinline__ long long target_of(const Params& params, const WorkTile& work, const RowPlace& place) {
-  int at[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) at[i] = work.first[i] + place.at[i];
-  const bool is = place.at[0] >= 0 && exists(params.x, params.batch, at[0], at[1], at[2], at[3]);
-  return is ? offset_of(params.x, at) : -1;
-}
-
 // Stores a work tile's results; `rows` are the places of the tile's.
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums,
                                       const RowPlace* rows, scalar_t* dst) {
@@ -92,8 +78,8 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
   dst += (work.group * IN_CHANNELS + work.first_in + Sums::first_column()) * channel;
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i) {
-    const long long above = target_of(params, work, rows[Sums::row(2 * i)]);
-    const long long below = target_of(params, work, rows[Sums::row(2 * i + 1)]);
+    const long long above = target_of(params.x, params.batch, work.first, rows[Sums::row(2 * i)]);
+    const long long below = target_of(params.x, params.batch, work.first, rows[Sums::row(2 * i + 1)]);
     const bool together =
         channel % 2 == 0 && above >= 0 && below == above + 1 && (unsigned long long)(dst + above) % (2 * ELEMENT) == 0;
     if (ROWS_IN_PAIRS && together) {
@@ -153,10 +139,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             tma_load_box(shared_address(to + params.window_offset), params.window_box, grad, from, params.box_bytes,
                          barrier);
           },
-          [&](int stage, char* to) {
+          [&](int stage, char* to, unsigned barrier) {
             const int channel = stage * OUT_CHUNK;
             return g_loader.load(first_channel + channel * params.g.stride[1], OUT_CHANNELS - channel,
-                                 to + params.window_offset, params.batch, window);
+                                 to + params.window_offset, params.batch, window, barrier);
           });
     }
     end_loading();

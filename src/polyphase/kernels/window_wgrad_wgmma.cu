@@ -168,16 +168,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                        barrier);
           advance<false>(params.tiles, tile);
         },
-        [&](int, char* to) {
+        [&](int, char* to, unsigned barrier) {
           locate();
           if (ELEMENT == 2 && params.piece_bytes) {  // built anew for each stage: kept, it would spill
             const RunLoader x_loader(params.x, params.runs, params.piece_bytes, params.tile_extent, params.joined);
             const scalar_t* const column = x + (long long)(group * IN_CHANNELS + first_in) * params.x.stride[1];
             if (params.piece_bytes == 8) x_loader.load<8>(column, IN_CHANNELS - first_in, to, params.batch, origin);
             if (params.piece_bytes == 4) x_loader.load<4>(column, IN_CHANNELS - first_in, to, params.batch, origin);
+            mbarrier_expect_cp_async(barrier);
           }
           to_window(origin, params.skew);
-          const int shift = g_loader.load(first_channel, channels, to + params.window_offset, params.batch, origin);
+          const int shift =
+              g_loader.load(first_channel, channels, to + params.window_offset, params.batch, origin, barrier);
           advance<false>(params.tiles, tile);
           return shift;
         });

@@ -14,4 +14,8 @@ inline void mbarrier_arrive_cp_async(unsigned barrier) {
   cp_async_wait<0>();
   mbarrier_arrive(barrier);
 }
+inline void mbarrier_expect_cp_async(unsigned) {
+  cp_async_commit();
+  cp_async_wait<0>();
+}
 inline void mbarrier_wait(unsigned barrier, unsigned parity) { emulator::barrier_wait(barrier_at(barrier), parity); }

@@ -13,7 +13,7 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int LOADERS = 32 * LOAD_WARPS;
 constexpr int ELEMENT = sizeof(scalar_t);
-constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
+[[maybe_unused]] constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
 
 // What a stage holds of a tensor: of each channel (of the weight: row) a box, moved in pieces.
 struct StageBox {

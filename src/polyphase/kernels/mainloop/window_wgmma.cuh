@@ -8,7 +8,7 @@
 //
 // B is K-major in memory, or MN_MAJOR, which wgmma reads of half types only. TMA brings boxes of it, rounded to TF32
 // and swizzled, or all loaders copy it to where TMA would put it (operand/run_loader.cuh). The window of the output
-// gradient (operand/window.cuh) keeps its order in memory: TMA boxes, or cp.async of all loaders where strides are no
+// gradient (operand/window.cuh) keeps its order in memory: TMA boxes, or row by row by all loaders where strides are no
 // multiples of 16 bytes (operand/window_rows.cuh). Consumers gather A fragments from the window into registers: a tap
 // or a stride is an offset there, so there is no im2col and no transpose.
 //
@@ -66,11 +66,10 @@ struct Runs {
 struct WindowBarriers : PipelineBarriers<STAGES> {
   int shift[STAGES];
 
-  // One producer thread arrives where TMA brings all; else every loader does, once for its stores and once for its
-  // cp.async.
+  // One producer thread arrives where TMA brings all; else every producer warp does.
   __device__ __forceinline__ void init(bool all_by_tma) {
     if (threadIdx.x > 0) return;
-    PipelineBarriers<STAGES>::init(all_by_tma ? 1 : 2 * LOADERS, 4 * GROUPS);
+    PipelineBarriers<STAGES>::init(all_by_tma ? 1 : LOAD_WARPS, 4 * GROUPS);
     for (int i = 0; i < STAGES; ++i) shift[i] = 0;
   }
 };
@@ -98,7 +97,7 @@ __device__ __forceinline__ void end_loading() {
 }
 
 // Producers: issue(stage, memory, barrier), by the first thread, issues TMA loads; unless these are all, copy(stage,
-// memory), by all threads, starts cp.async of the rest and returns the window's shift.
+// memory, barrier), by all threads, starts the rest and returns the window's shift.
 template <class Issue, class Copy>
 __device__ __forceinline__ void load_stages(int stages, bool all_by_tma, WindowBarriers& ring,
                                             PipelineState<STAGES>& state, char* stage_memory, int bytes,
@@ -112,11 +111,11 @@ __device__ __forceinline__ void load_stages(int stages, bool all_by_tma, WindowB
     mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
     if (first) issue(stage, memory, full);
     if (!all_by_tma) {
-      const int shift = copy(stage, memory);
+      const int shift = copy(stage, memory, full);
       if (first) ring.shift[state.index] = shift;
-      mbarrier_arrive_cp_async(full);
+      __syncwarp();
     }
-    mbarrier_arrive(full);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
     state.next();
   }
 }

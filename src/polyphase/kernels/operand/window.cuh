@@ -41,3 +41,18 @@ __device__ __forceinline__ void to_window(int (&origin)[4], int skew) {
   origin[2] = origin[2] * AXIS_H.stride - AXIS_H.padding;
   origin[3] = origin[3] * AXIS_W.stride - AXIS_W.padding - skew;
 }
+
+// Where a position lies in its tile along n, d, h and w; before it along n where it is past the tile.
+struct alignas(8) RowPlace {
+  short at[4];
+};
+
+// Where the position of a tile that begins at `first` lies in the input `x`, -1 where it does not exist.
+__device__ __forceinline__ long long target_of(const Tensor5& x, int batch, const int (&first)[4],
+                                               const RowPlace& place) {
+  int at[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) at[i] = first[i] + place.at[i];
+  const bool is = place.at[0] >= 0 && exists(x, batch, at[0], at[1], at[2], at[3]);
+  return is ? offset_of(x, at) : -1;
+}

@@ -1,7 +1,8 @@
-// The window of a stage in the kernels of mainloop/window_wgmma.cuh, and its copy where TMA cannot load it: cp.async
-// of 16 bytes, whatever the alignment of its rows. The address of an element modulo 16 is the same in shared memory as
-// in the tensor. For that the window's pitches equal the tensor's modulo 16 bytes, and the window starts `shift` bytes
-// late in its stage. Rows have room for the 16-byte pieces that they fill in part.
+// The window of a stage in the kernels of mainloop/window_wgmma.cuh, and its copy where TMA cannot load it as a box: a
+// bulk copy for each row, whatever its alignment, and cp.async of 16 bytes where a row of the tensor begins or ends.
+// The address of an element modulo 16 is the same in shared memory as in the tensor. For that the window's pitches
+// equal the tensor's modulo 16 bytes, and the window starts `shift` bytes late in its stage. Rows have room for the
+// 16-byte pieces that they fill in part.
 
 #pragma once
 
@@ -10,12 +11,14 @@
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/tma.cuh"
 #include "mainloop/multistage.cuh"
 
 struct Window {
   int extent[4];  // along n, d, h and w
   int step[4];    // elements from one image, slab, row and channel to the next
-  int pieces;     // of a row, at most; where it is copied
+  int joined;     // elements from one of the tensor's rows to the next, where all that a slab has are one row; or 0
 };
 
 __device__ __forceinline__ int window_offset(const Window& window, int n, int d, int h, int w) {
@@ -29,104 +32,100 @@ struct RowLoader {
 
   const Tensor5& tensor;
   const Window& window;
-  Place* places;  // of each piece: its row, and its number there
-  int pieces;     // of a channel
+  Place* places;  // of each row
+  int rows;       // of a channel
 
-  // A row lies the same way beyond a piece in channels that are so many apart: what to copy is found once for them.
-  int apart;
-  // Threads share out the pieces of the channels below `apart`, one channel's behind the other's: where a thread
-  // begins, and how far on its next piece is.
-  int first_channel, first_piece, skipped_channels, skipped_pieces;
+  // Threads share out the rows, one channel's behind the other's: where a thread begins, and how far on its next is.
+  // Warps have the same number: a warp's bulk copies are issued one after the other.
+  int first_channel, first_row, skipped_channels, skipped_rows;
 
   __device__ __forceinline__ RowLoader(const Tensor5& tensor, const Window& window) : tensor(tensor), window(window) {}
 
   __device__ __forceinline__ void init(Place* list) {
     places = list;
-    pieces = window.extent[0] * window.extent[1] * window.extent[2] * window.pieces;
-    apart = PIECE >> (__ffs((int)(tensor.stride[1] * ELEMENT) | PIECE) - 1);
-    while (apart < CHANNELS && apart * pieces < LOADERS) apart *= 2;
-    first_channel = loader() / pieces, first_piece = loader() % pieces;
-    skipped_channels = LOADERS / pieces, skipped_pieces = LOADERS % pieces;
-    const int counts[4] = {window.extent[0], window.extent[1], window.extent[2], window.pieces};
-    for (int i = loader(); i < pieces; i += LOADERS) {
+    rows = window.extent[0] * window.extent[1] * window.extent[2];
+    const int first = loader() % 32 * LOAD_WARPS + loader() / 32;
+    first_channel = first / rows, first_row = first % rows;
+    skipped_channels = LOADERS / rows, skipped_rows = LOADERS % rows;
+    const int counts[4] = {window.extent[0], window.extent[1], window.extent[2], 1};
+    for (int i = loader(); i < rows; i += LOADERS) {
       int at[4];
       decode(counts, i, at);
-      const int row[4] = {at[0], at[1], at[2], 0};
-      places[i] = Place{(short)at[0], (short)at[1], (short)at[2], (short)at[3], offset_of(tensor, row)};
+      places[i] = Place{(short)at[0], (short)at[1], (short)at[2], 0, offset_of(tensor, at)};
     }
   }
 
   // The window that begins at `origin` (n, d, h, w), in `channels` channels from `from` on; those beyond are zero.
-  // Returns its shift.
-  __device__ __forceinline__ int load(const scalar_t* from, int channels, char* to, int batch,
-                                      const int (&origin)[4]) const {
+  // Copies arrive at `barrier`. Returns the window's shift.
+  __device__ __forceinline__ int load(const scalar_t* from, int channels, char* to, int batch, const int (&first)[4],
+                                      unsigned barrier) const {
+    int origin[4] = {first[0], first[1], first[2], first[3]}, width = tensor.size[2], height = tensor.size[1];
     from += offset_of(tensor, origin);
+    if (window.joined) {
+      origin[3] += origin[2] * window.joined, origin[2] = 0;
+      width += (height - 1) * window.joined, height = 1;
+    }
     const int shift = behind_a_piece(from);
     // The end and the beginning of the tensor's rows, in bytes of the window's. Before a row that begins earlier than
     // the window there may be anything.
     const int beyond = window.extent[3] + PIECE;
-    const int end = min(tensor.size[2] - origin[3], beyond) * ELEMENT;
+    const int end = min(width - origin[3], beyond) * ELEMENT;
     const int begin = origin[3] < 0 ? min(-origin[3], beyond) * ELEMENT : -PIECE;
     const long long stride = tensor.stride[1] * ELEMENT;
     const int pitch = channel_pitch(window);
     const unsigned slots = shared_address(to) + shift;
-    for (int channel = first_channel, piece = first_piece; channel < min(apart, CHANNELS);) {
-      const Place place = places[piece];
+    fence_proxy_async();  // between what threads wrote there in an earlier stage and bulk copies
+    bool by_pieces = false;
+    for (int channel = first_channel, index = first_row; channel < CHANNELS;) {
+      const Place place = places[index];
       const bool inside = origin[0] + place.n < batch && (unsigned)(origin[1] + place.d) < (unsigned)tensor.size[0] &&
-                          (unsigned)(origin[2] + place.h) < (unsigned)tensor.size[1];
+                          (unsigned)(origin[2] + place.h) < (unsigned)height;
       const char* const row = (const char*)(from + place.offset) + channel * stride;
-      const int at = place.w * PIECE - behind_a_piece(row);
-      if (at < window.extent[3] * ELEMENT) {
-        const int before = begin - at, bytes = before < PIECE ? max(0, min(PIECE, end - at)) : 0;
-        const int existing = inside && bytes > 0 ? min(CHANNELS, channels) : 0;
-        const unsigned slot = slots + window_offset(window, place.n, place.d, place.h, 0) + channel * pitch + at;
-        Copies copies{channel, apart, row + at, apart * stride, slot, apart * pitch};
-        if (before > 0)  // the row begins amid the piece
-          copies.run(existing, [&](unsigned to, const char* from) { copy_words(to, from, before, bytes); });
-        else
-          copies.run(existing, [&](unsigned to, const char* from) { cp_async_part<PIECE>(to, from, bytes); });
-        copies.run(CHANNELS, [&](unsigned to, const char* from) { cp_async<PIECE>(to, from, false); });
-      }
-      channel += skipped_channels, piece += skipped_pieces;
-      if (piece >= pieces) piece -= pieces, ++channel;
+      const int behind = behind_a_piece(row);
+      const unsigned slot = slots + window_offset(window, place.n, place.d, place.h, 0) + channel * pitch;
+      const int last = inside && channel < channels ? end + behind : 0;
+      by_pieces |=
+          load_row(slot - behind, row - behind, begin + behind, last, window.extent[3] * ELEMENT + behind, barrier);
+      channel += skipped_channels, index += skipped_rows;
+      if (index >= rows) index -= rows, ++channel;
     }
+    if (by_pieces) mbarrier_expect_cp_async(barrier);
     return shift;
   }
 
  private:
-  // The same piece of channels that are so many `apart`.
-  struct Copies {
-    int channel, apart;
-    const char* from;
-    long long step;
-    unsigned to;
-    int pitch;
-
-    // copy(to, from) one by one, below channel `end`.
-    template <class Copy>
-    __device__ __forceinline__ void run(int end, const Copy& copy) {
-#pragma unroll 2
-      for (; channel < end; channel += apart) {
-        copy(to, from);
-        from += step, to += pitch;
-      }
-    }
-  };
-
   static __device__ __forceinline__ int behind_a_piece(const void* address) {
     return (int)((unsigned long long)address % PIECE);
   }
 
-  // A piece that a row begins in, `begin` bytes on, and ends `end` bytes on.
+  // `bytes` of a row from a piece's beginning on; there are those from `begin` to `end`, the others are zero. Returns
+  // whether any come by cp.async.
+  static __device__ __forceinline__ bool load_row(unsigned to, const char* from, int begin, int end, int bytes,
+                                                  unsigned barrier) {
+    int at = 0;
+    const bool begins = begin > 0 && end > 0;
+    // The row's first element, where it is half a word: it is waited for when all else is on its way.
+    const bool odd = ELEMENT == 2 && begins && begin % 4 > 0 && begin < bytes;
+    const scalar_t first = odd && begin < end ? read((const scalar_t*)(from + begin)) : zero<scalar_t>();
+    if (begins) {
+      for (; at + PIECE <= min(begin, bytes); at += PIECE) cp_async<PIECE>(to + at, from, false);
+      if (begin > at && at < bytes) copy_words(to + at, from + at, begin - at, end - at), at += PIECE;
+    }
+    const int whole = max(0, min(end, bytes + PIECE - 1) / PIECE * PIECE - at);
+    const bool by_pieces = at > 0 || at + whole < bytes;
+    if (whole > 0) tma_load_bytes(to + at, from + at, whole, barrier);
+    for (at += whole; at < bytes; at += PIECE) cp_async_part<PIECE>(to + at, from + at, max(0, min(PIECE, end - at)));
+    if (odd) {
+      scalar_t* const pair = (scalar_t*)__cvta_shared_to_generic(to + begin - 2);
+      pair[0] = zero<scalar_t>(), pair[1] = first;
+    }
+    return by_pieces;
+  }
+
+  // A piece that a row begins in, `begin` bytes on, and ends `end` bytes on, but for a word that it begins amid.
   static __device__ __forceinline__ void copy_words(unsigned to, const char* from, int begin, int end) {
 #pragma unroll
-    for (int i = 0; i < PIECE; i += 4) {
-      if (ELEMENT == 2 && begin == i + 2) {
-        scalar_t* const pair = (scalar_t*)__cvta_shared_to_generic(to + i);
-        pair[0] = zero<scalar_t>(), pair[1] = end > i + 2 ? read((const scalar_t*)(from + i) + 1) : zero<scalar_t>();
-      } else {
-        cp_async_part<4>(to + i, from + i, begin > i ? 0 : max(0, min(4, end - i)));
-      }
-    }
+    for (int i = 0; i < PIECE; i += 4)
+      if (begin != i + 2) cp_async_part<4>(to + i, from + i, begin > i ? 0 : max(0, min(4, end - i)));
   }
 };

@@ -21,6 +21,10 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
 __device__ __forceinline__ void mbarrier_arrive_cp_async(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
+// The phase does not end before the thread's cp.async have come; another arrival of its is to follow.
+__device__ __forceinline__ void mbarrier_expect_cp_async(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(

@@ -19,7 +19,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
-from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.cost import norm, rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import Four, affordable_planes, best_first, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import (
@@ -346,9 +346,8 @@ def _estimate(
             work *= terms.elementwise_input_grad
         elif problem.dtype == "float32":
             work *= terms.elementwise_weight_grad
-    floor = problem.bytes / device.copy_bytes_per_second
-    seconds, bound = slower_of(work, floor)
-    return terms.preference * seconds, bound
+    moving = problem.bytes / device.copy_bytes_per_second
+    return terms.preference * norm(work, moving, terms.overlap), slower_of(work, moving)[1]
 
 
 def _deepest(

@@ -51,6 +51,7 @@ _ENDS = 4  # what a CTA's prologue and epilogue take, in stages
 class _WindowWgmma(Gradient):
     """What the two kernels share."""
 
+    adapts = True
     compared = 16
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
@@ -188,7 +189,6 @@ class WindowWgradWgmma(_WindowWgmma):
 
     passes = (Pass.WEIGHT_GRAD,)
     name = "window_wgrad_wgmma"
-    adapts = True
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
         return False
@@ -269,6 +269,8 @@ def _estimate(
         stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
         blocks *= tiling.total
         block, end = terms.block + stored_cycles(problem, config, tiling.lanes, terms), 0.0
+        if stages >= _PERSISTENT:  # a block begins once, and loads its next tile meanwhile
+            block, end = block - terms.block, terms.block / device.clock_hz
     _, rounds = rounds_of(blocks, 1, device)
     work = rounds * (stages * stage + block) / device.clock_hz + end
     moving = problem.bytes / device.copy_bytes_per_second

@@ -27,6 +27,7 @@ from polyphase.schedules.window_gemm.wgmma_window import (
     as_rows,
     conflicts_of,
     in_pairs,
+    least_extent,
     may_use_tma,
     window_by_tma,
 )
@@ -251,22 +252,16 @@ class _Tilings:
         problem, pass_, _, config = self._layer
         terms = self._terms
         size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
-        weights, vector = pass_ is Pass.WEIGHT_GRAD, PIECE_BYTES // size
+        weights = pass_ is Pass.WEIGHT_GRAD
         steps = config.out_chunk * problem.taps * size // OPERATION_BYTES
         reads = 4 * _reads(problem, pass_)
-        kind = f"{pass_.value}_{'halves' if size == 2 else 'float32'}"
-        stage, piece, copy = (terms[f"copy_{part}{kind}"] for part in ("stage_", "piece_", ""))
         for each, boxed in zip(self._lanes, self._by_tma):
             positions = math.prod(each)
             if weights:
                 steps = positions * size // OPERATION_BYTES
-            images, slabs, lines, columns = extent_of_window(problem, each)
-            rows = config.out_chunk * images * slabs * lines
-            loads = stage + piece + rows * -(-(columns + vector - 1) // vector) / LOADERS * copy
-            if boxed:
-                loads = min(loads, rows * -(-columns * size // 128) * terms.row)
+            loads = 0.0 if boxed else _copied(pass_, config, least_extent(problem, each), terms)
             fewest = reads if positions >= FOUND else reads / 4  # of four reads, some may be of no row
-            cycles = steps * _operation(config, fewest, terms) + loads + terms.stage + self._stored(each)
+            cycles = steps * _operation(config, fewest, terms) + terms.stage + loads + self._stored(each)
             yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
 
 
@@ -297,7 +292,7 @@ def _tiles(
         window, window_map, skew = brought
     elif (copied := as_rows(problem, pass_, layouts, chunk, lanes)) is not None:
         window, skew = copied, 0
-        places = MOVING_BYTES * window.rows * window.pieces
+        places = MOVING_BYTES * window.rows
     else:
         return None
     depth = math.prod(lanes) if pass_ is Pass.WEIGHT_GRAD else config.out_chunk * problem.taps
@@ -399,24 +394,24 @@ def stage_cycles(
     else:
         rows += config.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)
         copies = 0.0
-    return tiling.steps * _operation(config, reads, terms) + rows * terms.row + copies + terms.stage
+    return tiling.steps * _operation(config, reads, terms) + rows * terms.row + terms.stage + copies
 
 
 def _copy_cycles(
     problem: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig, tiling: Tiling, terms: Costs
 ) -> float:
     """Predicted cycles of a stage for a window that producers copy (``operand/window_rows.cuh``)."""
-    vector = PIECE_BYTES // DTYPE_BYTES[problem.dtype]
-    pieces = tiling.window.rows * tiling.window.pieces
-    apart = vector // math.gcd(vector, tiling.window.steps[3])  # distance of channels with the same misalignment
-    while apart < config.out_chunk and apart * pieces < LOADERS:
-        apart *= 2
-    found = math.ceil(min(apart, config.out_chunk) * pieces / LOADERS)
-    copied = found * math.ceil(config.out_chunk / apart)
-    begun = 1 / tiling.tiles[3] if problem.padding[-1] > 0 else 0.0  # share of tiles in which a row begins
-    kind = f"{pass_.value}_{'halves' if DTYPE_BYTES[problem.dtype] == 2 else 'float32'}"
-    copy = terms[f"copy_{kind}"] + begun * terms.words
-    return terms[f"copy_stage_{kind}"] + found * terms[f"copy_piece_{kind}"] + copied * copy
+    cycles = _copied(pass_, config, tiling.window.extent, terms)
+    waits = pass_ is Pass.WEIGHT_GRAD and DTYPE_BYTES[problem.dtype] == 2 and problem.padding[-1] > 0
+    return cycles + (terms.words / tiling.tiles[3] if waits else 0.0)  # where a row begins
+
+
+def _copied(pass_: Pass, config: WgmmaConfig, extent: Four, terms: Costs) -> float:
+    """The same of rows that begin within the tensor's."""
+    *others, columns = extent
+    rows = config.out_chunk * math.prod(others)
+    stage, row, element = [terms[f"copy_{part}_{pass_.value}"] for part in ("stage", "row", "element")]
+    return stage + math.ceil(rows / (LOADERS // 32)) * row + rows * columns * element
 
 
 def _reads(problem: ConvTransposeProblem, pass_: Pass) -> int:

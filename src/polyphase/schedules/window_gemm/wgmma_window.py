@@ -30,11 +30,11 @@ class Window:
 
     extent: Four
     steps: Four  # elements from one image, slab, row and channel to the next
-    pieces: int
+    joined: int = 0  # elements from one row of the tensor to the next, where they are copied as one
 
     def params(self) -> dict[str, Any]:
         """The kernels' ``Window``."""
-        return {"extent": self.extent, "step": self.steps, "pieces": self.pieces}
+        return {"extent": self.extent, "step": self.steps, "joined": self.joined}
 
     @property
     def rows(self) -> int:
@@ -67,7 +67,7 @@ def window_by_tma(
     sides = (width, height, depth, max(1, batch), channels)
     tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
     tensor_map = TensorMap(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
-    return Window((images, slabs, rows, columns), steps(columns), 0), tensor_map, skew
+    return Window((images, slabs, rows, columns), steps(columns)), tensor_map, skew
 
 
 def may_use_tma(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> bool:
@@ -95,40 +95,71 @@ def _box_strides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[int, 
 
 
 def as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> Window | None:
-    """The window as threads copy it, in pieces of 16 bytes: steps are the tensor's, modulo those.
-
-    None where pairs of taps would begin at odd elements, or where it is larger than any GPU's shared memory.
-    """
-    size = DTYPE_BYTES[problem.dtype]
-    vector = PIECE_BYTES // size
-    extent = extent_of_window(problem, lanes)
+    """The window as producers copy it (`copied_window`); None, too, where pairs of taps would begin at odd elements."""
     image, channel, slab, row, _ = layouts.output
-    strides = image, slab, row, channel
     batch, channels, *sides = five(problem.output_shape)
-    if in_pairs(problem) and any(
-        stride % 2 and max(count, size) > 1
-        for stride, count, size in zip(strides, (*extent[:3], 1), (batch, *sides[:2], channels))
-    ):
+    extent = extent_of_window(problem, lanes)
+    steps, counts = (image, slab, row, channel), (*extent[:3], 1)
+    odd = (step % 2 and max(count, size) > 1 for step, count, size in zip(steps, counts, (batch, *sides[:2], channels)))
+    if in_pairs(problem) and any(odd):
         return None
+    return copied_window(problem, layouts, chunk, lanes, lambda steps: conflicts_of(problem, pass_, lanes, steps))
+
+
+def copied_window(
+    problem: ConvTransposeProblem,
+    layouts: Layouts,
+    chunk: int,
+    lanes: Four,
+    conflicts: Callable[[Four], float],
+    masked: bool = False,
+) -> Window | None:
+    """The window of a tile that is copied row by row: steps are the tensor's, modulo 16 bytes.
+
+    Whole rows between which no zeros are to be lie behind one another, and are copied as one. Others have the width
+    with the fewest ``conflicts`` of its steps. ``masked``: who reads it knows what is padding. None where it is larger
+    than any GPU's shared memory.
+    """
+    size, extent = DTYPE_BYTES[problem.dtype], extent_of_window(problem, lanes)
+    vector = PIECE_BYTES // size
+    image, channel, slab, row, _ = layouts.output
     counts = (*extent[:3], problem.out_channels_per_group)
-    of_image, of_slab, of_row, of_channel = (stride if count > 1 else 0 for stride, count in zip(strides, counts))
-    _, slabs, rows, columns = extent
+    of_image, of_slab, of_row, of_channel = [
+        step if count > 1 else 0 for step, count in zip((image, slab, row, channel), counts)
+    ]
+    images, slabs, rows, columns = extent
 
     def above(least: int, stride: int) -> int:
         """The least step that is the tensor's, modulo a piece."""
         return least + (stride - least) % vector
 
-    def steps(row: int) -> Four:
-        slab = above(rows * row, of_slab)
+    def steps(row: int, of_slabs: int) -> Four:
+        slab = above(of_slabs, of_slab)
         image = above(slabs * slab, of_image)
-        return image, slab, row, above(extent[0] * image, of_channel)
+        return image, slab, row, above(images * image, of_channel)
 
-    narrow = above(columns + vector - 1, of_row)  # two rows share no 16-byte piece
-    if _LEAST_STAGES * chunk * steps(narrow)[3] * size > _MOST_SHARED:
-        return None
-    widths = range(narrow, narrow + 128 // size + 1, vector)
-    row = _quietest(widths, lambda row: conflicts_of(problem, pass_, lanes, steps(row)))
-    return Window(extent, steps(row), math.ceil((columns + vector - 1) / vector))
+    if _joins_rows(problem, lanes, masked) and rows > 1 and row <= 2 * columns and (masked or columns <= row):
+        joined = (rows - 1) * row + columns
+        found = Window((images, slabs, 1, joined), steps(row, above(joined + vector - 1, 0)), row)
+    else:
+        narrow = above(columns + vector - 1, of_row)  # two rows share no 16-byte piece
+        widths = range(narrow, narrow + 128 // size + 1, vector)
+        if _LEAST_STAGES * chunk * steps(narrow, rows * narrow)[3] * size > _MOST_SHARED:
+            return None
+        row = _quietest(widths, lambda row: conflicts(steps(row, rows * row)))
+        found = Window(extent, steps(row, rows * row))
+    return None if _LEAST_STAGES * chunk * found.steps[3] * size > _MOST_SHARED else found
+
+
+def least_extent(problem: ConvTransposeProblem, lanes: Four, masked: bool = False) -> Four:
+    """Extents of a copied window, at least: rows between which no zeros are to be are one where they may be."""
+    images, slabs, rows, columns = extent_of_window(problem, lanes)
+    return (images, slabs, 1, rows * columns) if _joins_rows(problem, lanes, masked) else (images, slabs, rows, columns)
+
+
+def _joins_rows(problem: ConvTransposeProblem, lanes: Four, masked: bool) -> bool:
+    whole = (masked or problem.padding[-1] == 0) and lanes[3] >= problem.input_size[-1]
+    return whole and math.prod(problem.output_size[-2:]) < 2**30
 
 
 def _quietest(widths: Iterable[int], conflicts: Callable[[int], float]) -> int:

@@ -73,11 +73,12 @@ def lanes_of(problem: ConvTransposeProblem, positions: int) -> tuple[Four, ...]:
 
     Long rows come first.
     """
-    return _lanes_of(problem.batch, five(problem.input_shape)[2:], positions)
+    return extents_of(problem.batch, five(problem.input_shape)[2:], positions)
 
 
 @lru_cache(maxsize=256)
-def _lanes_of(batch: int, sizes: tuple[int, int, int], positions: int) -> tuple[Four, ...]:
+def extents_of(batch: int, sizes: tuple[int, int, int], positions: int) -> tuple[Four, ...]:
+    """The same for images of three ``sizes``."""
     depth, height, width = sizes
     return tuple(
         (max(1, min(batch, positions // (w * h * d))), d, h, w)
