@@ -20,6 +20,8 @@ from torch import Tensor
 import polyphase
 import test_grouped_gemm as grouped_gemm
 import test_tap_gemm as taps
+import test_window_fma as fma
+import test_window_tma as boxes
 from helpers import (
     OUR_MODULES,
     OURS,
@@ -75,9 +77,6 @@ from test_scales import LAYERS as SCALED_LAYERS
 from test_scales import assert_near, of_many_sizes, scaled
 from test_window_mma import LAYERS as GRADIENT_LAYERS
 from test_window_mma import MIRRORED, SCHEDULES
-from test_window_tma import LAYERS as BOX_LAYERS
-from test_window_tma import SCHEDULES as BOX_SCHEDULES
-from test_window_tma import assert_planes_are_added_up
 from test_window_transposed import LAYERS as TURNED_LAYERS
 from test_window_transposed import SCHEDULES as TURNED_SCHEDULES
 from test_window_transposed import assert_turns
@@ -192,9 +191,10 @@ def strange_cases() -> Iterator[ParameterSet]:
         *(
             (f"{name}, {label}", layer, (pass_, schedule))
             for label, layers_of, schedules in (
-                ("boxes", BOX_LAYERS, BOX_SCHEDULES.items()),
+                ("boxes", boxes.LAYERS, boxes.SCHEDULES.items()),
                 ("taps", taps.LAYERS, (*taps.SCHEDULES.items(), *taps.BY_TMA.items())),
                 ("turned", TURNED_LAYERS, TURNED_SCHEDULES.items()),
+                ("fma", fma.LAYERS, ((fma.PASS, fma.FMA),)),
             )
             for name, layer in layers_of.items()
             for pass_, schedule in schedules
@@ -233,7 +233,7 @@ def strange_cases() -> Iterator[ParameterSet]:
     ]
     one_format_each = (
         *(GroupedGemm, PhaseGemmPixels, DirectChannels, DirectWgradChannels, DotDgrad),
-        *(WindowDgradTransposed, WindowWgradTransposed),
+        *(fma.WindowDgradFma, WindowDgradTransposed, WindowWgradTransposed),
     )
     for name, layer, (pass_, schedule) in layers:
         one_format = layer.channels_last or isinstance(schedule, one_format_each)
@@ -633,7 +633,7 @@ def test_bias_of_any_strides() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_planes_are_added_up(dtype: str) -> None:
     for planes, elements in ((1, 200), (2, 513), (40, 4), (9, 70000), (131, 1153)):
-        assert_planes_are_added_up(planes, elements, dtype, Gpu())
+        boxes.assert_planes_are_added_up(planes, elements, dtype, Gpu())
 
 
 def test_gradients_of_sums() -> None:

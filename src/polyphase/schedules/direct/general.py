@@ -61,7 +61,8 @@ class DirectGeneral(Schedule):
         steps = gather.src_channels * gather.taps / gather.phases
         threads = math.prod(gather.dst.shape) / dst
         # Per step: the loop, one source element and `dst` weights; weights of neighbouring lanes lie apart.
-        instructions = 150 + steps * (14 + 4 * dst)
+        rows = 0.0 if gather.forward else steps / gather.axes[2].kernel  # forward passes have few taps in each
+        instructions = 150 + steps * (14 + 4 * dst) + rows * terms.input_grad_row
         wavefronts = steps * (_lines(gather) + 3 * dst)
         cycles = threads / 32 * max(instructions / 4, wavefronts)
         if problem.channels_last and not gather.forward:

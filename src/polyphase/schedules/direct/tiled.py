@@ -111,6 +111,8 @@ class DirectTiled(Schedule):
         terms = costs("direct_tiled", device)
         cycles = cycles_of_rounds(config, counts, items, device.multiprocessors, terms)
         cycles *= _measured(problem, gather, terms)
+        if not gather.forward and not problem.channels_last:  # the others have it in their factors
+            cycles += _found(problem, gather, config, counts, items, device)
         work = (cycles + terms.launch) / device.clock_hz
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
@@ -136,10 +138,8 @@ class DirectTiled(Schedule):
             ),
             fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
         )
-        # Blocks go on to further items of their tile as long as the machine stays full: they know their way already.
         items = dst_blocks * gather.groups
-        full = 8 * device.multiprocessors * config.min_blocks
-        per_block = max(1, min(items, items * math.prod(tiles) // full))
+        per_block = _items_of_block(items, math.prod(tiles), config, device)
         params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
@@ -286,6 +286,22 @@ def _extents(cells: int, most: int) -> list[int]:
     powers = {1 << i for i in range(least.bit_length())}
     quads = {round_up(share, multiple) for share in shares for multiple in (2, 4)}
     return sorted(extent for extent in shares | powers | quads | {least} if 1 <= extent <= least)
+
+
+def _found(
+    problem: ConvTransposeProblem, gather: Gather, config: TiledConfig, counts: Counts, items: int, device: DeviceInfo
+) -> float:
+    """Predicted cycles for finding where loads lie, once for each block, and for loading odd rows by elements."""
+    terms = costs("direct_tiled", device)
+    of_tile = problem.groups * math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
+    blocks = items / _items_of_block(of_tile, items // of_tile, config, device)
+    slots = blocks * terms.begin_load + (0.0 if gather.aligned_src else items * counts.stages * terms.odd_load)
+    return slots * config.loads * config.threads / 128 / device.multiprocessors
+
+
+def _items_of_block(items: int, tiles: int, config: TiledConfig, device: DeviceInfo) -> int:
+    """Items of a tile that a block has: more as long as the machine stays full, as it knows its way already."""
+    return max(1, min(items, items * tiles // (8 * device.multiprocessors * config.min_blocks)))
 
 
 def _items(problem: ConvTransposeProblem, gather: Gather, config: TiledConfig) -> int:
