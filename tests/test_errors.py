@@ -182,7 +182,7 @@ def test_explain_errors() -> None:
     for size in (0, -1, 1.0, "8", 2.5):
         with pytest.raises(ValueError, match=r"integers of at least 1, got .*8"):
             polyphase.explain(layer, (1, 2, size, 8))  # type: ignore[arg-type]
-    for device in ("sm_1", "h100"):
+    for device in ("sm_1", "h300"):
         with pytest.raises(polyphase.UnsupportedError, match=f"{device}.*sm_75, .*sm_90a"):
             polyphase.explain(layer, (1, 2, 8, 8), device)
 

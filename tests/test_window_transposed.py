@@ -150,8 +150,8 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("pass_", SCHEDULES)
 def test_planner_takes_it(pass_: Pass) -> None:
-    """Images of odd rows that TMA does not bring as they lie, and many channels."""
-    chosen = plan.plan(make((32, 512, 33, 33), 256, 5, 2, 1, dtype="bfloat16"), pass_, H200)
+    """Small images of odd rows that TMA does not bring as they lie, and many channels."""
+    chosen = plan.plan(make((8, 512, 5, 5), 256, 5, 2, 1, dtype="bfloat16"), pass_, H200)
     assert chosen.schedule == SCHEDULES[pass_].name
     assert chosen.other is not None
     assert {source.kernel for source in plan.kernel_sources(chosen.problem, pass_, H200)} >= {"transpose"}
