@@ -268,3 +268,83 @@ def test_level2(number: int, computed: list[Reduction]) -> None:
             inputs[1] = torch.randn_like(plain.up(inputs[0]))  # type: ignore[operator]
         torch.testing.assert_close(model(*inputs), plain(*inputs))
     assert bool(computed) == (number not in (2, 5, 15, 16, 20, 26, 49, 93, 100))
+
+
+#: What takes sizes that are read of the output, or one alone.
+SIZES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "norm of the last": (lambda m, y: F.layer_norm(y, (y.shape[-1],)), ("layer_norm()",)),
+    "norm of a list": (lambda m, y: F.layer_norm(y, [y.size(-1)], eps=0.1), ("layer_norm()",)),
+    "norm of several": (lambda m, y: F.layer_norm(y, y.shape[2:]), ()),
+    "one dimension": (lambda m, y: y.view(-1), ()),
+    "one dimension in brackets": (lambda m, y: F.relu(torch.reshape(y, (-1,))), ("view()", "relu()")),
+    "another type": (lambda m, y: y.clamp(1, 1).view(torch.int64), ("clamp()",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(name: str) -> None:
+    behind, taken = SIZES[name]
+    model, plain, block = models(behind)
+    assert block.fused == taken
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), plain(X))
+
+
+@pytest.mark.parametrize("call", [
+    lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
+    lambda model: torch.jit.trace(model, X),
+    lambda model: torch.export.export(model, (X,)).module(),
+], ids=["compile", "trace", "export"])  # fmt: skip
+def test_sizes_while_traced(call: Callable[[nn.Module], Any]) -> None:
+    model, plain, block = models(lambda m, y: m.parts[0](y).view(y.shape[0], y.size(1), -1).mean(2), nn.ReLU())
+    assert block.fused == ("parts.0", "view()", "mean()")
+    with torch.no_grad():
+        torch.testing.assert_close(call(model)(X), plain(X))
+
+
+#: Attributes of modules that are changed later.
+CHANGES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+    "padding": (nn.MaxPool2d(2), {"padding": 1}),
+    "rounded up": (nn.AvgPool2d(4), {"ceil_mode": True}),
+    "windows": (nn.AvgPool2d(2), {"kernel_size": 3}),
+    "larger windows": (nn.AvgPool2d(2), {"kernel_size": 3, "stride": 3}),
+    "size": (nn.AdaptiveAvgPool2d(1), {"output_size": 2}),
+    "epsilon": (nn.GroupNorm(2, 4), {"eps": 1}),
+    "groups": (nn.GroupNorm(2, 4), {"num_groups": 1}),
+    "statistics": (nn.InstanceNorm2d(4), {"running_mean": torch.ones(4).double(), "track_running_stats": True,
+                                          "running_var": torch.ones(4).double()}),
+    "dimension": (nn.Softmax(1), {"dim": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed_modules(name: str) -> None:
+    """What a module is to compute at the call decides."""
+    module, attributes = CHANGES[name]
+    model, plain, block = models(lambda m, y: torch.tanh(m.parts[0](y)), copy.deepcopy(module))
+    assert block.fused == ("parts.0", "tanh()")
+    for each in (model, plain):
+        vars(each.parts[0]).update(attributes)  # type: ignore[index]
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), plain(X))
+
+
+#: Modules behind a view of three dimensions.
+BEHIND_VIEWS = {
+    "over channels": nn.Softmax(1), "over samples": nn.Softmax(-3), "third from last": nn.Softmax2d(),
+    "group": nn.GroupNorm(2, 4), "layer": nn.LayerNorm(60), "channels and all": nn.LayerNorm((4, 60)),
+    "pool": nn.MaxPool2d(2), "adaptive": nn.AdaptiveAvgPool2d(1), "slope": nn.PReLU(4), "batch": nn.BatchNorm2d(4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEHIND_VIEWS)
+def test_modules_behind_views(name: str) -> None:
+    """They are of as many dimensions as the view has."""
+    model, plain, block = models(lambda m, y: m.parts[0](y.flatten(2)), copy.deepcopy(BEHIND_VIEWS[name]))
+    assert block.fused == ("view()", "parts.0")
+    with torch.no_grad():
+        if name == "batch":
+            with pytest.raises(ValueError, match="expected 4D"):
+                model(X)
+        else:
+            torch.testing.assert_close(model(X), plain(X))

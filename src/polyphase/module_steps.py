@@ -64,9 +64,7 @@ BEFORE = (torch.nn.ReLU, torch.nn.ReLU6, torch.nn.LeakyReLU, torch.nn.PReLU, tor
 
 def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | None:
     """What reads a module as a step, of tensors of so many dimensions; None if no epilogue computes it."""
-    if type(module) is torch.nn.Softmax and not is_over_channels(module, dims):
-        return None
-    if type(module) is torch.nn.Softmax2d and dims != 4:
+    if type(module) in (torch.nn.Softmax, torch.nn.Softmax2d) and not is_over_channels(module, dims):
         return None
     for cls, reader in STEPS.items():
         if type(module) is cls:
@@ -76,7 +74,7 @@ def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | No
 
 def is_over_channels(module: Any, dims: int) -> bool:
     """Whether a softmax is one over channels, of tensors of so many dimensions."""
-    return vars(module).get("dim", 1) in (1, 1 - dims)
+    return vars(module).get("dim", -3) in (1, 1 - dims)  # `Softmax2d` is over the third from the last
 
 
 def reader_before(module: Any) -> Callable[[Any], fused.Step | None] | None:
@@ -93,6 +91,18 @@ def step_of_module(module: Any, dims: int = 0) -> fused.Step | None:
         return reduction_steps.module_step(module, dims)
     step: fused.Step | None = type(module)._reader(module)
     return step
+
+
+def is_step_of(module: Any, step: fused.Step | None, dims: int, of_layer: int) -> bool:
+    """Whether `step_of_module` is what a module computes of a tensor of so many dimensions.
+
+    ``of_layer``: how many the layer's output has, before views of it.
+    """
+    if step is None:  # an identity; or a pooling or a norm that was changed, or is of other dimensions
+        return not reduction_steps.is_module(module)
+    if step.kind == "softmax":
+        return is_over_channels(module, dims)
+    return reduction_steps.is_module(module) or not step.tensors or dims == of_layer
 
 
 def normalized_dims(module: Any) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ from polyphase.elementwise import (
     step_of,
     step_of_value,
 )
-from polyphase.module_steps import is_over_channels, step_of_module
+from polyphase.module_steps import is_step_of, step_of_module
 from polyphase.problem.layouts import ALIGNMENT
 from polyphase.reductions import PLAIN, WIDER, Arranged, compute, following
 from polyphase.torch_op.into import copy_to_slice
@@ -113,11 +113,8 @@ class Pending(Tensor):
         """What a module gives of it; None if another call is expected."""
         if not self._expects(module):
             return None
-        dims = len(self._waiting.size())
-        step = step_of_module(module, dims)
-        if step is not None and step.kind == "softmax" and not is_over_channels(module, dims):
-            return None
-        found = self._follow(step)
+        step, dims = step_of_module(module, len(self._size())), (len(self._size()), len(self._waiting.size()))
+        found = self._follow(step) if is_step_of(module, step, *dims) else None
         return None if found is None else self._next(step, bool(vars(module).get("inplace")), found)
 
     def read_by(self, layer: Any) -> tuple[Tensor, list[fused.Step]] | None:
@@ -417,10 +414,10 @@ class Between:
         next(each for each in _flat((*args, *(kwargs or {}).values())) if type(each) is Between).tensor()
 
     def __getattr__(self, name: str) -> Any:
-        """A tensor's attribute."""
+        """A tensor's attribute; sizes and the type are those of what the modules give."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.tensor()
+        return getattr(self.value, name) if name in SIZES else self.tensor()
 
 
 def computed(value: Any) -> Any:

@@ -106,11 +106,17 @@ def _view(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) 
         kept = given["start_dim"] == 2 and given["end_dim"] in (-1, dims - 1) and len(given) == 2
         return fused.Step("view", (0.0, 0.0, -1.0)) if kept else None
     sizes: Any = args[0] if len(args) == 1 else args
-    if kwargs or isinstance(sizes, torch.dtype):
+    if kwargs or not isinstance(sizes, (tuple, list, torch.fx.Node)):
         return None
-    if isinstance(sizes, torch.fx.Node) or any(isinstance(each, torch.fx.Node) for each in sizes):
-        return fused.Step("view")
-    return fused.Step("view", tuple(map(float, sizes)))
+    constants = _sizes(sizes)
+    return None if constants is None else fused.Step("view", constants)
+
+
+def _sizes(given: Any) -> tuple[float, ...] | None:
+    """Sizes as constants, none of them where nodes of a graph are among them; None if they are something else."""
+    if isinstance(given, torch.fx.Node) or any(isinstance(each, torch.fx.Node) for each in given):
+        return ()
+    return tuple(map(float, given)) if all(type(each) is int for each in given) else None
 
 
 def _each(value: Any, count: int) -> tuple[int, ...] | None:
@@ -159,8 +165,10 @@ def _layer_norm(given: Mapping[str, Any], dims: int) -> fused.Step | None:
     shape = (shape,) if type(shape) is int else shape
     if not isinstance(shape, (tuple, list, torch.Size)) or not 0 < len(shape) < dims:
         return None
-    step = _norm("position_norm", dims - len(shape), given)
-    return step and step._replace(constants=(step.constants[0], *map(float, shape), step.constants[1]))
+    step, sizes = _norm("position_norm", dims - len(shape), given), _sizes(shape)
+    if step is None or sizes is None:
+        return None
+    return step._replace(constants=(step.constants[0], *sizes, step.constants[1]))
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], int], fused.Step | None]] = {

@@ -63,7 +63,8 @@ def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step:
         return None
     if before is PLAIN and kind not in KINDS and not (kind == "softmax" and _is_apart(waiting)):
         return PLAIN
-    about = (kind, step.constants, step.of, *((role, each.shape, each.dtype, each.device) for role, each in tensors))
+    read = ((role, type(each), each.shape, each.dtype, each.device) for role, each in tensors)
+    about = (kind, step.constants, step.of, *read)
     key: Any = (id(before), *about)
     if before is PLAIN:  # of steps of its own an epilogue needs the number alone
         if output_channels_last(*waiting.reads[:2]):
