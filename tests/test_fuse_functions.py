@@ -40,6 +40,7 @@ BEHIND: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "gelu": (lambda m, y, x: F.gelu(y, approximate="tanh"), ("gelu()",)),
     "softplus": (lambda m, y, x: F.softplus(y, 2, threshold=10), ("softplus()",)),
     "sigmoid": (lambda m, y, x: torch.sigmoid(2 * y / 4 - 1), ("mul()", "div()", "sub()", "sigmoid()")),
+    "divisor without an inverse": (lambda m, y, x: torch.sigmoid(y / 2.0**-1074), ("div()", "sigmoid()")),
     "channels": (lambda m, y, x: y * m.slope.view(4, 1, 1) + m.slope[0], ("mul()", "add()")),
     "prelu": (lambda m, y, x: F.prelu(y, m.slope), ("prelu()",)),
     "dropout": (lambda m, y, x: F.dropout(F.hardtanh(y), training=m.training), ("hardtanh()", "dropout()")),

@@ -186,6 +186,15 @@ def test_infinities(kind: str) -> None:
         torch.testing.assert_close(found.double(), wanted(reduction, values, {}), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def test_infinite_bounds() -> None:
+    """Of clamps, which leave infinities, and NaN of NaN."""
+    x, inf = torch.tensor([[[1.0, -2.0, float("nan"), float("inf")]]], dtype=torch.float64), float("inf")
+    for bounds in ((inf, inf), (-inf, -inf), (2.0, -inf), (-inf, inf)):
+        reduction = Reduction((1, 1, 4), after=Epilogue((Operation("clamp", bounds),)))
+        found = computed(reduction, program_of(reduction, "float32"), "float32", x, {})
+        torch.testing.assert_close(found.double(), x.clamp(*bounds), equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_other_types(dtype: str) -> None:
     for name in ("pool, operations, mean", "groups", "logsumexp over channels", "softmax over space"):

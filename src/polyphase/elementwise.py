@@ -292,7 +292,8 @@ def _mul(name: str, given: dict[str, Any]) -> Reading | None:
     if name == "div":  # by a power of two it is a product
         if not _numbers(other) or other == 0 or given["rounding_mode"] is not None:
             return None
-        exact = abs(math.frexp(other)[0]) == 0.5
+        mantissa, exponent = math.frexp(other)
+        exact = abs(mantissa) == 0.5 and abs(exponent) < 126  # its inverse is a number, of float32 too
         return Reading("affine", (1.0 / other, 0.0)) if exact else Reading("divide", (float(other),))
     if _numbers(other):
         return Reading("affine", (float(other), 0.0))

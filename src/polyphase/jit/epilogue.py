@@ -280,4 +280,5 @@ def _read(i: int, operand: Operand, first_residual: str) -> str:
 
 
 def _number(value: float) -> str:
-    return f"(accum_t){float(value)!r}"
+    infinite = f"{'-' * (value < 0)}__int_as_float(0x7f800000)"
+    return f"(accum_t){infinite if math.isinf(value) else repr(float(value))}"
