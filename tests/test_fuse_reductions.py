@@ -233,6 +233,26 @@ def test_softmax_over_channels(channels: int, groups: int, count: int, computed:
     assert len(computed) == count
 
 
+@pytest.mark.parametrize(("channels", "count"), [(64, 0), (65, 1)])
+def test_softmax_that_is_concatenated(channels: int, count: int, computed: list[Reduction]) -> None:
+    """The layer's own kernel writes a slice of the result; what another computes is copied to it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ConvTranspose2d(6, channels, 2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x.repeat(1, 1, 2, 2), F.softmax(self.up(x), 1)], 1)
+
+    model = Model().double().eval()
+    plain = copy.deepcopy(model)
+    assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("softmax()", "cat()")
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), plain(X))
+    assert len(computed) == count
+
+
 def test_hooks_of_parents_see_what_is_between(computed: list[Reduction]) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:

@@ -351,8 +351,8 @@ def _joined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 
 def _is_to_be_joined(part: Any) -> bool:
-    """Whether it waits for a concatenation that is called next."""
-    return type(part) is Pending and part._expects("cat")
+    """Whether it waits for a concatenation that is called next, and the layer's own kernel computes it."""
+    return type(part) is Pending and part._found is PLAIN and part._expects("cat")
 
 
 def _channels(part: Any, size: tuple[int, ...], waiting: Waiting) -> Any:
