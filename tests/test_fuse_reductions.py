@@ -195,6 +195,12 @@ def test_calls_that_differ_from_what_was_traced(computed: list[Reduction]) -> No
         assert not computed
         with pytest.raises(RuntimeError, match="Output size"):
             models(lambda m, y: F.max_pool2d(y, 64))[0](X)
+        with pytest.raises(RuntimeError, match="should not be zero"):
+            models(lambda m, y: F.max_pool2d(y, 0))[0](X)
+        with pytest.raises(RuntimeError, match="output_size must be 2"):
+            models(lambda m, y: F.adaptive_avg_pool2d(y, (1,)))[0](X)
+        with pytest.raises(RuntimeError, match="divisor must be not zero"):
+            models(lambda m, y: F.avg_pool2d(y, 2, divisor_override=0))[0](X)
         with pytest.raises(RuntimeError, match="normalized_shape"):
             models(lambda m, y: F.layer_norm(y, (5,)))[0](X)
         with pytest.raises(IndexError, match="out of range"):

@@ -91,10 +91,11 @@ def _pool(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | None:
         for name, one in (("kernel_size", None), ("stride", None), ("padding", 0), ("dilation", 1))
     )
     given_stride = given.get("stride")
-    if size is None or (given_stride not in (None, ()) and stride != size):
+    if size is None or min(size) < 1 or (given_stride not in (None, ()) and stride != size):
         return None
     plain = padding == (0,) * (dims - 2) and dilation == (1,) * (dims - 2) and math.prod(size) <= MOST_IN_WINDOW
-    if not plain or given.get("ceil_mode") or given.get("return_indices") or given.get("divisor_override"):
+    plain &= given.get("divisor_override") is None
+    if not plain or given.get("ceil_mode") or given.get("return_indices"):
         return None
     return fused.Step(kind, tuple(map(float, size)))
 
@@ -128,7 +129,8 @@ def _each(value: Any, count: int) -> tuple[int, ...] | None:
 
 
 def _adaptive(given: Mapping[str, Any], dims: int) -> fused.Step | None:
-    ones = _each(given["output_size"], dims - 2)
+    size = given["output_size"]
+    ones = _each(size, dims - 2) if not isinstance(size, (tuple, list)) or len(size) == dims - 2 else None
     return None if ones is None or set(ones) != {1} else fused.Step("mean", (2.0, dims - 1.0, 1.0))
 
 
