@@ -151,7 +151,7 @@ LEVEL2: dict[int, Level2] = {
     ),
     36: Level2(
         up(2, 64, 128, 3, 2, 1, 1),
-        lambda m, x: F.gelu(m.up(x).amin(1, keepdim=True).sum(2, keepdim=True)) + m.bias,
+        lambda m, x: F.gelu(torch.min(m.up(x), dim=1, keepdim=True)[0].sum(2, keepdim=True)) + m.bias,
         ((16, 64, 128, 128),),
         {"bias": numbers(1, 1, 1)},
     ),
@@ -226,7 +226,9 @@ LEVEL2: dict[int, Level2] = {
     ),
     89: Level2(
         up(3, 3, 16, 3, 2, 1, 1),
-        lambda m, x: times_sigmoid(torch.softmax(m.pool(m.up(x)), 1) - m.less.view(1, -1, 1, 1, 1)).amax(1),
+        lambda m, x: torch.max(times_sigmoid(torch.softmax(m.pool(m.up(x)), 1) - m.less.view(1, -1, 1, 1, 1)), dim=1)[
+            0
+        ],
         (SMALL_VOLUME,),
         {"pool": part(nn.MaxPool3d, 2), "less": numbers(16)},
     ),

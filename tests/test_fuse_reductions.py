@@ -65,6 +65,12 @@ def models(behind: Callable[..., Any], *parts: nn.Module) -> tuple[nn.Module, nn
 X = torch.randn(2, 6, 5, 3, dtype=torch.float64)
 
 
+def largest(y: Tensor) -> Tensor:
+    """Of channels."""
+    values, _ = y.max(1, keepdim=True)
+    return values
+
+
 #: What reads a layer, the names of what it computes, and in how many kernels behind its own.
 TAKEN: dict[str, tuple[Callable[..., Any], tuple[str, ...], int]] = {
     "pool": (lambda m, y: F.relu(F.max_pool2d(F.relu(y), (2, 3))), ("relu()", "max_pool()", "relu()"), 1),
@@ -91,6 +97,10 @@ TAKEN: dict[str, tuple[Callable[..., Any], tuple[str, ...], int]] = {
                         ("max_pool()", "view()", "mean()"), 2),
     "softmax of pools": (lambda m, y: F.softmax(F.max_pool2d(y, 2), dim=1).amax(1),
                          ("max_pool()", "softmax()", "amax()"), 2),
+    "smallest": (lambda m, y: F.relu(torch.min(y, dim=1, keepdim=True)[0]), ("min()", "relu()"), 1),
+    "largest": (lambda m, y: torch.max(F.relu(y), 1)[0], ("relu()", "max()"), 1),
+    "values by name": (lambda m, y: y.min(-1).values.add_(1), ("min()", "add()"), 1),
+    "values by unpacking": (lambda m, y: torch.sigmoid(largest(y)), ("max()", "sigmoid()"), 1),
     "operands between": (lambda m, y: (F.max_pool2d(y, 2) * m.scale + 1).sum((2, 3)),
                          ("max_pool()", "mul()", "add()", "sum()"), 1),
     "values between": (lambda m, y: (z := F.max_pool2d(y, 2) + 1, z * torch.tanh(z))[1].amax(3),
@@ -161,6 +171,12 @@ LEFT: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "one for all": (lambda m, y: y.sum(), ()),
     "another size": (lambda m, y: F.adaptive_avg_pool2d(y, 2), ()),
     "other channels": (lambda m, y: F.relu(y).reshape(y.shape[0] * 2, 2, -1).mean(2), ("relu()", "view()", "mean()")),
+    "places of extremes": (lambda m, y: F.relu(y).max(1)[1], ("relu()",)),
+    "extremes and their places": (lambda m, y: (z := y.min(1), z.values * z.indices)[1], ()),
+    "a named tuple": (lambda m, y: tuple(torch.max(y, 1)), ()),
+    "an extreme of all": (lambda m, y: y.max(), ()),
+    "extremes of two": (lambda m, y: torch.min(y, m.scale), ()),
+    "extremes with a number": (lambda m, y: torch.min(F.relu(y), torch.tensor(0.5, device=y.device)), ()),
     "another divisor": (lambda m, y: F.avg_pool2d(y, 2, divisor_override=3), ()),
     "another divisor of a module": (lambda m, y: m.divided(y), ()),
     "as a parameter": (lambda m, y: F.layer_norm(torch.ones_like(m.norm.weight), (4,), weight=y[0, :, 0, 0]), ()),
@@ -208,6 +224,27 @@ def test_calls_that_differ_from_what_was_traced(computed: list[Reduction]) -> No
         assert not computed
         with pytest.raises(IndexError, match="out of range"):
             models(lambda m, y: F.max_pool2d(y, 2).flatten(2).amax(3))[0](X)
+
+
+def test_indices_that_no_trace_has_seen(computed: list[Reduction]) -> None:
+    """Where Python decides anew at a call, values and indices are those of PyTorch, and NaN is the largest."""
+
+    def behind(m: Any, y: Tensor) -> Tensor:
+        found = torch.max(torch.tanh(y), dim=1)
+        values = found[0] * 2
+        return values + found.indices + found[1].sum() if m.reads else values
+
+    Up.reads = False  # type: ignore[attr-defined]
+    model, plain, block = models(behind)
+    assert block.fused == ("tanh()", "max()", "mul()")
+    x = X.clone()
+    x[0, 0, 1, 1] = torch.nan
+    for reads in (False, True):
+        model.reads = plain.reads = reads  # type: ignore[assignment]
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x), equal_nan=True)
+            assert model(x).isnan().any()
+    assert computed
 
 
 def test_changes_in_place() -> None:

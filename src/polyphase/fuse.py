@@ -24,11 +24,12 @@ from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyphase import functional, fused
+from polyphase.between import Between
 from polyphase.elementwise import COPIES, is_in_place
 from polyphase.fuse_trace import LAYERS, Trace, call_name, graphs, is_waited_for, shared_modules
 from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, sees_input, step_of_module
 from polyphase.modules import APART_FOR, StandIn
-from polyphase.pending import Between, Marked, Pending, Waiting, computed
+from polyphase.pending import Marked, Pending, Waiting, computed
 from polyphase.snakes import snake, snake_of
 from polyphase.torch_op.validate import Layer, output_size
 from polyphase.versions import versions_of

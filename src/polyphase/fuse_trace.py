@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 
 from polyphase import reduction_steps
+from polyphase.between import SIZES
 from polyphase.elementwise import (
     CONCATENATIONS,
     COPIES,
@@ -35,8 +36,8 @@ from polyphase.module_steps import (
     sees_input,
 )
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
-from polyphase.pending import SIZES
 from polyphase.problem.epilogue import ACTIVATIONS, MOST_CHANNELS, OF_PIXELS
+from polyphase.reduction_steps import EXTREMES
 from polyphase.snakes import snake_of
 
 LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
@@ -126,6 +127,26 @@ def _forget_sizes(graph: torch.fx.Graph) -> None:
             node.args = node.args[1:]
 
 
+def _without_indices(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Calls of ``min`` and ``max`` of a graph that nobody runs whose values alone are read: they stand for these."""
+    found = set()
+    for node in list(graph.nodes):
+        users = list(node.users)
+        if call_name(node) in EXTREMES and users and all(_is_first(each) for each in users):
+            for user in users:
+                user.replace_all_uses_with(node)
+                graph.erase_node(user)
+            found.add(node)
+    return found
+
+
+def _is_first(node: torch.fx.Node) -> bool:
+    """Whether a node reads the values that ``min`` or ``max`` gives, or nobody reads it, as in ``values, _ = ...``."""
+    if node.op != "call_function" or node.target not in (operator.getitem, getattr):
+        return False
+    return node.args[1:] in ((0,), ("values",)) or not node.users
+
+
 class Trace:
     """A graph of what a module calls, and which of its nodes a layer computes already.
 
@@ -137,8 +158,10 @@ class Trace:
         self, graph: torch.fx.Graph, root: Module, shared: set[int], name: str = "", reduces: bool = False
     ) -> None:
         self._reduces = reduces
+        self._extremes: set[torch.fx.Node] = set()
         if reduces:
             _forget_sizes(graph)
+            self._extremes = _without_indices(graph)
         self._root = root
         self._name = name
         self._shared = shared
@@ -267,6 +290,8 @@ class Trace:
         if module is not None:
             return reduction_steps.module_step(module, dims) is not None
         if node.op not in ("call_function", "call_method") or not node.args:
+            return False
+        if call_name(node) in EXTREMES and node not in self._extremes:  # its indices are read, too
             return False
         return reduction_steps.read(node.target, node.args[0], node.args, node.kwargs, dims) is not None
 

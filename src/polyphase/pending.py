@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from polyphase import fused, reduction_steps
+from polyphase.between import REMEDY, Between, flat
 from polyphase.elementwise import (
     CONCATENATIONS,
     COPIES,
@@ -158,8 +159,23 @@ class Pending(Tensor):
             other = None if reading else reduction_steps.read(function, self, args, kwargs, len(self._size()))
             step = self._step(reading) if reading else other
             if step is not None and (found := self._follow(step)) is not None:
+                if name in reduction_steps.EXTREMES:
+                    return self._with_indices(function, args, kwargs, self._next(step, False, found))
                 return self._next(step if step.kind else None, is_in_place(function, kwargs), found)
         return function(*_computed(args), **_computed(kwargs))
+
+    def _with_indices(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Tensor) -> Any:
+        """What ``min`` or ``max`` returns: indices, which nothing read in the trace, are computed if something does."""
+        given = Pending.of(self._waiting, self._steps, self._versions, self._place, self._found)
+
+        def indices(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
+            result: Tensor = function(given.tensor(), *args[1:], **kwargs)[1]
+            return result if out is None else out.copy_(result)
+
+        size = tuple(values.shape)
+        waiting = self._waiting._replace(compute=indices, expected=(), size=lambda: size, dtype=torch.int64)
+        kind = getattr(torch.return_types, function.__name__)
+        return kind((values, Pending.of(waiting, [], versions_of(waiting.reads))))
 
     def _read(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading | None:
         """`read`, from memory where all but the value are plain constants."""
@@ -223,8 +239,7 @@ def _property(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-#: What a tensor that has no values yet is asked for, as methods or attributes; and what tells it.
-SIZES = ("shape", "size", "dtype")
+#: What tells `SIZES` of a tensor that has no values yet.
 _KNOWN: dict[Any, Callable[..., Any]] = {
     _property("shape"): lambda pending, *_: torch.Size(pending._size()),
     Tensor.size: lambda pending, *dim: torch.empty(pending._size(), device="meta").size(*dim),
@@ -294,7 +309,7 @@ class Marked(Tensor):
             if recorded and not torch.is_grad_enabled():
                 raise RuntimeError(
                     "the output of a fused layer, which has derivatives, is read within torch.no_grad() before the "
-                    f"modules that the layer computes are called: {_REMEDY}"
+                    f"modules that the layer computes are called: {REMEDY}"
                 )
             _, waiting, steps, versions = self._mark
             check_versions(waiting, steps, versions)
@@ -309,7 +324,7 @@ class Marked(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """What PyTorch's functions call for it."""
-        self = next((each for each in _flat(args) if type(each) is Marked), None)
+        self = next((each for each in flat(args) if type(each) is Marked), None)
         own = function in _THE_SAME or (function in _OF_CHECKPOINTS and not torch.is_grad_enabled())
         if own and self is not None and self._value is None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -319,9 +334,6 @@ class Marked(Tensor):
                 result._mark, result._place = self._mark, self._place
             return result
         return function(*_computed(args), **_computed(kwargs or {}))
-
-
-_REMEDY = "call the whole of what was fused, or polyphase.restore(model) first"
 
 
 def _joined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -380,46 +392,6 @@ _OF_CHECKPOINTS = {Tensor.detach, _property("grad"), torch.autograd.backward}
 _OF_CHECKPOINTS |= {getattr(Tensor, "requires_grad").__set__}  # noqa: B009
 
 
-class Between:
-    """A tensor that is traced, to which modules that are to be called yet have been applied already.
-
-    A plain object, which Dynamo follows. Who reads it otherwise gets an error; what Dynamo may leave to Python is
-    computed there, by `Pending` or `Marked`.
-    """
-
-    def __init__(self, value: Tensor, expected: Sequence[Any], place: int = 0) -> None:
-        self.value = value
-        self.expected = expected
-        self.place = place
-
-    def pass_through(self, module: Any) -> Tensor | Between | None:
-        """What a module gives of it; None if it is not the next one."""
-        if self.expected[self.place] is not module:
-            return None
-        last = self.place + 1 == len(self.expected)
-        return self.value if last else Between(self.value, self.expected, self.place + 1)
-
-    def tensor(self) -> Tensor:
-        """Raise RuntimeError."""
-        raise RuntimeError(
-            "the output of a fused layer is read before the modules that the layer computes are called, while PyTorch "
-            f"traces the model: {_REMEDY}"
-        )
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """What PyTorch's functions call for it."""
-        next(each for each in _flat((*args, *(kwargs or {}).values())) if type(each) is Between).tensor()
-
-    def __getattr__(self, name: str) -> Any:
-        """A tensor's attribute; sizes and the type are those of what the modules give."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.value, name) if name in SIZES else self.tensor()
-
-
 def computed(value: Any) -> Any:
     """A tensor in the place of what is expected to be read otherwise."""
     return value.tensor() if type(value) in (Pending, Marked, Between) else value
@@ -434,14 +406,3 @@ def _computed(values: Any) -> Any:
     if type(values) in (list, tuple):
         return type(values)(_computed(value) for value in values)
     return values
-
-
-def _flat(values: Any) -> list[Any]:
-    """The values in lists and tuples."""
-    return [each for value in values for each in (_flat(value) if type(value) in (list, tuple) else (value,))]
-
-
-# Python looks operators up in the class, past `__getattr__`.
-for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "radd", "rsub", "rmul", "rtruediv", "iadd", "isub",
-              "imul", "itruediv", "neg", "getitem", "setitem", "len", "iter", "bool", "float", "lt", "gt"):  # fmt: skip
-    setattr(Between, f"__{_name}__", lambda self, *args: self.tensor())

@@ -30,11 +30,15 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
     "sum": {"dim": None, "keepdim": False, "dtype": None},
     "amax": {"dim": (), "keepdim": False},
     "amin": {"dim": (), "keepdim": False},
+    "max": {"dim": None, "keepdim": False},
+    "min": {"dim": None, "keepdim": False},
     "logsumexp": {"dim": None, "keepdim": False},
     "softmax": {"dim": None},
     "group_norm": {"num_groups": None, "weight": None, "bias": None, "eps": 1e-5},
     "layer_norm": {"normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
 }  # fmt: skip
+#: Functions that give values and indices: read here for their values, which are those of these.
+EXTREMES = {"max": "amax", "min": "amin"}
 MOST_IN_WINDOW = 512
 _VIEWS = ("flatten", "view", "reshape")
 _OF_DIMS = ("max_pool", "avg_pool", "adaptive_avg_pool")
@@ -146,6 +150,11 @@ def _reduction(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | N
     return fused.Step(kind, (float(found[0]), float(found[-1]), float(keep)))
 
 
+def _extreme(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | None:
+    """Of one dimension: without it there are no indices."""
+    return _reduction(kind, given, dims) if type(given["dim"]) is int else None
+
+
 def _softmax(given: Mapping[str, Any], dims: int) -> fused.Step | None:
     """Not over channels, which an operation of an epilogue is."""
     dim = given["dim"]
@@ -176,6 +185,7 @@ def _layer_norm(given: Mapping[str, Any], dims: int) -> fused.Step | None:
 _READERS: dict[str, Callable[[Mapping[str, Any], int], fused.Step | None]] = {
     **{name: partial(_pool, name) for name in ("max_pool", "avg_pool")},
     **{name: partial(_reduction, name) for name in REDUCTIONS},
+    **{name: partial(_extreme, kind) for name, kind in EXTREMES.items()},
     "adaptive_avg_pool": _adaptive,
     "softmax": _softmax,
     "group_norm": lambda given, dims: _norm("group_norm", given["num_groups"], given),
