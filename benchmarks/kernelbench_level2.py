@@ -2,6 +2,10 @@
 
 Sizes are KernelBench's at its commit 423217d; each problem is written down here as its layer, the shapes of its inputs
 and one expression. `blocks.py` times them as users would fuse them: by ``accelerate(fuse=True)``.
+
+Problem 93 is the one that is written with another function of the same result: KernelBench's ``torch.min(x,
+torch.tensor(0.0, device=x.device))`` copies a number to the GPU at every call, which no CUDA graph can capture, and is
+not fused. Here it is ``torch.clamp(x, max=0.0)``.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ def number(value: float) -> Part:
     return lambda: nn.Parameter(torch.tensor(value))
 
 
-def part(kind: Callable[..., nn.Module], *arguments: int) -> Part:
+def part(kind: Callable[..., nn.Module], *arguments: float) -> Part:
     """A module."""
     return partial(kind, *arguments)
 
@@ -209,9 +213,9 @@ LEVEL2: dict[int, Level2] = {
     ),
     74: Level2(
         up(3, 16, 32, 3, 2, 1, 1),
-        lambda m, x: m.pool(F.leaky_relu(F.leaky_relu(m.up(x), 0.2) * m.factor, 0.2)),
+        lambda m, x: m.pool(m.leaky(m.leaky(m.up(x)) * m.factor)),
         ((16, 16, 16, 32, 32),),
-        {"factor": numbers(32, 1, 1, 1), "pool": part(nn.MaxPool3d, 2)},
+        {"leaky": part(nn.LeakyReLU, 0.2), "factor": numbers(32, 1, 1, 1), "pool": part(nn.MaxPool3d, 2)},
     ),
     77: Level2(
         up(3, 64, 128, 5),

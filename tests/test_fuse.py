@@ -257,7 +257,7 @@ def test_what_is_left_alone() -> None:
     hooked = nn.ReLU()
     hooked.register_forward_hook(lambda *_: None)
     assert reason(hooked) == "1 has hooks"
-    shared = nn.ReLU()
+    shared = nn.PReLU()
     model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2, 2), shared, nn.Conv2d(4, 4, 1), shared)
     assert polyphase.accelerate(model, fuse=True).blocks[0].reason == "1 is called more than once"
 

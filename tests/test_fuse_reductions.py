@@ -316,6 +316,38 @@ def test_hooks_of_parents_see_what_is_between(computed: list[Reduction]) -> None
     assert not computed
 
 
+#: Problems as they were written for experiment 021, with other functions of the same result.
+EQUAL: dict[int, Callable[..., Tensor]] = {
+    36: lambda m, x: F.gelu(m.up(x).amin(1, keepdim=True).sum(2, keepdim=True)) + m.bias,
+    74: lambda m, x: m.pool(F.leaky_relu(F.leaky_relu(m.up(x), 0.2) * m.factor, 0.2)),
+    89: lambda m, x: (
+        z := torch.softmax(m.pool(m.up(x)), 1) - m.less.view(1, -1, 1, 1, 1),
+        (torch.sigmoid(z) * z).amax(1),
+    )[1],
+}
+
+
+@pytest.mark.parametrize("number", EQUAL)
+def test_level2_asks_for_the_kernels_of_the_record(number: int, computed: list[Reduction]) -> None:
+    """As KernelBench publishes them they are fused as the functions with which they were measured."""
+    own: list[Any] = []
+    results, fused = [], []
+    for run in (None, EQUAL[number]):
+        torch.manual_seed(number)
+        model: Any = LEVEL2[number].build().eval().double()
+        model.run = model.run if run is None else run
+        fused.append(len(polyphase.accelerate(model, fuse=True).blocks[0].fused))
+        channels = LEVEL2[number].inputs[0][1]
+        chain = model.up._chain
+        chain._run = lambda *args, run=chain._run: (own.append(args[2]), run(*args))[1]
+        with torch.no_grad():
+            results.append(model(torch.ones(1, channels, *(4,) * (model.up.weight.dim() - 2)).double()))
+    assert fused[0] == fused[1]
+    assert computed[: len(computed) // 2] == computed[len(computed) // 2 :]
+    assert [step.kind for step in own[0]] == [step.kind for step in own[1]]
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("number", LEVEL2)
 def test_level2(number: int, computed: list[Reduction]) -> None:
     """KernelBench's problems, at small sizes."""

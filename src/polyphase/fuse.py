@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.utils.parametrize import is_parametrized
 
 from polyphase import functional, fused
 from polyphase.between import Between
 from polyphase.elementwise import COPIES, is_in_place
-from polyphase.fuse_trace import LAYERS, Trace, call_name, graphs, is_waited_for, shared_modules
+from polyphase.fuse_trace import LAYERS, Trace, before_waiting, call_name, graphs, is_layer, shared_modules, why_missing
 from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, sees_input, step_of_module
 from polyphase.modules import APART_FOR, StandIn
 from polyphase.pending import Marked, Pending, Waiting, computed
@@ -86,6 +85,7 @@ class Chain:
     ``places``: where the model had each, the module that holds it and its name there; copies of a chain have none.
     ``changed``: a function changes in place what the last of ``modules`` gives, which is then not to be kept for
     derivatives: with these that module computes for itself.
+    ``shared``: modules of ``then`` that are called elsewhere too, of which no chain is the only one.
     ``normalizes``: one of ``modules`` is a layer norm, which gives float32 under autocast: all are then computed by
     themselves. So they are of an input without a batch where one has a tensor: its channels are another dimension.
     """
@@ -99,12 +99,14 @@ class Chain:
         normalizes: bool = False,
         before: Module | None = None,
         changed: bool = False,
+        shared: tuple[Module, ...] = (),
     ) -> None:
         self.layer = layer
         self.before = before
         self.modules = modules
         self._recorded = modules[:-1] if changed else modules
         self.then = then
+        self._shared = shared
         #: Its modules in order, without the layer.
         first = () if before is None else (before,)
         self.all_modules = (*first, *modules, *(each for each in then if isinstance(each, Module)))
@@ -135,7 +137,9 @@ class Chain:
         if hooks._global_backward_hooks or hooks._global_backward_pre_hooks:
             return False
         for module in self.all_modules:
-            if module.__dict__.get("_chain") is not self or has_hooks(module):
+            if module.__dict__.get("_chain") is not self and not self._shares(module):
+                return False
+            if has_hooks(module):
                 return False
         layer = self.layer
         if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
@@ -145,6 +149,10 @@ class Chain:
     # To Dynamo a constant, as `torch.compiler.assume_constant_result` marks it (which would import Dynamo): its guards
     # took longer than all others of a model, and `restore` changes classes, which are guarded in any case.
     _is_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _shares(self, module: Module) -> bool:
+        """Whether a module is shared, and computed by layers still."""
+        return module in self._shared and hasattr(type(module), "_reader")
 
     def begin(self, input: Any) -> Any:
         """What the activation of the layer's input returns: what stands for it, for the layer; else None."""
@@ -335,7 +343,7 @@ def fuse(model: Module) -> tuple[Block, ...]:
         found = []
         for node in graph.nodes:
             layer: Any = root.get_submodule(node.target) if node.op == "call_module" else None
-            if layer is None or not _is_layer(layer) or id(layer) in seen:
+            if layer is None or not is_layer(layer) or id(layer) in seen:
                 continue
             seen.add(id(layer))
             if layer._chain is not None:
@@ -347,21 +355,7 @@ def fuse(model: Module) -> tuple[Block, ...]:
     missing = (
         (name, each) for name, each in model.named_modules() if isinstance(each, LAYERS) and id(each) not in seen
     )
-    return (*blocks, *(Block(name, (), _why_missing(name, layer, traced)) for name, layer in missing))
-
-
-def _why_missing(name: str, layer: Module, traced: Sequence[str]) -> str:
-    """Why a layer is in no graph that was searched."""
-    if is_parametrized(layer):
-        return (
-            "its weight is computed at every call by a parametrization: call "
-            "torch.nn.utils.parametrize.remove_parametrizations before"
-        )
-    if not _is_layer(layer):
-        return f"{type(layer).__name__} is a subclass, and may compute something else"
-    if any(name.startswith(prefix) for prefix in traced):
-        return "forward does not call it"
-    return "torch.fx cannot trace what calls it" if name else "nothing is behind it"
+    return (*blocks, *(Block(name, (), why_missing(name, layer, traced)) for name, layer in missing))
 
 
 def _block(
@@ -375,7 +369,7 @@ def _block(
     """Have the layer of a node compute the nodes of its chain, and tell it."""
     before = trace.before(layer)
     if chain or before is not None:
-        _join(root, [layer, *chain], before)
+        _join(root, [layer, *chain], before, {str(each.target) for each in chain if trace.is_shared(each)})
     taken = tuple(f"{call_name(each)}()" if call_name(each) else f"{prefix}{each.target}" for each in chain)
     modules = (str(each.target) for each in (before, *chain) if each is not None and each.op == "call_module")
     return Block(
@@ -386,10 +380,6 @@ def _block(
         tuple((f"{prefix}{each}", root.get_submodule(each)._get_name()) for each in modules),
         trace.function_before(layer),
     )
-
-
-def _is_layer(module: Any) -> bool:
-    return any(type(module) is cls for cls in LAYERS)
 
 
 def unfuse(model: Module) -> None:
@@ -421,30 +411,30 @@ def _is_changed(module: Module, value: torch.fx.Node) -> bool:
     return isinstance(module, _KEEP_RESULT) and any(is_in_place(each.target, each.kwargs) for each in value.users)
 
 
-def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | None) -> None:
+def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | None, names: set[str]) -> None:
     """Have a layer, the module of the first of these nodes of ``root``, compute what the others call behind it.
 
-    ``before``: the node of the activation that it computes of its input.
+    ``before``: the node of the activation that it computes of its input; ``names``: of modules that are shared.
     """
     nodes = [*chain] if before is None else [before, *chain]
     places = [_place(root, str(each.target)) for each in nodes if each.op == "call_module"]
     activation = None if before is None else root.get_submodule(str(before.target))
     called = [each for each in chain if call_name(each) not in COPIES]
     layer, *parts = [call_name(each) or root.get_submodule(str(each.target)) for each in called]
-    # With derivatives it computes modules alone, up to a value that is read twice. Some modules wait as calls do: under
-    # autocast they may have to compute for themselves, and of an input without a batch something else.
-    waits = [place for place, part in enumerate(parts) if is_waited_for(part)]
-    again = [place for place, value in enumerate(called[:-1]) if len(value.users) > 1]
-    first = min([len(parts), *waits, *again])
+    shared = [root.get_submodule(name) for name in names]
+    first = before_waiting(called, parts, shared)
     modules: Any = tuple(parts[:first])
     dims = len(layer.stride) + 2  # type: ignore[union-attr, arg-type]
     normalizes = any(reader_of(each, dims) is layer_norm for each in modules)
     changed = bool(modules) and _is_changed(modules[-1], called[first])
-    joined = Chain(layer, modules, tuple(parts[first:]), tuple(places), normalizes, activation, changed)  # type: ignore[arg-type]
+    then: Any = tuple(parts[first:])
+    joined = Chain(layer, modules, then, tuple(places), normalizes, activation, changed, tuple(shared))  # type: ignore[arg-type]
     vars(layer)["_chain"] = joined
     for module in joined.all_modules:
         known = snake_of(module) if module is activation else None
         if known is not None:
             vars(module)["_snake"] = known
-        module.__class__ = _taken_class(type(module), layer_norm if known is None else snake)
-        vars(module)["_chain"] = joined
+        if not hasattr(type(module), "_reader"):  # else it is shared
+            module.__class__ = _taken_class(type(module), layer_norm if known is None else snake)
+        if module not in shared:
+            vars(module)["_chain"] = joined

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.nn.utils.parametrize import is_parametrized
 
 from polyphase import reduction_steps
 from polyphase.between import SIZES
@@ -28,6 +29,7 @@ from polyphase.elementwise import (
 )
 from polyphase.module_steps import (
     has_hooks,
+    has_no_state,
     layer_norm,
     norm,
     normalized_dims,
@@ -111,6 +113,36 @@ def is_waited_for(part: Any) -> bool:
     return isinstance(part, (str, *_WAITING)) or reduction_steps.is_module(part)
 
 
+def before_waiting(nodes: Sequence[torch.fx.Node], parts: Sequence[Any], shared: Sequence[Module]) -> int:
+    """How many of the parts behind a layer, of ``nodes``, are modules that it computes with derivatives too.
+
+    These end at a value that is read twice, and at modules for which it waits as for calls: shared ones, and those
+    that may have to compute for themselves under autocast, or of an input without a batch something else.
+    """
+    waits = [place for place, part in enumerate(parts) if is_waited_for(part) or part in shared]
+    again = [place for place, value in enumerate(nodes[:-1]) if len(value.users) > 1]
+    return min([len(parts), *waits, *again])
+
+
+def is_layer(module: Any) -> bool:
+    """Whether a module is a layer of polyphase's, and no subclass."""
+    return any(type(module) is cls for cls in LAYERS)
+
+
+def why_missing(name: str, layer: Module, traced: Sequence[str]) -> str:
+    """Why a layer is in no graph that was searched."""
+    if is_parametrized(layer):
+        return (
+            "its weight is computed at every call by a parametrization: call "
+            "torch.nn.utils.parametrize.remove_parametrizations before"
+        )
+    if not is_layer(layer):
+        return f"{type(layer).__name__} is a subclass, and may compute something else"
+    if any(name.startswith(prefix) for prefix in traced):
+        return "forward does not call it"
+    return "torch.fx cannot trace what calls it" if name else "nothing is behind it"
+
+
 def call_name(node: torch.fx.Node) -> str:
     """The kind of a call; "" if no layer can compute it."""
     if node.op == "call_function" and node.target in CONCATENATIONS:
@@ -179,6 +211,11 @@ class Trace:
     def _module_of(self, node: torch.fx.Node) -> Module | None:
         return self._module(node) if node.op == "call_module" else None
 
+    def is_shared(self, node: torch.fx.Node) -> bool:
+        """Whether a node's module is called by others too, or has several names."""
+        called = node.op == "call_module"
+        return called and (self._calls.count(node.target) > 1 or id(self._module(node)) in self._shared)
+
     def _parents(self, node: torch.fx.Node) -> list[Module]:
         """The modules within the root that hold a node's module."""
         path = str(node.target).split(".")
@@ -187,7 +224,7 @@ class Trace:
     def chain_of(self, layer: torch.fx.Node) -> tuple[list[torch.fx.Node], str]:
         """The nodes behind a layer's that it can compute, and why there are no more."""
         found: list[torch.fx.Node] = []
-        if self._calls.count(layer.target) > 1 or id(self._module(layer)) in self._shared:
+        if self.is_shared(layer):
             return found, "it is called more than once"
         if self._module(layer)._forward_hooks:
             return found, "it has forward hooks, which see its own output"
@@ -215,10 +252,10 @@ class Trace:
         given = layer.args[0] if layer.args else None
         if not isinstance(given, torch.fx.Node) or given.op != "call_module" or given in self._taken:
             return None
-        module, called = self._module(given), (given.target, layer.target)
+        module = self._module(given)
         if reader_before(module) is None or list(given.users) != [layer]:
             return None
-        if any(self._calls.count(each) > 1 or id(self._module_at(each)) in self._shared for each in called):
+        if self.is_shared(given) or self.is_shared(layer):
             return None
         if len(given.args) != 1 or given.kwargs or "forward" in vars(module) or has_hooks(module):
             return None
@@ -266,7 +303,8 @@ class Trace:
             module, dims = self._module(reader), _dims(self._module(layer))
             in_place = bool(getattr(module, "inplace", False))
             reduced = self._is_reduced(reader, numbers)
-            reason = _why_not(module, dims, reader, self._calls, self._shared, reduced)
+            again = self.is_shared(reader) and not (self._reduces and has_no_state(module) and not reduced)
+            reason = _why_not(module, dims, reader, again, reduced)
             reason = reason and f"{reader.target} {reason}"
             if not reason and reduced:
                 reason = self._why_not_reduced(numbers, reader)
@@ -308,7 +346,8 @@ class Trace:
 
     def _waits(self, chain: Iterable[torch.fx.Node]) -> bool:
         """Whether a layer waits for one of these."""
-        return any(is_waited_for(call_name(node) or self._module_of(node)) for node in chain)
+        _, *behind = chain
+        return any(self.is_shared(node) or is_waited_for(call_name(node) or self._module_of(node)) for node in behind)
 
     def _why_no_call(self, numbers: dict[torch.fx.Node, int], call: torch.fx.Node) -> str:
         """Why a call cannot be computed of the last value of a chain by the layer, or ""."""
@@ -376,16 +415,17 @@ def is_of_pixels(module: Any, dims: int) -> bool:
     return isinstance(module, (torch.nn.Softmax, torch.nn.Softmax2d)) or reader_of(module, dims) is layer_norm
 
 
-def _why_not(
-    module: Any, dims: int, node: torch.fx.Node, calls: list[Any], shared: set[int], reduced: bool = False
-) -> str:
-    """Why a module cannot be computed by the layer before it, whose output has so many dimensions, or ""."""
+def _why_not(module: Any, dims: int, node: torch.fx.Node, again: bool, reduced: bool) -> str:
+    """Why a module cannot be computed by the layer before it, whose output has so many dimensions, or "".
+
+    ``again``: it is called elsewhere too, with parameters of its own.
+    """
     reader = reader_of(module, dims)
     if reader is None and hasattr(type(module), "_reader"):
         return "is fused with another layer"
     if reader is None and not reduced:
         return f"is a {type(module).__name__}, which is not fused"
-    if calls.count(node.target) > 1 or id(module) in shared:
+    if again:
         return "is called more than once"
     if len(node.args) != 1 or node.kwargs:
         return "takes further arguments"

@@ -64,12 +64,24 @@ BEFORE = (torch.nn.ReLU, torch.nn.ReLU6, torch.nn.LeakyReLU, torch.nn.PReLU, tor
 
 def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | None:
     """What reads a module as a step, of tensors of so many dimensions; None if no epilogue computes it."""
-    if type(module) in (torch.nn.Softmax, torch.nn.Softmax2d) and not is_over_channels(module, dims):
+    kind = shared_class(module) or type(module)
+    if kind in (torch.nn.Softmax, torch.nn.Softmax2d) and not is_over_channels(module, dims):
         return None
     for cls, reader in STEPS.items():
-        if type(module) is cls:
+        if kind is cls:
             return reader
     return layer_norm if dims in normalized_dims(module) else None
+
+
+def has_no_state(module: Module) -> bool:
+    """Whether a module computes the same wherever it is called, as activations without parameters do."""
+    return not (module._parameters or module._buffers or module._modules)
+
+
+def shared_class(module: Any) -> type[Module] | None:
+    """What the class of a module stands for that layers compute at several calls, and of which none has it alone."""
+    cls: type[Module] | None = getattr(type(module), "_stands_for", None)
+    return cls if hasattr(type(module), "_reader") and vars(module).get("_chain") is None else None
 
 
 def is_over_channels(module: Any, dims: int) -> bool:
