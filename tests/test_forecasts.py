@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from polyphase.bench import forecasts
-from polyphase.bench.ceilings import H200
 from polyphase.bench.forecasts import Forecast, kinds
 from polyphase.bench.layers import NamedLayer
 from polyphase.bench.plans import problems
@@ -18,6 +17,7 @@ from polyphase.bench.random_layers import random_layers
 from polyphase.bench.records import percentile
 from polyphase.plan import planner as plan
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.ceilings import H200
 from polyphase.problem.device import DeviceInfo
 
 make = ConvTransposeProblem.make

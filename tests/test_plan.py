@@ -36,7 +36,6 @@ from polyphase.schedules.implicit_gemm.cuts import box_strides
 from polyphase.schedules.implicit_gemm.families import Layer, families
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import Room, best_tile
-from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm.wgmma_window import in_pairs
 
 make = ConvTransposeProblem.make
@@ -648,34 +647,6 @@ def test_more_positions_than_kernels_count() -> None:
     problem = make((10**9, 64, 100, 100), 32, 4, 2, 1, bias=True)
     with pytest.raises(UnsupportedError, match="has more positions than the kernels count: 2147483647"):
         plan.plan(problem, Pass.FORWARD, H200)
-
-
-def test_explanations_name_winner_losers_and_reasons() -> None:
-    problem = make((4, 8, 16, 16), 12, 4, 2, 1)
-    text = explain(problem, H200)
-    assert f"{problem}\non sm_90a" in text
-    for pass_ in Pass:
-        chosen = plan.plan(problem, pass_, H200)
-        paragraph = text[text.index(f"\n{pass_.value}: ") :].split("\n\n")[0]
-        assert chosen.describe() in paragraph.splitlines()[1]
-        assert chosen.candidate is not None
-        assert f"bound by {chosen.candidate.bound}" in paragraph
-        assert "kernels are ranked at a typical size (64×8×256×256), so that a layer has few" in paragraph
-        assert f"less than {plan.CLEARLY_BY_OTHERS[pass_]:.0%} of the first one's time" in paragraph
-        losers: dict[str, list[Candidate]] = {}
-        for candidate, _ in plan.programs(problem, pass_, H200):
-            if candidate != chosen.candidate:
-                losers.setdefault(candidate.schedule, []).append(candidate)
-        for found in losers.values():
-            best = min(found, key=lambda candidate: candidate.seconds)
-            (line,) = [line for line in paragraph.splitlines() if f"ms  {best.describe()}" in line]
-            assert line.startswith(f"  loses: {best.seconds * 1e3:9.3f} ms")
-            assert line.endswith(f"{len(found) - 1} more") is (len(found) > 1)
-        assert paragraph.count("  loses: ") == len(losers)
-        beaten = any(each.seconds < chosen.candidate.seconds for found in losers.values() for each in found)
-        assert ("some that lose are predicted to be faster" in paragraph) is beaten
-    assert ("direct_wgrad_gemm", "computes the weight gradient only") in refusals(text)
-    assert ("direct_tiled", "computes the forward pass and the input gradient only") in refusals(text)
 
 
 def test_other_devices_are_portable() -> None:

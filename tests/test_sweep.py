@@ -15,7 +15,6 @@ from rich.console import Console
 
 from polyphase.bench import contestants, graphs, pool, sweep
 from polyphase.bench.apart import OtherProcess
-from polyphase.bench.ceilings import H200, Ceilings
 from polyphase.bench.graphs import GraphTimer, Rotation
 from polyphase.bench.layers import NamedLayer
 from polyphase.bench.operands import make_operands
@@ -24,6 +23,7 @@ from polyphase.bench.records import FAILED, OK, SKIPPED, STEP, WRONG, Record, pe
 from polyphase.bench.sweep_report import summary_table, worst_tables
 from polyphase.commands import sweep as command
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.ceilings import H200, Ceilings
 from polyphase.problem.device import DeviceInfo
 
 make = ConvTransposeProblem.make

@@ -9,7 +9,7 @@ import torch
 
 from polyphase.errors import UnsupportedError
 from polyphase.problem import ConvTransposeProblem
-from polyphase.problem.device import ARCHITECTURES, CARDS, DeviceInfo
+from polyphase.problem.device import ARCHITECTURES, CARDS, Card, DeviceInfo
 from polyphase.torch_op.memory_format import is_channels_last
 from polyphase.torch_op.tf32 import tf32_allowed
 from polyphase.torch_op.validate import FLOATING
@@ -40,7 +40,7 @@ def explain(
     from polyphase.plan import explain as plan  # all schedules: `import polyphase` does not wait for them
 
     problem = layer if isinstance(layer, ConvTransposeProblem) else _problem(layer, input_shape)
-    text = plan.explain(problem, device_info(device))
+    text = plan.explain(problem, card_of(device))
     return f"{text}\n\n{NO_GPU}" if is_for_elsewhere(device) else text
 
 
@@ -53,23 +53,23 @@ def is_for_elsewhere(device: str | torch.device | DeviceInfo | None) -> bool:
     return device is None and not torch.cuda.is_available()
 
 
-def device_info(device: str | torch.device | DeviceInfo | None) -> DeviceInfo:
-    """The device that `explain` plans for. Raises `UnsupportedError`."""
+def card_of(device: str | torch.device | DeviceInfo | None) -> Card:
+    """What `explain` plans for. Raises `UnsupportedError`."""
     if isinstance(device, DeviceInfo):
-        return device
+        return Card.of(device)
     if device is None:
-        return DeviceInfo.of(torch.device("cuda")) if torch.cuda.is_available() else DeviceInfo.for_arch("sm_90a")
+        return Card.of(DeviceInfo.of(torch.device("cuda")) if torch.cuda.is_available() else "sm_90a")
     try:
         place = torch.device(device)
     except RuntimeError:  # no device of PyTorch's
         try:
-            return DeviceInfo.for_arch(str(device))
+            return Card.of(str(device))
         except UnsupportedError as failure:
             raise UnsupportedError(f"{failure}, and PyTorch's devices such as cuda:1 or cpu") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         allowed = f"give an architecture ({', '.join(ARCHITECTURES)}) or a card ({', '.join(CARDS)})"
         raise UnsupportedError(f"PyTorch finds no CUDA device here, so not {device!r}; {allowed}")
-    return DeviceInfo.of(place)
+    return Card.of(DeviceInfo.of(place))
 
 
 def _problem(layer: torch.nn.Module, input_shape: Sequence[int] | None) -> ConvTransposeProblem:

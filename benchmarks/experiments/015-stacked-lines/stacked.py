@@ -22,7 +22,6 @@ os.environ["POLYPHASE_TUNING"] = "0"  # before the planner is loaded: no ranking
 
 import torch
 
-from polyphase.bench.ceilings import H200
 from polyphase.bench.contestants import TorchVariant, torch_call, torch_flags
 from polyphase.bench.layers import parse_layer
 from polyphase.bench.operands import make_operands
@@ -33,6 +32,7 @@ from polyphase.jit.launcher import Executable
 from polyphase.jit.source import KernelSource
 from polyphase.plan import planner, shortlist
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.ceilings import H200
 from polyphase.problem.device import DeviceInfo
 from polyphase.program.program import Program
 from polyphase.schedules.implicit_gemm import search

@@ -22,7 +22,6 @@ import torch
 
 from polyphase.bench import environment
 from polyphase.bench.accuracy import compare
-from polyphase.bench.ceilings import H200
 from polyphase.bench.contestants import torch_call
 from polyphase.bench.layers import parse_layer
 from polyphase.bench.operands import make_operands
@@ -33,6 +32,7 @@ from polyphase.jit.ahead import compile_ahead
 from polyphase.jit.launcher import Executable
 from polyphase.plan.planner import plan, programs
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.ceilings import H200
 from polyphase.problem.device import DeviceInfo
 from polyphase.program.program import Program
 from polyphase.program.step import DST, GRAD, SRC, WEIGHT, X

@@ -1,6 +1,6 @@
 """What the planner predicts for many layers beside their floors: where it knows of no fast way, without a GPU.
 
-Floors are an H200's (`polyphase.bench.ceilings.H200`). A pass that is far above its floor, and others of its kind, is a
+Floors are the card's (`polyphase.problem.ceilings`). A pass that is far above its floor, and others of its kind, is a
 hole between the schedules.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from polyphase.bench import pool
-from polyphase.bench.ceilings import H200
 from polyphase.bench.layers import NamedLayer
 from polyphase.bench.records import PASS_TITLES, geometric_mean, percentile
 from polyphase.bench.report import factor, milliseconds, plain_table
@@ -21,7 +20,8 @@ from polyphase.errors import UnsupportedError
 from polyphase.plan import planner as plan
 from polyphase.plan.shortlist import candidates
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
-from polyphase.problem.device import DeviceInfo
+from polyphase.problem.ceilings import floor_ms
+from polyphase.problem.device import Card, DeviceInfo
 from polyphase.schedules import SCHEDULES
 
 _FEW = 8  # channels of a group: as many as the tensor cores multiply at least
@@ -51,28 +51,28 @@ class Forecast:
         return self.seconds / self.floor_seconds
 
 
-def forecasts(layers: Sequence[NamedLayer], device: DeviceInfo, jobs: int) -> Iterator[list[Forecast]]:
+def forecasts(layers: Sequence[NamedLayer], device: DeviceInfo | Card, jobs: int) -> Iterator[list[Forecast]]:
     """Those of the three passes of each layer, in its own dtype and format, planned by ``jobs`` processes."""
-    return pool.each(_forecasts, [(layer, device) for layer in layers], jobs)
+    return pool.each(_forecasts, [(layer, Card.of(device)) for layer in layers], jobs)
 
 
-def _forecasts(of: tuple[NamedLayer, DeviceInfo]) -> list[Forecast]:
-    layer, device = of
-    return [_forecast(layer, pass_, device) for pass_ in Pass]
+def _forecasts(of: tuple[NamedLayer, Card]) -> list[Forecast]:
+    layer, card = of
+    return [_forecast(layer, pass_, card) for pass_ in Pass]
 
 
-def _forecast(layer: NamedLayer, pass_: Pass, device: DeviceInfo) -> Forecast:
+def _forecast(layer: NamedLayer, pass_: Pass, card: Card) -> Forecast:
     problem = layer.problem
-    floor = 1e-3 * H200.floor_ms(problem, strict_fp32=not problem.tf32)
+    floor = 1e-3 * floor_ms(problem, card.rates)
     try:
-        chosen = plan.plan(problem, pass_, device, by_prediction=True)
+        chosen = plan.plan(problem, pass_, card.device, by_prediction=True)
     except UnsupportedError:
         return Forecast(layer.name, problem, pass_, "none", math.inf, floor)
-    candidate = chosen.candidate
-    assert candidate is not None
+    assert chosen.candidate is not None
+    candidate = plan.at_rates_of(card, chosen.candidate, problem, pass_)
     enough = min(problem.in_channels_per_group, problem.out_channels_per_group) >= _FEW
     wanted = enough and problem.flops >= _LARGE_FLOPS and not chosen.selected[0].schedule.on_tensor_cores
-    lacking = wanted and not _on_tensor_cores(problem, pass_, device)
+    lacking = wanted and not _on_tensor_cores(problem, pass_, card.device)
     return Forecast(layer.name, problem, pass_, chosen.schedule, candidate.seconds, floor, candidate.bound, lacking)
 
 

@@ -18,7 +18,6 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 import polyphase
 from polyphase.bench import environment
-from polyphase.bench.ceilings import H200
 from polyphase.bench.check import check_model
 from polyphase.bench.layers import NamedLayer
 from polyphase.bench.model_file import ModelFile, Run, naming_the_line, recorder, trace
@@ -26,9 +25,10 @@ from polyphase.bench.records import FAILED, Record
 from polyphase.bench.runner import Runner, make_cases
 from polyphase.bench.trial import CheckResult, Options
 from polyphase.errors import UnsupportedError
-from polyphase.plan.planner import plan
+from polyphase.plan.planner import at_rates_of, plan
 from polyphase.problem import ConvTransposeProblem, Pass
-from polyphase.problem.device import DeviceInfo
+from polyphase.problem.ceilings import about_rates, floor_ms
+from polyphase.problem.device import Card, DeviceInfo
 from polyphase.torch_op.tf32 import tf32_allowed
 
 if TYPE_CHECKING:
@@ -54,7 +54,10 @@ class Layer:
 
 @dataclass
 class ModelReport:
-    """All that is known of a model. ``measured``: layers and model were timed on ``card``, and not predicted for it."""
+    """All that is known of a model. ``measured``: layers and model were timed on ``card``, and not predicted.
+
+    ``rates`` says which rates predictions and floors are of.
+    """
 
     target: str
     card: str
@@ -66,6 +69,7 @@ class ModelReport:
     share_of_flops: float | None = None
     functional: int = 0
     facts: list[tuple[str, str]] = field(default_factory=list)
+    rates: str = ""
 
     @property
     def slower(self) -> list[str]:
@@ -132,7 +136,7 @@ def report_on(
     target: str,
     file: ModelFile,
     options: Options,
-    device: DeviceInfo,
+    device: DeviceInfo | Card,
     card: str,
     measure: bool,
     progress: Callable[[str], None] = lambda stage: None,
@@ -156,7 +160,11 @@ def report_on(
         if problem is not None and name in swapped:
             grouped.setdefault(replace(problem, tf32=tf32_allowed()), []).append(name)
     own = sum(len(names) * problem.flops for problem, names in grouped.items())
-    layers = (_measured if measure else _predicted)(grouped, passes, options, device, progress)
+    planned_for = Card.of(device)
+    if measure:
+        layers = _measured(grouped, passes, options, progress)
+    else:
+        layers = _predicted(grouped, passes, planned_for, progress)
     return ModelReport(
         target,
         card,
@@ -168,6 +176,7 @@ def report_on(
         min(own / run.flops, 1.0) if run.flops else None,
         run.functional,
         _facts(options, card, measure),
+        "" if measure else about_rates(planned_for),
     )
 
 
@@ -193,7 +202,6 @@ def _measured(
     grouped: dict[ConvTransposeProblem, list[str]],
     passes: list[Pass],
     options: Options,
-    device: DeviceInfo,
     progress: Callable[[str], None],
 ) -> list[Layer]:
     if not grouped:
@@ -214,8 +222,7 @@ def _measured(
 def _predicted(
     grouped: dict[ConvTransposeProblem, list[str]],
     passes: list[Pass],
-    options: Options,
-    device: DeviceInfo,
+    card: Card,
     progress: Callable[[str], None],
 ) -> list[Layer]:
     found: list[Layer] = []
@@ -223,28 +230,25 @@ def _predicted(
         records = []
         for pass_ in passes:
             progress(f"planning {_shown(names[0])}, {pass_.value}")
-            records.append(_forecast(_shown(names[0]), problem, pass_, device))
+            records.append(_forecast(_shown(names[0]), problem, pass_, card))
         found.append(Layer(tuple(names), problem, tuple(records)))
     return found
 
 
-def _forecast(name: str, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Record:
-    """A record with the planner's time alone. Only of Hopper is the rate of products known, without a GPU."""
+def _forecast(name: str, problem: ConvTransposeProblem, pass_: Pass, card: Card) -> Record:
+    """A record with the planner's time alone."""
     layout = "channels_last" if problem.channels_last else "nchw"
     record = Record(name, str(problem), pass_.value, problem.dtype, layout)
-    if device.arch == "sm_90a":
-        record.floor_ms = H200.floor_ms(problem, strict_fp32=not problem.tf32)
-    else:
-        record.floor_ms = 1e3 * problem.bytes / device.copy_bytes_per_second
+    record.floor_ms = floor_ms(problem, card.rates)
     try:
-        chosen = plan(problem, pass_, device, by_prediction=True)
+        chosen = plan(problem, pass_, card.device, by_prediction=True)
     except UnsupportedError as failure:
         record.status, record.reason = FAILED, str(failure)
         return record
     assert chosen.candidate is not None
     assert chosen.program is not None
     record.algorithm, record.config = chosen.schedule, chosen.describe()
-    record.predicted_ms = 1e3 * chosen.candidate.seconds
+    record.predicted_ms = 1e3 * at_rates_of(card, chosen.candidate, problem, pass_).seconds
     record.times_floor = record.predicted_ms / record.floor_ms
     record.workspace_megabytes = sum(buffer.bytes for buffer in chosen.program.buffers) / 1e6
     return record

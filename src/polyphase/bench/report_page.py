@@ -69,7 +69,7 @@ def summary(report: ModelReport) -> list[str]:
             f"{milliseconds(floor)} ms"
             for title, time, floor in _totals(report)
         ]
-        lines += [_FLOOR, _NO_GPU]
+        lines += [report.rates, _FLOOR, _NO_GPU]
     lines += _fused(report)
     if report.host_bound:
         lines.append(report.host_bound)
@@ -102,7 +102,7 @@ def page(report: ModelReport) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">inputs {escape(report.inputs)}, {escape(report.dtype)}; '
         f"{'measured on' if report.measured else 'times predicted for'} {escape(report.card)}</p>",
-        "" if report.measured else f"<p>{escape(_NO_GPU)}.</p>",
+        "" if report.measured else f"<p>{escape(report.rates)}. {escape(_NO_GPU)}.</p>",
         _cards(report),
         f'<p class="soft">{escape(report.host_bound)}</p>' if report.host_bound else "",
         "<h2>How to apply it</h2>",

@@ -25,6 +25,7 @@ from polyphase.bench.operands import MEMORY_FORMATS, Operands, make_operands
 from polyphase.bench.records import FAILED, SKIPPED, WRONG, Record
 from polyphase.bench.timing import Timer
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.ceilings import Ceilings
 
 CPU_FLOPS = 1e9
 """What one pass may cost on a CPU; larger layers are cut, which their name then says."""
@@ -82,7 +83,7 @@ class Runner:
         against: Sequence[TorchVariant] = (TorchVariant.DEFAULT,),
         strict_fp32: bool = False,
         quick: bool = False,
-        known: ceilings.Ceilings | None = None,
+        known: Ceilings | None = None,
     ) -> None:
         self.device = device
         self.against = against

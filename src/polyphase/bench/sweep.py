@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from polyphase.bench import ceilings, environment, pool
+from polyphase.bench import environment, pool
 from polyphase.bench.apart import OtherProcess
 from polyphase.bench.contestants import (
     Call,
@@ -34,6 +34,7 @@ from polyphase.bench.timing import Timing
 from polyphase.jit.source import KernelSource
 from polyphase.plan import planner as plan
 from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.ceilings import Ceilings
 from polyphase.problem.device import DeviceInfo
 
 TIMED = (*(pass_.value for pass_ in Pass), STEP)
@@ -53,7 +54,7 @@ class Setup:
     device: torch.device
     strict_fp32: bool
     repetitions: int
-    ceilings: ceilings.Ceilings
+    ceilings: Ceilings
 
 
 def sources(layers: Sequence[NamedLayer], device: DeviceInfo, jobs: int) -> Iterator[list[KernelSource]]:
@@ -125,7 +126,7 @@ class Sweep:
 _known: tuple[Setup, Runner, GraphTimer] | None = None
 
 
-def _ceilings(device: torch.device, dtypes: Sequence[str]) -> ceilings.Ceilings:
+def _ceilings(device: torch.device, dtypes: Sequence[str]) -> Ceilings:
     return Runner(device, dtypes, ()).ceilings
 
 

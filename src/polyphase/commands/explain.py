@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from polyphase.bench.layers import NamedLayer
-    from polyphase.problem.device import DeviceInfo
+    from polyphase.problem.device import Card
 
 _OVER = 3.0  # times the floor: what of layers drawn at random is shown
 
@@ -50,7 +50,7 @@ def explain(
 ) -> None:
     """Print the plan of a layer for all three passes: winner, losers, reasons. Needs no GPU.
 
-    With --random or --over, what is predicted for many layers beside their floors on an H200.
+    With --random or --over, what is predicted for many layers beside their floors.
     """
     from dataclasses import replace
 
@@ -64,21 +64,21 @@ def explain(
     drawn = drawn_layers(random, seed, least)
     layers = drawn if drawn and not (layer or suite or files) else some_layers(layer, suite, files) + drawn
     try:
-        info = explanation.device_info(device)
+        card = explanation.card_of(device)
     except UnsupportedError as failure:
         raise typer.BadParameter(str(failure), param_hint="--device") from None
     console = make_console()
     if drawn or over is not None:
-        if not info.is_cuda:
+        if not card.device.is_cuda:
             raise typer.BadParameter("forecasts are of NVIDIA GPUs, such as sm_90a", param_hint="--device")
-        _tell_forecasts(console, _in_forms(layers, dtypes, layouts, strict_fp32), info, over, show, jobs)
+        _tell_forecasts(console, _in_forms(layers, dtypes, layouts, strict_fp32), card, over, show, jobs)
         return
     tf32 = tf32_allowed() and not strict_fp32
     for index, named in enumerate(layers):
         if index:
             console.rule()
         console.print(named.name, style="bold", markup=False)
-        console.print(explain_text(replace(named.problem, tf32=tf32), info), markup=False, soft_wrap=True)
+        console.print(explain_text(replace(named.problem, tf32=tf32), card), markup=False, soft_wrap=True)
     if explanation.is_for_elsewhere(device):
         console.print(f"\n{explanation.NO_GPU}", markup=False)
 
@@ -94,18 +94,20 @@ def _in_forms(layers: list[NamedLayer], dtypes: str, layouts: str, strict_fp32: 
 
 
 def _tell_forecasts(
-    console: Console, layers: list[NamedLayer], device: DeviceInfo, over: float | None, show: int, jobs: int
+    console: Console, layers: list[NamedLayer], card: Card, over: float | None, show: int, jobs: int
 ) -> None:
     """Print which passes are predicted to be far above their floor, and by kinds how far all are."""
     from rich.progress import track
 
     from polyphase.bench import forecasts
     from polyphase.bench.report import make_console
+    from polyphase.problem.ceilings import about_rates
 
     over = _OVER if over is None else over
-    plans = forecasts.forecasts(layers, device, jobs)
+    plans = forecasts.forecasts(layers, card, jobs)
     progress = make_console(stderr=True)
     found = [each for some in track(plans, "planning", len(layers), console=progress, transient=True) for each in some]
+    console.print(f"on {card}; {about_rates(card)}", markup=False)
     console.print(forecasts.worst_table(found, over, show))
     for table in (forecasts.kind_table, forecasts.schedule_table, forecasts.summary_table):
         console.print()

@@ -10,7 +10,7 @@ import typer
 from polyphase.commands.options import Dtype, device_of
 
 if TYPE_CHECKING:
-    from polyphase.problem.device import DeviceInfo
+    from polyphase.problem.device import Card
 
 
 def report(
@@ -65,7 +65,7 @@ def report(
 
     place = device_of(device)
     on_gpu = place.type == "cuda"
-    info = DeviceInfo.of(place) if on_gpu else _info(card)
+    info = DeviceInfo.of(place) if on_gpu else _planned_for(card)
     name = device_name(place.type) if on_gpu else card
     options = Options(place, getattr(torch, dtype.value), trials=2, grad=grad, seed=seed)
     try:
@@ -96,15 +96,15 @@ def _name(target: str, is_class: bool) -> str:
     return Path(where or target).stem if (where or target).endswith(".py") else where.rpartition(".")[2]
 
 
-def _info(card: str) -> DeviceInfo:
-    """What a card offers, by its name or its architecture. Raises `typer.BadParameter`."""
+def _planned_for(card: str) -> Card:
+    """A card by its name or its architecture. Raises `typer.BadParameter`."""
     from polyphase.errors import UnsupportedError
-    from polyphase.problem.device import DeviceInfo
+    from polyphase.problem.device import Card
 
     try:
-        found = DeviceInfo.for_arch(card)
+        found = Card.of(card)
     except UnsupportedError as failure:
         raise typer.BadParameter(str(failure), param_hint="--card") from None
-    if not found.is_cuda:
+    if not found.device.is_cuda:
         raise typer.BadParameter("forecasts are of NVIDIA GPUs", param_hint="--card")
     return found

@@ -28,7 +28,7 @@ from polyphase.plan import measured as tuning
 from polyphase.plan.ranking_cache import kept
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
-from polyphase.problem.device import PORTABLE, DeviceInfo
+from polyphase.problem.device import PORTABLE, Card, DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import compared
 from polyphase.program.epilogue import with_epilogue
@@ -276,6 +276,19 @@ def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass) -> l
         return [first]
     fastest = min(offered, key=lambda each: each.seconds, default=first)
     return [fastest, first] if fastest.seconds < CLEARLY * first.seconds else [first]
+
+
+def at_rates_of(card: Card, candidate: Candidate, problem: ConvTransposeProblem, pass_: Pass) -> Candidate:
+    """A candidate that is offered for ``card.device``, with what is predicted at the card's own rates."""
+    if card.rates == card.device:
+        return candidate
+    computed, layouts = as_computed(problem, pass_, None)
+    schedule = next(each for each in SCHEDULES if each.name == candidate.schedule)
+    devices = (card.device, card.rates)
+    planned, own = (schedule.cost(computed, pass_, each, layouts, candidate.config) for each in devices)
+    assert planned is not None
+    assert own is not None
+    return replace(candidate, seconds=candidate.seconds + own[0] - planned[0], bound=own[1])
 
 
 def programs(

@@ -1,12 +1,13 @@
 """What a GPU offers: the figures the planner and the compiler need, known without a GPU present.
 
 The rates serve the cost model alone: they rank candidates, and no result depends on them. The H200's are measured
-(`python -m polyphase bench` measures the ceilings of the machine it runs on); the others are the vendor's.
+(`python -m polyphase bench` measures the ceilings of the machine it runs on); the others are the vendor's, bandwidths
+about six sevenths of it. Plans are made with the rates of an architecture; `Card` has a card's own for what is told.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,7 @@ class DeviceInfo:
         if arch == PORTABLE.arch or arch == "cpu":
             return PORTABLE
         known = {info.arch.rstrip("af"): info for info in _TYPICAL}
-        info = known.get(CARDS.get(arch.lower().replace(" ", ""), arch).rstrip("af"))
+        info = known.get(CARDS.get(_card_name(arch), arch).rstrip("af"))
         if info is None:
             raise UnsupportedError(
                 f"unknown architecture {arch!r}; known are {', '.join(ARCHITECTURES)}, and the cards {', '.join(CARDS)}"
@@ -107,6 +108,40 @@ CARDS = {
     "t4": "sm_75", "a100": "sm_80", "a10": "sm_86", "rtx3090": "sm_86", "l4": "sm_89", "l40s": "sm_89",
     "rtx4090": "sm_89", "h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "rtx5090": "sm_120",
 }  # fmt: skip
+
+#: Bytes per second of a copy on cards that are not like the typical device of their architecture. The H100's is
+#: measured (benchmarks/results/h100-80gb-hbm3.csv), the others are six sevenths of the vendor's.
+_COPY_BYTES_PER_SECOND = {"a10": 5.1e11, "l4": 2.6e11, "l40s": 7.4e11, "h100": 3.01e12}
+
+
+def _card_name(text: str) -> str:
+    return text.lower().replace(" ", "")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What times are predicted for. Plans are those of ``device``, a typical one of its architecture.
+
+    ``rates`` is the device with the card's own copy bandwidth: predicted times and floors are told at it.
+    """
+
+    name: str
+    device: DeviceInfo
+    rates: DeviceInfo
+
+    @staticmethod
+    def of(what: str | DeviceInfo | Card) -> Card:
+        """By the name of a card or an architecture, or of a device with its own rates. Raises `UnsupportedError`."""
+        if isinstance(what, Card):
+            return what
+        if isinstance(what, DeviceInfo):
+            return Card(what.arch, what, what)
+        device, name = DeviceInfo.for_arch(what), _card_name(what)
+        own = _COPY_BYTES_PER_SECOND.get(name, device.copy_bytes_per_second)
+        return Card(what if name in CARDS else device.arch, device, replace(device, copy_bytes_per_second=own))
+
+    def __str__(self) -> str:
+        return self.name if self.name == self.device.arch else f"{self.name} ({self.device.arch})"
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,90 @@
+"""What `explain` says of a plan, and the rates of the card that it is told for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from polyphase.bench import forecasts
+from polyphase.bench.layers import NamedLayer
+from polyphase.plan import planner
+from polyphase.plan.explain import explain
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.ceilings import H200, floor_ms
+from polyphase.problem.device import CARDS, Card, DeviceInfo
+from polyphase.schedules.schedule import Candidate
+
+make = ConvTransposeProblem.make
+HOPPER = DeviceInfo.for_arch("sm_90a")
+
+
+def refusals(text: str) -> list[tuple[str, str]]:
+    """The schedules that an explanation says do not compute a pass, and why."""
+    lines = [line.removeprefix("  not ").split(": ", 1) for line in text.splitlines() if line.startswith("  not ")]
+    return [(name, reason) for names, reason in lines for name in names.split(", ")]
+
+
+def test_explanations_name_winner_losers_and_reasons() -> None:
+    problem = make((4, 8, 16, 16), 12, 4, 2, 1)
+    text = explain(problem, HOPPER)
+    assert f"{problem}\non sm_90a" in text
+    for pass_ in Pass:
+        chosen = planner.plan(problem, pass_, HOPPER)
+        paragraph = text[text.index(f"\n{pass_.value}: ") :].split("\n\n")[0]
+        assert chosen.describe() in paragraph.splitlines()[1]
+        assert chosen.candidate is not None
+        assert f"bound by {chosen.candidate.bound}" in paragraph
+        assert "kernels are ranked at a typical size (64×8×256×256), so that a layer has few" in paragraph
+        assert f"less than {planner.CLEARLY_BY_OTHERS[pass_]:.0%} of the first one's time" in paragraph
+        losers: dict[str, list[Candidate]] = {}
+        for candidate, _ in planner.programs(problem, pass_, HOPPER):
+            if candidate != chosen.candidate:
+                losers.setdefault(candidate.schedule, []).append(candidate)
+        for found in losers.values():
+            best = min(found, key=lambda candidate: candidate.seconds)
+            (line,) = [line for line in paragraph.splitlines() if f"ms  {best.describe()}" in line]
+            assert line.startswith(f"  loses: {best.seconds * 1e3:9.3f} ms")
+            assert line.endswith(f"{len(found) - 1} more") is (len(found) > 1)
+        assert paragraph.count("  loses: ") == len(losers)
+        beaten = any(each.seconds < chosen.candidate.seconds for found in losers.values() for each in found)
+        assert ("some that lose are predicted to be faster" in paragraph) is beaten
+    assert ("direct_wgrad_gemm", "computes the weight gradient only") in refusals(text)
+    assert ("direct_tiled", "computes the forward pass and the input gradient only") in refusals(text)
+
+
+def test_a_card_has_its_own_bandwidth() -> None:
+    """An H100 copies at 3.01 TB/s, an H200 at 4.25; both multiply at the same rates, and have the same plans."""
+    moving = replace(make((8, 64, 128, 128), 64, 2, 2), tf32=True)
+    multiplying = make((8, 512, 64, 64), 512, 3, 1, 1)
+    h100, h200 = Card.of("h100"), Card.of("H200")
+    assert h100.device == h200.device == h200.rates == HOPPER
+    assert floor_ms(moving, h100.rates) == pytest.approx(1e3 * moving.bytes / 3.01e12)
+    assert floor_ms(moving, h200.rates) == H200.floor_ms(moving, strict_fp32=False)
+    assert floor_ms(multiplying, h100.rates) == floor_ms(multiplying, h200.rates)
+    for pass_ in Pass:
+        chosen = planner.plan(moving, pass_, HOPPER).candidate
+        assert chosen is not None
+        assert planner.at_rates_of(h200, chosen, moving, pass_) is chosen
+        slower = planner.at_rates_of(h100, chosen, moving, pass_)
+        assert slower.config == chosen.config
+        assert chosen.seconds < slower.seconds <= chosen.seconds * 4.28 / 3.01 * 1.001
+    (at_h100,), (at_h200,) = (list(forecasts.forecasts([NamedLayer("up", moving)], card, 1)) for card in (h100, h200))
+    for slower_, faster in zip(at_h100, at_h200):
+        assert slower_.schedule == faster.schedule
+        assert slower_.seconds > faster.seconds
+        assert slower_.floor_seconds > faster.floor_seconds
+
+
+def test_explanations_say_whose_rates_they_are_of() -> None:
+    problem = replace(make((8, 64, 128, 128), 64, 2, 2), tf32=True)
+    h100, h200, arch = (explain(problem, Card.of(each)) for each in ("h100", "h200", "sm_90"))
+    assert h200 == arch.replace("on sm_90a", "on h200 (sm_90a)")
+    assert "on h100 (sm_90a)" in h100
+    assert "at h100's copy bandwidth of 3.01 TB/s" in h100
+    assert "rates are those of sm_90a, with a copy bandwidth of 4.28 TB/s" in h200
+    assert f"floor {floor_ms(problem, Card.of('h100').rates):.3f} ms" in h100
+    assert "floors count bytes alone" in explain(problem, Card.of("a100"))
+    for name, found in ((name, Card.of(name)) for name in CARDS):
+        assert found.device == DeviceInfo.for_arch(CARDS[name])
+        assert found.rates.copy_bytes_per_second <= found.device.copy_bytes_per_second
