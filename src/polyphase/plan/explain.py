@@ -83,10 +83,17 @@ def _winner(chosen: Plan, card: Card) -> str:
 
 
 def _rule(chosen: Plan, computed: ConvTransposeProblem) -> str:
-    """Why a faster one may lose: at what size the order was made, and how much faster it must be at this size."""
+    """Why a faster one may lose: at what size the order was made, and how much faster it must be at this size.
+
+    Of a schedule that does not adapt the first config is taken at every size.
+    """
     sized, schedule = compared(computed, chosen.pass_), chosen.selected[0].schedule
     size = "×".join(map(str, (sized.batch, sized.in_channels, *sized.input_size)))
-    config = f", another config below {CLEARLY:.0%}" if may_adapt(schedule, chosen.pass_) else ""
+    config = f"; another config of {schedule.name} is taken below {CLEARLY:.0%}"
+    if not may_adapt(schedule, chosen.pass_):
+        config = (
+            f"; configs of {schedule.name} are not chosen again by size: its first is kept, even if another is faster"
+        )
     both = f" ({LAUNCH * 1e6:.0f} µs for the launch added to both)" if chosen.pass_ is Pass.FORWARD else ""
     return (
         f"kernels are ranked at a typical size ({size}), so that a layer has few, whatever the size of its images; at "
