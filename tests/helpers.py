@@ -260,3 +260,9 @@ def amid_nan(tensor: Tensor, step: int = 2) -> Tensor:
     buffer = tensor.new_full([size * step + 3 for size in tensor.shape], math.nan)
     window = buffer[tuple(slice(2, 2 + size * step, step) for size in tensor.shape)]
     return window.copy_(tensor)
+
+
+def refusals(text: str) -> list[tuple[str, str]]:
+    """The schedules that an explanation says do not compute a pass, and why."""
+    lines = [line.removeprefix("  not ").split(": ", 1) for line in text.splitlines() if line.startswith("  not ")]
+    return [(name, reason) for names, reason in lines for name in names.split(", ")]

@@ -354,7 +354,7 @@ MANY_TAPS = make((8, 21, 16, 16), 21, 64, 32, 16)
             DOT_DGRAD,
             MANY_TAPS,
             {
-                make((8, 21, 16, 16), 21, 4, 2, 1): "lanes of a warp",
+                make((8, 21, 16, 16), 21, 4, 2, 1): "fewer taps than a warp has lanes",
                 make((8, 21, 16, 16), 21, 8, 4, 2, dilation=3, channels_last=True): "side by side",
             },
         ),

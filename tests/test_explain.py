@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
+from helpers import refusals
 from polyphase.bench import forecasts
 from polyphase.bench.layers import NamedLayer
 from polyphase.plan import planner
@@ -17,12 +19,6 @@ from polyphase.schedules.schedule import Candidate
 
 make = ConvTransposeProblem.make
 HOPPER = DeviceInfo.for_arch("sm_90a")
-
-
-def refusals(text: str) -> list[tuple[str, str]]:
-    """The schedules that an explanation says do not compute a pass, and why."""
-    lines = [line.removeprefix("  not ").split(": ", 1) for line in text.splitlines() if line.startswith("  not ")]
-    return [(name, reason) for names, reason in lines for name in names.split(", ")]
 
 
 def test_explanations_name_winner_losers_and_reasons() -> None:
@@ -101,3 +97,14 @@ def test_a_faster_config_of_the_same_schedule_is_explained() -> None:
     text = explain(replace(make((8, 64, 64, 64), 64, 4, 2, 1), tf32=True), HOPPER)
     assert "another config of window_dgrad_wgmma is taken below 97%" in text
     assert "are not chosen again by size" not in text
+
+
+def test_counts_of_one_are_no_plurals_and_other_kernels_are_named() -> None:
+    problem = replace(make((8, 64, 64, 64), 64, 1), tf32=True)
+    text = explain(problem, HOPPER)
+    assert not re.search(r"\b1 (elements|taps|channels|phases)", text)
+    assert {"col2im_cells", "dot_dgrad", "direct_wgrad_long"} <= {name for name, _ in refusals(text)}
+    others = [other for pass_ in Pass for other in planner.plan(problem, pass_, HOPPER).selected[1:]]
+    assert others
+    for other in others:
+        assert f"for other sizes a thread compiles, in the background, {other.candidate.describe()}" in text

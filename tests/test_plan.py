@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from helpers import random_problem
+from helpers import random_problem, refusals
 from kernel_harness import formats, offers, params
 from polyphase import UnsupportedError, runtime
 from polyphase.bench.layers import NamedLayer, Suite, every_layer, suite
@@ -592,12 +592,6 @@ def test_plans_are_cached() -> None:
 
 
 # Refusals
-
-
-def refusals(text: str) -> list[tuple[str, str]]:
-    """The schedules that an explanation says do not compute a pass, and why."""
-    lines = [line.removeprefix("  not ").split(": ", 1) for line in text.splitlines() if line.startswith("  not ")]
-    return [(name, reason) for names, reason in lines for name in names.split(", ")]
 
 
 @pytest.mark.parametrize(

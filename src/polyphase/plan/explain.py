@@ -43,8 +43,8 @@ def _about(chosen: Plan, card: Card) -> list[str]:
         return ["tensor operations of PyTorch; own kernels need an NVIDIA GPU"]
     lines = ["measured to be the fastest (`python -m polyphase tune`)"] if chosen.measured else []
     lines.append(_winner(chosen, card))
-    if chosen.other is not None:
-        lines.append("the layer's kernel for most other sizes is compiled meanwhile")
+    for other in chosen.selected[1:]:
+        lines.append(f"for other sizes a thread compiles, in the background, {other.candidate.describe()}")
     computed, layouts = as_computed(problem, pass_, None)
     if computed != problem.of_pass(pass_):
         lines.append(f"computed as {computed}")

@@ -36,7 +36,7 @@ class Col2imCells(Col2im):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if (elements := math.prod(problem.stride)) < _LEAST_ELEMENTS:
-            return f"{elements} elements of a cell are few (here at least {_LEAST_ELEMENTS})"
+            return f"its cells have too few elements: {elements} (at least {_LEAST_ELEMENTS})"
         if any(axis.kernel % axis.stride or axis.dilation > 1 for axis in problem.axes):
             return "a kernel of no whole strides, or dilated"
         if problem.dims > 2:

@@ -74,7 +74,7 @@ class DirectWgradLong(Schedule):
         if width.dilation > 1 and width.kernel > 1:
             return "taps along the width lie apart"
         if _residues(problem) < _LEAST_RESIDUES:
-            return f"{_residues(problem)} taps along the width lie within a stride (at least {_LEAST_RESIDUES})"
+            return f"has few taps along the width within a stride: {_residues(problem)} (at least {_LEAST_RESIDUES})"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:

@@ -133,7 +133,7 @@ class DirectWgradWindows(Schedule):
         if problem.groups > 1:
             return "reads the channels of one group side by side"
         if problem.tf32 and problem.out_channels >= 16 and not problem.channels_last:
-            return "stays exact where TF32 is allowed, and tensor cores read rows of pixels as they lie"
+            return "uses no tensor cores, which with TF32 are faster for 16 output channels and more in NCHW"
         if (columns := problem.out_channels * problem.taps) > _MOST_COLUMNS:
             return f"{columns} pairs of an output channel and a tap are too many (at most {_MOST_COLUMNS})"
         if _Layer.of(problem, Layouts.dense(problem)) is None:

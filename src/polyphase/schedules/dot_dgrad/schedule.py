@@ -52,7 +52,7 @@ class DotDgrad(Schedule):
         if read is None:
             return "output channels and taps along the width do not lie side by side"
         if read[0].taps < _LEAST_TAPS:
-            return f"{read[0].taps} taps are fewer than the lanes of a warp"
+            return f"has fewer taps than a warp has lanes: {read[0].taps}"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
