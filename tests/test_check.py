@@ -347,7 +347,7 @@ def test_inputs_are_cut_until_they_are_cheap() -> None:
     cheap = trace(model, [torch.rand(4, 4, 16, 12)]).flops
     cut = find_cut(model, inputs[:1], cheap)
     assert cut == Cut(4)
-    assert str(cut) == "batch and image sides cut to 1/4"
+    assert str(cut) == "with batch and image sides cut to 1/4"
     assert [tuple(value.shape) for value in cut.apply(inputs)[:2]] == [(4, 4, 16, 12), (4,)]
     assert find_cut(model, inputs[:1], 1e18) == Cut()
 

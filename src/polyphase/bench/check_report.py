@@ -14,7 +14,7 @@ from polyphase.bench.trial import CheckResult, Finding
 def show(console: Console, result: CheckResult) -> None:
     """Print a check: what was swapped, the plans, every comparison, the times, and the verdict."""
     console.print(result.swapped)
-    console.print(f"inputs: {result.cut}", markup=False)
+    console.print(f"compared on inputs {result.cut}", markup=False)
     for table, rows in ((_plans(result), result.plans), (_findings(result.findings), result.findings)):
         if rows:
             console.print(table)

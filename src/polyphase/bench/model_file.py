@@ -301,8 +301,8 @@ class Cut:
 
     def __str__(self) -> str:
         if self.factor == 1:
-            return "whole"
-        return f"batch {'and image sides ' if self.sides else ''}cut to 1/{self.factor}"
+            return "of full size"
+        return f"with batch {'and image sides ' if self.sides else ''}cut to 1/{self.factor}"
 
 
 def find_cut(model: nn.Module, inputs: Sequence[Any], flops: float) -> Cut:

@@ -260,7 +260,7 @@ def _facts(options: Options, card: str, measured: bool) -> list[tuple[str, str]]
     machine = environment.device_name(options.device.type)
     return [
         ("times", f"measured on {machine}" if measured else f"forecasts for {card}; no GPU was used"),
-        ("accuracy", f"measured on {machine}"),
+        ("accuracy", f"measured on {machine}{'' if measured else ', of the portable path'}"),
         *((name, facts[name]) for name in kept if name in facts),
     ]
 

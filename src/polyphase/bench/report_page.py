@@ -39,7 +39,7 @@ code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .875rem
 
 
 _FLOOR = (
-    "floor: the least time that the layers' bytes and products take on the card, without launches of kernels, some µs "
+    "floor: the least time that the layers' bytes and flops take on the card, without launches of kernels, some µs "
     "each, which are most of a small layer's time"
 )
 _SHOWN = 6  # layers that the short version names
@@ -184,7 +184,7 @@ def _layers(report: ModelReport) -> str:
     head += ["PyTorch, ms", "speed-up", "memory, MB", "PyTorch's"] if report.measured else ["memory, MB"]
     note = "Bars are polyphase (blue) and PyTorch (grey). " if report.measured else ""
     note += (
-        "The floor is what a layer's bytes take at the copy bandwidth, or its products at the rate of the tensor "
+        "The floor is what a layer's bytes take at the copy bandwidth, or its flops at the rate of the tensor "
         "cores, whichever is longer; launches are not in it. Memory is what a call allocates beside its result. A "
         "click on a heading sorts."
     )
@@ -236,7 +236,8 @@ def _megabytes(value: float | None) -> str:
 def _verdict(report: ModelReport) -> str:
     problems = [*report.check.problems, *report.faults]
     compared = len(report.check.findings)
-    return "; ".join(problems) or f"{compared} outputs and gradients agree with float64 as PyTorch's do"
+    here = "" if report.measured else f" (of the portable path on this machine, not of {report.card}'s kernels)"
+    return "; ".join(problems) or f"{compared} outputs and gradients agree with float64 as PyTorch's do{here}"
 
 
 def _accuracy(report: ModelReport) -> str:
@@ -248,7 +249,7 @@ def _accuracy(report: ModelReport) -> str:
         for found in check.findings
     ]  # fmt: skip
     table = _table(("what", "inputs", "polyphase's error", "PyTorch's", ""), rows, numbers=(2, 3)) if rows else ""
-    lead = f'<p class="soft">Error is ‖x − ref64‖ / ‖ref64‖, on inputs that are {escape(str(check.cut))}.</p>'
+    lead = f'<p class="soft">Error is ‖x − ref64‖ / ‖ref64‖, on inputs {escape(str(check.cut))}.</p>'
     if any(found.comparison.vanishes for found in check.findings):
         lead += f'<p class="soft">{OF_VANISHING}.</p>'
     return lead + table + _list([*check.problems, *check.remarks])
