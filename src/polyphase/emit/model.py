@@ -159,7 +159,8 @@ def _class_and_remedy(module: _ConvTransposeNd) -> str:
         parameters = ", ".join(module.parametrizations)  # type: ignore[arg-type]
         return (
             f"{told}its {parameters} is parametrized. At the end of Model's constructor call "
-            "torch.nn.utils.parametrize.remove_parametrizations(layer, name), and load weights that were saved so"
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, name), and load a state_dict that was saved "
+            "after that call"
         )
     return f"{told}build that in the model, as emitted files have kernels for no other class"
 
