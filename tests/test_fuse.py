@@ -206,7 +206,7 @@ def test_every_layer_has_a_reason() -> None:
     model = Vocoder().eval()
     report = polyphase.accelerate(model, fuse=True)
     reasons = {
-        "up": "up: not fused: sum() reads its output, and is not fused; "
+        "up": "up: not fused: sum() reads its output, in a way that is not fused; "
         "leaky_relu() before it would be fused as a module, or by enable_compile_fusion",
         "normed": "normed: not fused: its weight is computed at every call by a parametrization: call "
         "torch.nn.utils.parametrize.remove_parametrizations before",
@@ -217,7 +217,7 @@ def test_every_layer_has_a_reason() -> None:
     assert all(reason in str(report) for reason in reasons.values())
     nn.utils.parametrize.remove_parametrizations(model.normed, "weight")
     blocks = polyphase.accelerate(model, fuse=True).blocks
-    assert str(blocks[0]).startswith("normed: not fused: own is a Own")
+    assert str(blocks[0]).startswith("normed: not fused: own is an Own")
     fused_before = nn.Sequential(nn.ConvTranspose1d(4, 4, 2), nn.ReLU()).eval()
     assert str(polyphase.accelerate(fused_before, fuse=True).blocks[0]).startswith("0: fused with 1 (ReLU); ends there")
     again = str(polyphase.accelerate(fused_before, fuse=True).blocks[0])

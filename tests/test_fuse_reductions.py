@@ -443,3 +443,16 @@ def test_modules_behind_views(name: str) -> None:
                 model(X)
         else:
             torch.testing.assert_close(model(X), plain(X))
+
+
+@pytest.mark.parametrize(
+    ("behind", "reason"),
+    [
+        (nn.MaxPool2d(3, 2, 1), "1 is a MaxPool2d, with settings that are not fused"),
+        (nn.InstanceNorm2d(4, track_running_stats=True), "1 is an InstanceNorm2d, with settings that are not fused"),
+        (lambda model, y: y.mean(0), "mean() reads its output, in a way that is not fused"),
+    ],
+)
+def test_settings_that_are_not_fused_are_told(behind: Any, reason: str) -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 2), behind) if isinstance(behind, nn.Module) else Up(behind)
+    assert reason in str(polyphase.accelerate(model.eval(), fuse=True))

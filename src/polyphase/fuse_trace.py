@@ -354,8 +354,7 @@ class Trace:
         layer, value, name = next(iter(numbers)), next(reversed(numbers)), call_name(call)
         reduced = self._is_reduced(call, numbers)
         if not reduced and name != "cat" and not name_of(call.target):
-            name = getattr(call.target, "__name__", str(call.target))
-            return f"{name}() reads its output, and is not fused"
+            return _why_unknown(call.target)
         if name == "cat":
             parts = concatenated(call.args, call.kwargs, _dims(self._module(layer)))
             if parts is None or sum(each is value for each in parts) != 1 or self._reduced_before(numbers):
@@ -403,6 +402,14 @@ class Trace:
         return "" if changing is None else f"{changing} changes a tensor in place before {name}() is called"
 
 
+def _why_unknown(function: Any) -> str:
+    """Why a function's call is no part of a chain."""
+    name = getattr(function, "__name__", str(function))
+    if reduction_steps.name_of(function):
+        return f"{name}() reads its output, in a way that is not fused"
+    return f"{name}() reads its output, and is not fused"
+
+
 def _dims(layer: Any) -> int:
     """Of a layer's output."""
     return len(layer.stride) + 2
@@ -424,7 +431,9 @@ def _why_not(module: Any, dims: int, node: torch.fx.Node, again: bool, reduced: 
     if reader is None and hasattr(type(module), "_reader"):
         return "is fused with another layer"
     if reader is None and not reduced:
-        return f"is a {type(module).__name__}, which is not fused"
+        how = "with settings that are not fused" if reduction_steps.is_module(module) else "which is not fused"
+        name = type(module).__name__
+        return f"is {'an' if name[0] in 'AEIO' else 'a'} {name}, {how}"
     if again:
         return "is called more than once"
     if len(node.args) != 1 or node.kwargs:
