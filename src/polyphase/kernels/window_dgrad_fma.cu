@@ -51,9 +51,7 @@ constexpr int WEIGHT_STAGE = OUT_CHUNK * AXIS_D.kernel * IN_SLICES * SLAB;
 
 // BY_ROWS: a thread's positions are ROW_STEP apart, so that they meet the same rows, CELL_ROWS further each, in rows
 // that are a dilation apart.
-__host__ __device__ constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
-constexpr int SHARED_STEP = common_divisor(AXIS_H.stride, AXIS_H.dilation);
-constexpr int ROW_STEP = AXIS_H.dilation / SHARED_STEP, CELL_ROWS = AXIS_H.stride / SHARED_STEP;
+constexpr int ROW_STEP = element_step(AXIS_H), CELL_ROWS = tap_step(AXIS_H);
 constexpr int ROWS_READ = (CELLS - 1) * CELL_ROWS + AXIS_H.kernel;
 __host__ __device__ constexpr bool is_read(int row) {
   return row % CELL_ROWS < AXIS_H.kernel || row >= (CELLS - 1) * CELL_ROWS;
