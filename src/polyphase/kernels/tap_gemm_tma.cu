@@ -4,9 +4,15 @@
 //                                                  w[cs, cd, tap] · source[cs, cell·SRC + offset of the tap]
 //
 // with cells and phases of core/geometry.cuh. Rows are a tile of cells, columns are destination channels, and k runs
-// over the phase's tap groups: CHUNK source channels at one tap. The source has its channels innermost; for each tap
-// group TMA loads one box of it, every SRC-th element, with zeros outside the tensor. No thread computes the address of
-// a tap, and after the first read elements come from L2. The destination may have any strides.
+// over the phase's tap groups: CHUNK source channels at one tap. The source has its channels innermost; for each stage
+// TMA loads one box of it, every SRC-th element, with zeros outside the tensor. No thread computes the address of a
+// tap, and after the first read elements come from L2. The destination may have any strides.
+//
+// A stage has the tap groups of up to WINDOW taps along the width, which read neighbouring elements of its box. The box
+// has HALO more cells along the width than the tile, and the A descriptor of each tap starts a number of box rows
+// further: TMA's swizzle depends on address bits alone. A descriptor reaches eight rows at its address, and the next
+// eight at a constant distance (SBO). So with WINDOW > 1 a tile is cut into runs of eight cells along the width; it is
+// one line of cells, where the next run is SBO away, or a multiple of eight lines, where the line below is.
 //
 // With RUNS the source was written as padded rows (core/run_groups.cuh), which the tensor map describes as a tensor
 // that overlaps itself: its innermost dimension is the run of elements that one cell reads, the next one cells. k is
