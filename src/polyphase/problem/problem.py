@@ -76,6 +76,16 @@ class Axis:
         """How many input positions tap ``tap`` reaches back from cell ``q``; negative where it reaches ahead."""
         return (tap * self.dilation - self.padding) // self.stride
 
+    @property
+    def tap_step(self) -> int:
+        """Every so many taps meet elements of the same residue of the stride, as in ``kernels/core/axis.cuh``."""
+        return self.stride // math.gcd(self.stride, self.dilation)
+
+    @property
+    def element_step(self) -> int:
+        """Positions from what one of these taps meets to what the next one does."""
+        return self.dilation // math.gcd(self.stride, self.dilation)
+
     @cached_property
     def taps_by_phase(self) -> dict[int, tuple[int, ...]]:
         """The taps of each phase that owns any, in ascending order of phases and of taps; the others are bias alone.

@@ -59,7 +59,7 @@ class CellAxis:
         self._axis, self._forward = axis, forward
         if forward:
             self.src, self.dst = 1, axis.stride
-            self.owned = min(axis.kernel, axis.stride // math.gcd(axis.stride, axis.dilation))
+            self.owned = min(axis.kernel, axis.tap_step)
             last, first = (-shift for shift in axis.shifts)
         else:
             self.src, self.dst = axis.stride, 1

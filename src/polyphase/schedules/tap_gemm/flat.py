@@ -39,9 +39,8 @@ class FlatAxis:
     @classmethod
     def of(cls, axis: Axis) -> FlatAxis:
         """Of the layer along a dimension."""
-        divisor = math.gcd(axis.stride, axis.dilation)
-        step = axis.stride // divisor
-        return cls(step, axis.dilation // divisor, min(axis.kernel, step), -(-axis.kernel // step))
+        step = axis.tap_step
+        return cls(step, axis.element_step, min(axis.kernel, step), -(-axis.kernel // step))
 
     @property
     def reach(self) -> int:

@@ -128,9 +128,8 @@ class Runs:
 
 def side_by_side(axis: Axis, forward: bool) -> bool:
     """Whether the elements that a phase's taps make a cell read are neighbours."""
-    divisor = math.gcd(axis.stride, axis.dilation)
-    taps = -(-axis.kernel * divisor // axis.stride) if forward else axis.kernel
-    return taps <= 1 or (axis.dilation // divisor if forward else axis.dilation) == 1
+    taps = -(-axis.kernel // axis.tap_step) if forward else axis.kernel
+    return taps <= 1 or (axis.element_step if forward else axis.dilation) == 1
 
 
 @lru_cache(maxsize=4096)

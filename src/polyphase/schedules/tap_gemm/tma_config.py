@@ -72,8 +72,8 @@ def window_taps(product: Product) -> list[int]:
     axis, counts = product.gather.axes[2], product.axis_taps[2]
     if product.gather.forward:
         return [count for count in counts if count]
-    step = axis.stride // math.gcd(axis.stride, axis.dilation)
-    return [-(-(axis.kernel - residue) // step) for residue in range(min(step, axis.kernel))]
+    residues = range(min(axis.tap_step, axis.kernel))
+    return [-(-(axis.kernel - residue) // axis.tap_step) for residue in residues]
 
 
 def taps_of_window(product: Product, config: TmaTapConfig) -> float:
@@ -84,8 +84,7 @@ def taps_of_window(product: Product, config: TmaTapConfig) -> float:
 
 def halo(product: Product, config: TmaTapConfig) -> int:
     """Cells along the width that a window's box has more than a tile."""
-    axis = product.gather.axes[2]
-    return (config.window - 1) * (axis.dilation // math.gcd(axis.stride, axis.dilation))
+    return (config.window - 1) * product.gather.axes[2].element_step
 
 
 def box_rows(product: Product, config: TmaTapConfig) -> int:

@@ -271,8 +271,7 @@ def _is_masked(problem: ConvTransposeProblem) -> bool:
 def _row_step(problem: ConvTransposeProblem) -> tuple[int, int]:
     """By rows: how far apart a thread's positions are, and how many rows further each begins."""
     axis = problem.axes3[1]
-    shared = math.gcd(axis.stride, axis.dilation)
-    return axis.dilation // shared, axis.stride // shared
+    return axis.element_step, axis.tap_step
 
 
 def _extents(problem: ConvTransposeProblem, config: FmaConfig) -> Iterator[tuple[Four, Four]]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import five
@@ -48,7 +48,9 @@ class Windows(NamedTuple):
 
     def extents(self, problem: ConvTransposeProblem) -> Three:
         """Positions of a window along d, h and w, halo included."""
-        d, h, w = (lanes + (taps - 1) * _shift(axis) for lanes, taps, axis in zip(self.lanes, self.taps, problem.axes3))
+        d, h, w = (
+            lanes + (taps - 1) * axis.element_step for lanes, taps, axis in zip(self.lanes, self.taps, problem.axes3)
+        )
         return d, h, w
 
     def bytes(self, problem: ConvTransposeProblem) -> int:
@@ -59,7 +61,7 @@ class Windows(NamedTuple):
         """Windows of a group, of all its channels and taps."""
         channels = math.ceil(problem.out_channels_per_group * DTYPE_BYTES[problem.dtype] / self.pitch)
         return channels * math.prod(
-            min(_period(axis), axis.kernel) if taps > 1 else axis.kernel for taps, axis in zip(self.taps, problem.axes3)
+            min(axis.tap_step, axis.kernel) if taps > 1 else axis.kernel for taps, axis in zip(self.taps, problem.axes3)
         )
 
 
@@ -248,7 +250,7 @@ def box_fits(extents: Iterable[int], problem: ConvTransposeProblem) -> bool:
 def shared_windows(problem: ConvTransposeProblem, positions: int, pitch: int) -> Iterator[Windows]:
     """Windows of several taps, of tiles of so many positions; ``pitch``: bytes of a row, at most."""
     size = DTYPE_BYTES[problem.dtype]
-    sharing = (math.ceil(axis.kernel / _period(axis)) for axis in problem.axes3)
+    sharing = (math.ceil(axis.kernel / axis.tap_step) for axis in problem.axes3)
     for d, h, w in itertools.product(*({1, taps} for taps in sharing)):
         windows = Windows((d, h, w), ALONE, pitch)
         while windows.along * windows.pitch // size > _MOST_COLUMNS and windows.pitch > 32:
@@ -280,13 +282,3 @@ def _brought(problem: ConvTransposeProblem, windows: Windows) -> int:
     """Positions of both operands that are loaded for all tiles."""
     tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], (1, *windows.lanes))
     return math.prod(tiles) * (math.prod(windows.lanes) + math.prod(windows.extents(problem)))
-
-
-def _period(axis: Axis) -> int:
-    """Distance in taps between two that read the same residue of the stride."""
-    return axis.stride // math.gcd(axis.stride, axis.dilation)
-
-
-def _shift(axis: Axis) -> int:
-    """Distance in positions between what these two read."""
-    return axis.dilation // math.gcd(axis.stride, axis.dilation)
