@@ -23,7 +23,18 @@ from typing import Annotated, Any
 import torch
 import typer
 from kernelbench_level2 import LEVEL2
-from shared import ROOT, copy_rate, error, problems_met, reductions_met, sources_of, timed, write
+from shared import (
+    ROOT,
+    compiled,
+    copy_rate,
+    error,
+    fill_inductor,
+    problems_met,
+    reductions_met,
+    sources_of,
+    timed,
+    write,
+)
 from torch import Tensor, nn
 
 import polyphase
@@ -36,7 +47,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.program.reduction import program_of
 
-LAYERS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONTESTANTS = ("torch", "swapped", "fused")
 
 
 @dataclass
@@ -184,17 +195,37 @@ def kernels_of(block: Block, dtype: torch.dtype, device: DeviceInfo) -> list[Any
     return [*sources_of(met, device, (Pass.FORWARD,)), *(source for program in behind for source in program.sources)]
 
 
-def measured(name: str, block: Block, dtype: torch.dtype, timer: Timer, rate: float, modes: list[str]) -> list[Row]:
-    """A block's rows."""
-    model, text = built(block), str(dtype).removeprefix("torch.")
+def contestants(block: Block, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The block by PyTorch's layers, by polyphase's, and fused."""
+    found = {who: built(block).to("cuda", dtype) for who in CONTESTANTS}
+    for who in CONTESTANTS[1:]:
+        polyphase.accelerate(found[who], fuse=who == "fused")
+    return found
+
+
+def operands(block: Block, dtype: torch.dtype) -> list[Tensor]:
+    """A block's inputs."""
     generator = torch.Generator("cuda").manual_seed(0)
-    inputs = [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in block.inputs]
-    few = [each[:2].double() for each in inputs]
-    wanted = copy.deepcopy(model).cuda().double()(*few)
-    calls: dict[str, Callable[..., Tensor]] = {"torch": copy.deepcopy(model).to("cuda", dtype)}
-    for who in ("swapped", "fused"):
-        calls[who] = accelerated = copy.deepcopy(model).to("cuda", dtype)
-        polyphase.accelerate(accelerated, fuse=who == "fused")
+    return [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in block.inputs]
+
+
+def compile_one(job: tuple[str, str, str]) -> None:
+    """Compile a block, a dtype and a contestant by Inductor, for its cache."""
+    name, text, who = job
+    dtype = getattr(torch, text)
+    with torch.inference_mode(), quiet():
+        compiled(contestants(BLOCKS[name], dtype)[who], operands(BLOCKS[name], dtype), who == "fused")
+    torch.cuda.empty_cache()
+
+
+def measured(
+    name: str, block: Block, dtype: torch.dtype, timer: Timer, rate: float, modes: list[str], among: list[str]
+) -> list[Row]:
+    """A block's rows; ``among``: who is compiled by `torch.compile`."""
+    model, text = built(block), str(dtype).removeprefix("torch.")
+    inputs = operands(block, dtype)
+    wanted = copy.deepcopy(model).cuda().double()(*(each[:2].double() for each in inputs))
+    calls = contestants(block, dtype)
     errors = {who: error(call(*inputs), wanted) for who, call in calls.items()}
     allowed = 2 * errors["torch"] + 4 * torch.finfo(dtype).eps
     wrong = [who for who in ("swapped", "fused") if not errors[who] <= allowed]
@@ -208,8 +239,9 @@ def measured(name: str, block: Block, dtype: torch.dtype, timer: Timer, rate: fl
         row.floor_ms = 1e3 * moved / (0.9 * rate)
         times: dict[str, float] = {}
         for who, call in calls.items():
+            if "compile" in mode and who not in among:
+                continue
             try:
-                torch._dynamo.reset()
                 times[who] = timed(call, inputs, mode, timer, who == "fused")
             except Exception as failure:
                 row.status, row.reason = "failed", f"{row.reason} {who}: {environment.first_line(failure)}".strip()
@@ -225,6 +257,7 @@ def main(
     only: Annotated[str, typer.Option(help="Blocks whose names contain one of these, comma-separated.")] = "",
     dtypes: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
     modes: Annotated[str, typer.Option(help="Comma-separated.")] = "eager,compile,graph,compile graph",
+    compiling: Annotated[str, typer.Option(help="Who is compiled by torch.compile.")] = ",".join(CONTESTANTS),
     seconds: Annotated[float, typer.Option(help="No block is begun after so many.")] = 330.0,
 ) -> None:
     """Compile, check and time."""
@@ -238,6 +271,11 @@ def main(
     sources = [source for block in chosen.values() for dtype in kinds for source in kernels_of(block, dtype, device)]
     compile_ahead(dict.fromkeys(sources), device.arch)
     console.print(f"{len(set(sources))} kernels after {time.perf_counter() - started:.0f} s", markup=False)
+    among = compiling.split(",")
+    if "compile" in modes:
+        jobs = [(name, dtype, who) for name in chosen for dtype in dtypes.split(",") for who in among]
+        fill_inductor(compile_one, jobs, seconds / 3)
+        console.print(f"Inductor's cache after {time.perf_counter() - started:.0f} s", markup=False)
     timer, rows = Timer(torch.device("cuda")), list[Row]()
     rate = copy_rate(timer)
     with torch.inference_mode(), quiet():
@@ -246,8 +284,7 @@ def main(
                 if time.perf_counter() - started > seconds:
                     console.print(f"no time left for {name}, {dtype}", markup=False)
                     continue
-                torch._dynamo.reset()
-                rows += measured(name, block, dtype, timer, rate, modes.split(","))
+                rows += measured(name, block, dtype, timer, rate, modes.split(","), among)
                 for row in rows[-len(modes.split(",")) :]:
                     shown = (row.torch_ms, row.swapped_ms, row.fused_ms)
                     times = " ".join("      -" if ms is None else f"{ms:7.3f}" for ms in shown)

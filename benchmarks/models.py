@@ -12,7 +12,6 @@ written as they come, and none is begun after ``--seconds``.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
 import warnings
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from blocks import dcgan, pose, sam
-from shared import ROOT, error, problems_met, sources_of, timed, write
+from shared import ROOT, compiled, error, fill_inductor, problems_met, sources_of, timed, write
 from torch import Tensor, nn
 
 import polyphase
@@ -293,7 +292,36 @@ def run_of(module: nn.Module, run: str, mode: str) -> tuple[Callable[..., Any], 
         return module, mode
     if "compile" not in mode:
         return partial(step, module), mode
+    torch._dynamo.reset()
     return partial(step, torch.compile(module, fullgraph=True)), mode.replace("compile", "eager")  # type: ignore[arg-type]
+
+
+def contestants(model: Model, dtype: torch.dtype) -> tuple[dict[str, nn.Module], str]:
+    """The model by PyTorch's layers, by polyphase's, and fused, and the chains that are fused."""
+    found = {who: built(model).to("cuda", dtype) for who in ("torch", "swapped", "fused")}
+    polyphase.accelerate(found["swapped"])
+    blocks = polyphase.accelerate(found["fused"], fuse=True).blocks
+    return found, "; ".join(str(block).partition(";")[0] for block in blocks if block.fused)
+
+
+def operands(model: Model, dtype: torch.dtype, batch: int) -> list[Tensor]:
+    """A model's inputs."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes(model, batch)]
+
+
+def compile_one(job: tuple[str, str, str, int, str]) -> None:
+    """Compile a model in a dtype, a run, a batch and by a contestant with Inductor, for its cache."""
+    name, text, run, batch, who = job
+    dtype = getattr(torch, text)
+    module = contestants(MODELS[name], dtype)[0][who].train(run == "training")
+    inputs = operands(MODELS[name], dtype, batch)
+    with quiet(), torch.inference_mode(run == "inference"):
+        if run == "inference":
+            compiled(module, inputs, who == "fused")
+        else:
+            run_of(module, run, "compile")[0](*inputs)
+    torch.cuda.empty_cache()
 
 
 def measured(
@@ -301,13 +329,9 @@ def measured(
 ) -> list[Row]:
     """A model's rows of one batch."""
     module, text = built(model), str(dtype).removeprefix("torch.")
-    generator = torch.Generator("cuda").manual_seed(0)
-    inputs = [torch.randn(shape, device="cuda", generator=generator) for shape in shapes(model, batch)]
-    inputs = [each.to(dtype) for each in inputs]
+    inputs = operands(model, dtype, batch)
     few = [each[:2] for each in inputs]
-    models = {who: copy.deepcopy(module).to("cuda", dtype) for who in ("torch", "swapped", "fused")}
-    polyphase.accelerate(models["swapped"])
-    blocks = polyphase.accelerate(models["fused"], fuse=True).blocks
+    models, chains = contestants(model, dtype)
     with torch.inference_mode():
         wanted = module.to("cuda").double()(*(each.double() for each in few))
         errors = {who: error(each(*few), wanted) for who, each in models.items()}
@@ -316,7 +340,6 @@ def measured(
     wrong = [who for who in ("swapped", "fused") if not errors[who] <= allowed]
     if run == "training":
         del models["fused"]  # nothing is fused with derivatives
-    chains = "; ".join(str(block).partition(";")[0] for block in blocks if block.fused)
     rows = []
     for mode in modes:
         row = Row(name, text, run, batch, mode, "wrong" if wrong else "ok", ", ".join(wrong), fused_chains=chains)
@@ -324,7 +347,6 @@ def measured(
         times: dict[str, float] = {}
         for who, each in models.items():
             try:
-                torch._dynamo.reset()
                 with torch.inference_mode(run == "inference"):
                     call, how = run_of(each.train(run == "training"), run, mode)
                     times[who] = timed(call, inputs, how, timer, who == "fused")
@@ -370,21 +392,33 @@ def main(
     kernels = [each for model in chosen.values() for dtype in kinds for each in sources(model, dtype, device, asked)]
     compile_ahead(dict.fromkeys(kernels), device.arch)
     console.print(f"{len(set(kernels))} kernels after {time.perf_counter() - started:.0f} s", markup=False)
+    rounds = [
+        (name, dtype, run, batch)
+        for name, dtype, run in itertools.product(chosen, kinds, asked)
+        for batch in ({"1": 1}.get(which, chosen[name].batch) for which in batches.split(","))
+        if run == "inference" or batch == chosen[name].batch
+    ]
+    if "compile" in modes:
+        jobs = [
+            (name, str(dtype).removeprefix("torch."), run, batch, who)
+            for name, dtype, run, batch in rounds
+            for who in ("torch", "swapped", "fused")
+            if run == "inference" or who != "fused"
+        ]
+        fill_inductor(compile_one, jobs, seconds / 3)
+        console.print(f"Inductor's cache after {time.perf_counter() - started:.0f} s", markup=False)
     timer, rows = Timer(torch.device("cuda"), budget_seconds=0.1), list[Row]()
-    for name, model in chosen.items():
-        of_inference = [1 if batch == "1" else model.batch for batch in batches.split(",")]
-        jobs = [("inference", batch) for batch in of_inference] + [("training", model.batch)]
-        for dtype, (run, batch) in ((dtype, job) for dtype in kinds for job in jobs if job[0] in asked):
-            if time.perf_counter() - started > seconds:
-                console.print(f"no time left for {name}, {dtype}, {run} at batch {batch}", markup=False)
-                continue
-            with quiet():
-                found = measured(name, model, dtype, run, batch, timer, modes.split(","))
-            rows += found
-            for row in found:
-                console.print(shown(row), markup=False)
-            write(csv_path, rows)
-            torch.cuda.empty_cache()
+    for name, dtype, run, batch in rounds:
+        if time.perf_counter() - started > seconds:
+            console.print(f"no time left for {name}, {dtype}, {run} at batch {batch}", markup=False)
+            continue
+        with quiet():
+            found = measured(name, chosen[name], dtype, run, batch, timer, modes.split(","))
+        rows += found
+        for row in found:
+            console.print(shown(row), markup=False)
+        write(csv_path, rows)
+        torch.cuda.empty_cache()
     if any(row.status != "ok" for row in rows):
         raise typer.Exit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -90,13 +91,28 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def timed(call: Callable[..., object], inputs: list[Tensor], mode: str, timer: Timer, fusing: bool) -> float:
+def timed(call: Callable[..., Any], inputs: list[Tensor], mode: str, timer: Timer, fusing: bool) -> float:
     """Milliseconds of a call: eager, by `torch.compile`, as a CUDA graph of either; ``fusing``: compiled, fused."""
-    with polyphase.enable_compile_fusion() if fusing and "compile" in mode else nullcontext():
-        ready: Callable[..., object] = torch.compile(call, fullgraph=True) if "compile" in mode else call
-        run = graphed(ready, inputs) if "graph" in mode else partial(ready, *inputs)
-        milliseconds: float = timer.measure(run).ms
+    ready = compiled(call, inputs, fusing) if "compile" in mode else call
+    run = graphed(ready, inputs) if "graph" in mode else partial(ready, *inputs)
+    milliseconds: float = timer.measure(run).ms
     return milliseconds
+
+
+def compiled(call: Callable[..., Any], inputs: list[Tensor], fusing: bool) -> Callable[..., Any]:
+    """A model by `torch.compile`, after its first call; ``fusing``: within `enable_compile_fusion`."""
+    torch._dynamo.reset()
+    with polyphase.enable_compile_fusion() if fusing else nullcontext():
+        ready: Callable[..., Any] = torch.compile(call, fullgraph=True)
+        ready(*inputs)
+    return ready
+
+
+def fill_inductor(compile_one: Callable[[Any], None], jobs: Sequence[Any], seconds: float) -> None:
+    """Compile models with Inductor in processes, for its cache, for ``seconds`` at most."""
+    if jobs:
+        with multiprocessing.get_context("spawn").Pool(12) as pool:
+            pool.map_async(compile_one, jobs, 1).wait(seconds)
 
 
 def graphed(call: Callable[..., object], inputs: list[Tensor]) -> Callable[[], object]:
