@@ -25,6 +25,7 @@ import typer
 from kernelbench_level2 import LEVEL2
 from shared import (
     ROOT,
+    compile_kernels,
     compiled,
     copy_rate,
     error,
@@ -41,7 +42,6 @@ import polyphase
 from polyphase.bench import environment
 from polyphase.bench.report import make_console
 from polyphase.bench.timing import Timer
-from polyphase.jit.ahead import compile_ahead
 from polyphase.jit.launcher import quiet
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -183,8 +183,9 @@ def built(block: Block) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def kernels_of(block: Block, dtype: torch.dtype, device: DeviceInfo) -> list[Any]:
+def kernels_of(name: str, dtype: torch.dtype, device: DeviceInfo) -> list[Any]:
     """The kernels that a block's swapped and fused layers will ask for, found on meta tensors."""
+    block = BLOCKS[name]
     inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in block.inputs]
     met: list[ConvTransposeProblem] = []
     for fusing in (False, True):
@@ -268,9 +269,8 @@ def main(
     chosen = {name: block for name, block in BLOCKS.items() if any(part in name for part in only.split(","))}
     kinds = [getattr(torch, dtype) for dtype in dtypes.split(",")]
     device = DeviceInfo.of(torch.device("cuda", 0))
-    sources = [source for block in chosen.values() for dtype in kinds for source in kernels_of(block, dtype, device)]
-    compile_ahead(dict.fromkeys(sources), device.arch)
-    console.print(f"{len(set(sources))} kernels after {time.perf_counter() - started:.0f} s", markup=False)
+    count = compile_kernels(kernels_of, [(name, dtype, device) for name in chosen for dtype in kinds], device.arch)
+    console.print(f"{count} kernels after {time.perf_counter() - started:.0f} s", markup=False)
     among = compiling.split(",")
     if "compile" in modes:
         jobs = [(name, dtype, who) for name in chosen for dtype in dtypes.split(",") for who in among]

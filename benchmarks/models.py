@@ -24,15 +24,14 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from blocks import dcgan, pose, sam
-from shared import ROOT, compiled, error, fill_inductor, problems_met, sources_of, timed, write
+from blocks import CONTESTANTS, dcgan, pose, sam
+from shared import ROOT, compile_kernels, compiled, error, fill_inductor, problems_met, sources_of, timed, write
 from torch import Tensor, nn
 
 import polyphase
 from polyphase.bench import environment
 from polyphase.bench.report import make_console
 from polyphase.bench.timing import Timer
-from polyphase.jit.ahead import compile_ahead
 from polyphase.jit.launcher import quiet
 from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
@@ -263,12 +262,13 @@ def shapes(model: Model, batch: int) -> list[tuple[int, ...]]:
     return [(batch, *shape) for shape in model.inputs]
 
 
-def sources(model: Model, dtype: torch.dtype, device: DeviceInfo, runs: list[str]) -> list[Any]:
+def sources(name: str, dtype: torch.dtype, device: DeviceInfo, runs: list[str]) -> list[Any]:
     """The kernels that a model's swapped and fused layers will ask for, found on meta tensors."""
     found: list[Any] = []
-    for batch in {1, model.batch}:
+    model = MODELS[name]
+    for batch in {1, 2, model.batch} if "inference" in runs else {2, model.batch}:  # 2: the check's
         inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes(model, batch)]
-        for fusing in (False, True):
+        for fusing in (False, True) if "inference" in runs else (False,):
             module = built(model).to("meta", dtype)
             polyphase.accelerate(module, fuse=fusing)
             met = problems_met(partial(module, *inputs), dtype)
@@ -298,7 +298,7 @@ def run_of(module: nn.Module, run: str, mode: str) -> tuple[Callable[..., Any], 
 
 def contestants(model: Model, dtype: torch.dtype) -> tuple[dict[str, nn.Module], str]:
     """The model by PyTorch's layers, by polyphase's, and fused, and the chains that are fused."""
-    found = {who: built(model).to("cuda", dtype) for who in ("torch", "swapped", "fused")}
+    found = {who: built(model).to("cuda", dtype) for who in CONTESTANTS}
     polyphase.accelerate(found["swapped"])
     blocks = polyphase.accelerate(found["fused"], fuse=True).blocks
     return found, "; ".join(str(block).partition(";")[0] for block in blocks if block.fused)
@@ -332,18 +332,18 @@ def measured(
     inputs = operands(model, dtype, batch)
     few = [each[:2] for each in inputs]
     models, chains = contestants(model, dtype)
+    if run == "training":
+        del models["fused"]  # nothing is fused with derivatives
     with torch.inference_mode():
         wanted = module.to("cuda").double()(*(each.double() for each in few))
         errors = {who: error(each(*few), wanted) for who, each in models.items()}
     del module, wanted
     allowed = 2 * errors["torch"] + 4 * torch.finfo(dtype).eps
-    wrong = [who for who in ("swapped", "fused") if not errors[who] <= allowed]
-    if run == "training":
-        del models["fused"]  # nothing is fused with derivatives
+    wrong = [who for who in models if not errors[who] <= allowed]
     rows = []
     for mode in modes:
         row = Row(name, text, run, batch, mode, "wrong" if wrong else "ok", ", ".join(wrong), fused_chains=chains)
-        row.torch_error, row.swapped_error, row.fused_error = errors["torch"], errors["swapped"], errors["fused"]
+        row.torch_error, row.swapped_error, row.fused_error = (errors.get(who) for who in CONTESTANTS)
         times: dict[str, float] = {}
         for who, each in models.items():
             try:
@@ -389,9 +389,8 @@ def main(
     chosen = {name: each for name, each in MODELS.items() if any(part in name for part in only.split(","))}
     kinds, asked = [getattr(torch, dtype) for dtype in dtypes.split(",")], runs.split(",")
     device = DeviceInfo.of(torch.device("cuda", 0))
-    kernels = [each for model in chosen.values() for dtype in kinds for each in sources(model, dtype, device, asked)]
-    compile_ahead(dict.fromkeys(kernels), device.arch)
-    console.print(f"{len(set(kernels))} kernels after {time.perf_counter() - started:.0f} s", markup=False)
+    count = compile_kernels(sources, [(*each, device, asked) for each in itertools.product(chosen, kinds)], device.arch)
+    console.print(f"{count} kernels after {time.perf_counter() - started:.0f} s", markup=False)
     rounds = [
         (name, dtype, run, batch)
         for name, dtype, run in itertools.product(chosen, kinds, asked)
@@ -402,7 +401,7 @@ def main(
         jobs = [
             (name, str(dtype).removeprefix("torch."), run, batch, who)
             for name, dtype, run, batch in rounds
-            for who in ("torch", "swapped", "fused")
+            for who in CONTESTANTS
             if run == "inference" or who != "fused"
         ]
         fill_inductor(compile_one, jobs, seconds / 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from polyphase import reductions
 from polyphase.bench import environment
 from polyphase.bench.records import write_rows
 from polyphase.bench.timing import Timer
+from polyphase.jit.ahead import compile_ahead
 from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -89,6 +91,14 @@ def sources_of(problems: list[ConvTransposeProblem], device: DeviceInfo, passes:
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def compile_kernels(find: Callable[..., list[Any]], jobs: Sequence[tuple[Any, ...]], arch: str) -> int:
+    """Compile what ``find`` gives for each job, all of it in processes; how many kernels these are."""
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        sources = dict.fromkeys(itertools.chain.from_iterable(pool.starmap(find, jobs, 1)))
+    compile_ahead(sources, arch)
+    return len(sources)
 
 
 def timed(call: Callable[..., Any], inputs: list[Tensor], mode: str, timer: Timer, fusing: bool) -> float:
