@@ -25,7 +25,18 @@ import torch
 import torch.nn.functional as F
 import typer
 from blocks import CONTESTANTS, dcgan, pose, sam
-from shared import ROOT, compile_kernels, compiled, error, fill_inductor, problems_met, sources_of, timed, write
+from shared import (
+    ROOT,
+    compile_kernels,
+    compiled,
+    error,
+    fill_inductor,
+    norms_met,
+    problems_met,
+    sources_of,
+    timed,
+    write,
+)
 from torch import Tensor, nn
 
 import polyphase
@@ -266,14 +277,16 @@ def sources(name: str, dtype: torch.dtype, device: DeviceInfo, runs: list[str]) 
     """The kernels that a model's swapped and fused layers will ask for, found on meta tensors."""
     found: list[Any] = []
     model = MODELS[name]
-    for batch in {1, 2, model.batch} if "inference" in runs else {2, model.batch}:  # 2: the check's
+    for batch in {1, 2, model.batch} if "inference" in runs else {2, model.batch}:  # 2: of the check
         inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes(model, batch)]
-        for fusing in (False, True) if "inference" in runs else (False,):
+        for fusing in (False, True):
             module = built(model).to("meta", dtype)
             polyphase.accelerate(module, fuse=fusing)
             met = problems_met(partial(module, *inputs), dtype)
             training = "training" in runs and not fusing and batch == model.batch
             found += sources_of(met, device, ALL if training else ALL[:1])
+            if "training" in runs and batch == model.batch:
+                found += norms_met(partial(step, module.train(), *inputs), dtype)
     return found
 
 
@@ -284,6 +297,16 @@ def step(module: nn.Module, *inputs: Tensor) -> Tensor:
     loss: Tensor = module(*inputs).float().square().mean()
     loss.backward()
     return loss
+
+
+def outcome(module: nn.Module, run: str, inputs: list[Tensor]) -> Tensor:
+    """What a model's output is in evaluation mode, or its parameters' gradients after a training step, one by one."""
+    if run == "inference":
+        with torch.inference_mode():
+            result: Tensor = module(*inputs)
+        return result
+    step(module.train(), *inputs)
+    return torch.cat([each.grad.flatten() for each in module.parameters() if each.grad is not None])
 
 
 def run_of(module: nn.Module, run: str, mode: str) -> tuple[Callable[..., Any], str]:
@@ -332,11 +355,8 @@ def measured(
     inputs = operands(model, dtype, batch)
     few = [each[:2] for each in inputs]
     models, chains = contestants(model, dtype)
-    if run == "training":
-        del models["fused"]  # nothing is fused with derivatives
-    with torch.inference_mode():
-        wanted = module.to("cuda").double()(*(each.double() for each in few))
-        errors = {who: error(each(*few), wanted) for who, each in models.items()}
+    wanted = outcome(module.to("cuda").double(), run, [each.double() for each in few])
+    errors = {who: error(outcome(each, run, few), wanted) for who, each in models.items()}
     del module, wanted
     allowed = 2 * errors["torch"] + 4 * torch.finfo(dtype).eps
     wrong = [who for who in models if not errors[who] <= allowed]
@@ -402,7 +422,7 @@ def main(
             (name, str(dtype).removeprefix("torch."), run, batch, who)
             for name, dtype, run, batch in rounds
             for who in CONTESTANTS
-            if run == "inference" or who != "fused"
+            if run == "inference" or who != "fused"  # which are compiled as what is swapped is
         ]
         fill_inductor(compile_one, jobs, seconds / 3)
         console.print(f"Inductor's cache after {time.perf_counter() - started:.0f} s", markup=False)

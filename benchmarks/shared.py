@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyphase
-from polyphase import reductions
+from polyphase import batch_norms, reductions
 from polyphase.bench import environment
 from polyphase.bench.records import write_rows
 from polyphase.bench.timing import Timer
@@ -30,6 +30,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import NONE, Epilogue, decoded
 from polyphase.problem.reduction import Reduction
+from polyphase.program.batch_norm import BatchNorm, programs_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,6 +77,21 @@ def reductions_met(run: Callable[[], object]) -> list[Reduction]:
         return value.new_empty(arranged.shape)
 
     with mock.patch.object(reductions, "_compute", note), torch.no_grad():
+        run()
+    return found
+
+
+def norms_met(run: Callable[[], object], dtype: torch.dtype) -> list[Any]:
+    """The kernels of norms that a training step of a model on meta tensors asks for."""
+    found: list[Any] = []
+
+    def note(way: int, norm: BatchNorm, of: Any) -> None:
+        found.extend(programs_of(norm, str(dtype).removeprefix("torch."))[way].sources)
+
+    with (
+        mock.patch.object(batch_norms, "compute", note),
+        mock.patch.object(batch_norms, "is_on_gpu", return_value=True),
+    ):
         run()
     return found
 

@@ -21,7 +21,10 @@ from polyphase.plan.planner import programs
 from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Epilogue
+from polyphase.program.batch_norm import BatchNorm, programs_of
 from polyphase.program.reduction import program_of
+from test_batch_norms import ACTIVATIONS, SHAPES
+from test_batch_norms import check as check_norm
 from test_epilogue import ALONE, Case, cases, check, make
 from test_layer_norm import EPILOGUES as NORMALIZING
 from test_layer_norm import LAYERS as NORMALIZED
@@ -277,3 +280,52 @@ def test_a_graph_of_a_norm_over_groups(dtype: torch.dtype) -> None:
             assert torch.equal(y, first)
         rounded = 2**-7 if dtype == torch.bfloat16 else 2**-9
         torch.testing.assert_close(y.double(), plain(x.double()), rtol=rounded, atol=rounded)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_norms(dtype: str) -> None:
+    """A batch norm in training and its activation, forward and backward."""
+    norms = [BatchNorm((5, 6, 8, 40), 1e-3, 0.3, activation) for activation in ACTIVATIONS]
+    norms += [BatchNorm(shape, 1e-5, 0.1, ACTIVATIONS[1]) for shape in (*SHAPES.values(), (64, 16, 64, 64))]
+    norms += [BatchNorm((3, 5, 4, 8), 1e-5, 0.1, ACTIVATIONS[2], wide=True)] * (dtype != "float32")
+    sources = [source for norm in norms for program in programs_of(norm, dtype) for source in program.sources]
+    compile_ahead(sources, DeviceInfo.of(DEVICE).arch)
+    for norm in norms:
+        check_norm(norm, dtype, Gpu(0))
+
+
+@pytest.mark.parametrize("how", ["", "autocast", "half"])
+def test_training_with_batch_norms(how: str) -> None:
+    """Steps of a model whose norms are fused, and a graph of one, beside the same model by itself in float64."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.ConvTranspose2d(16, 24, 4, 2, 1), nn.BatchNorm2d(24), nn.LeakyReLU(0.2, inplace=True),
+        nn.ConvTranspose2d(24, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.Tanh()).cuda()  # fmt: skip
+    kind = torch.bfloat16 if how == "half" else torch.float32
+    reference, model = copy.deepcopy(model).double(), model.to(kind)
+    polyphase.accelerate(model, fuse=True)
+    x = torch.randn(4, 16, 9, 8, device=DEVICE, dtype=kind)
+
+    def step(of: nn.Module, given: torch.Tensor) -> torch.Tensor:
+        of.zero_grad(set_to_none=False)
+        with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast" and of is model):
+            y = of(given)
+        y.double().square().sum().backward()
+        return y
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found = step(model, x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(model, x)
+    graph.replay()
+    expected = [step(reference, x.double()) for _ in range(2)][0]
+    near = 1e-2 if how else 1e-3
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=4 * near)
+    assert torch.equal(found, captured)
+    for one, other in zip((*model.parameters(), *model.buffers()), (*reference.parameters(), *reference.buffers())):
+        one, other = (each if each.grad is None else each.grad for each in (one, other))
+        assert float((one.double() - other).norm()) <= 8 * near * float(other.double().norm()) + 1e-2

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from polyphase import functional, fused
+from polyphase import batch_norms, functional, fused
 from polyphase.between import Between
 from polyphase.elementwise import COPIES, is_in_place
 from polyphase.fuse_trace import LAYERS, Trace, before_waiting, call_name, graphs, is_layer, shared_modules, why_missing
@@ -118,15 +118,15 @@ class Chain:
         return {**vars(self), "_places": ()}
 
     def is_active(self) -> bool:
-        """Whether the layer computes all of it now. Every line is host time of every call, as in `_is_whole`."""
+        """Whether the layer computes all of it now. Every line is host time of every call, as in `is_whole`."""
         if self.layer.training:
             return False
         for module in self.all_modules:
             if module.training:
                 return False
-        return self._is_whole()
+        return self.is_whole()
 
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether none of it was restored or replaced, and no hook would see what is not computed."""
         for holder, name, module in self._places:
             if (found := holder()) is not None and found._modules.get(name) is not module:
@@ -148,7 +148,7 @@ class Chain:
 
     # To Dynamo a constant, as `torch.compiler.assume_constant_result` marks it (which would import Dynamo): its guards
     # took longer than all others of a model, and `restore` changes classes, which are guarded in any case.
-    _is_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    is_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _shares(self, module: Module) -> bool:
         """Whether a module is shared, and computed by layers still."""
@@ -277,6 +277,8 @@ def _forward(module: Any, input: Any) -> Any:
     chain = module.__dict__.get("_chain")  # not by `vars`: Dynamo of PyTorch 2.8 may fail at it
     if chain is not None and chain.before is module and (begun := chain.begin(input)) is not None:
         return begun
+    if chain is not None and module.training and (given := batch_norms.given_by(chain, module, input)) is not None:
+        return given
     return type(module)._stands_for.forward(module, input)
 
 

@@ -16,7 +16,7 @@ from polyphase.program.params import params_of
 from polyphase.program.program import Buffer, Program
 from polyphase.program.step import DST, MANY_BLOCKS, PARTIALS, SRC, Step, plain_step
 
-_OVER = ("", "sum", "mean", "amax", "amin", "logsumexp", *NORMS)  # as the kernel counts them
+OVER = ("", "sum", "mean", "amax", "amin", "logsumexp", *NORMS)  # as kernels count them
 _THREADS, _MOST_THREADS = 256, 1024  # of a block; the latter where groups are few
 _VALUES = 16  # of a thread at a time
 _MOST_KEPT = 24  # where these are a group's share
@@ -103,7 +103,7 @@ def _step(reduction: Reduction, dtype: str, threads: _Threads, split: int = 0) -
         ("VECTOR", vector),
         ("UNROLL", unroll),
         ("ROWS", inner == 1),
-        ("OVER", _OVER.index(reduction.over)),
+        ("OVER", OVER.index(reduction.over)),
         ("POOL", ("", *POOLS).index(reduction.pool)),
         *((f"WINDOW_{axis}", each) for axis, each in zip("DHW", window)),
         ("KEPT", kept),

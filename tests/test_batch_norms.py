@@ -1,0 +1,320 @@
+"""A batch norm in training and an activation behind it: kernels against float64, in the emulator, and who uses them.
+
+Results lie amid guards of NaN. Sizes are odd, so that vectors, shares and threads are partly used.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import polyphase
+from emulator import available
+from kernel_harness import DTYPES, Buffer, Emulator, Executor
+from polyphase import batch_norms
+from polyphase.jit.compiler import resources_of
+from polyphase.problem.epilogue import Operation
+from polyphase.problem.layouts import dense_strides
+from polyphase.program import batch_norm as module
+from polyphase.program.batch_norm import GRADIENTS, BatchNorm, programs_of
+from polyphase.program.step import DST, GRAD, X
+from polyphase.torch_op import epilogue
+
+needs_emulator = pytest.mark.skipif(not available(), reason="needs Linux and g++")
+
+CONSTANTS = {"leaky_relu": (0.2,), "elu": (1.5,), "clamp": (-0.5, 1.0)}
+ACTIVATIONS = [None if not kind else Operation(kind, CONSTANTS.get(kind, ())) for kind in GRADIENTS]
+SHAPES = {
+    "vectors": (3, 5, 4, 8),
+    "odd runs": (2, 3, 5, 7),
+    "one image, one dimension": (1, 2, 1030),
+    "no spatial dimensions": (9, 7),
+    "three dimensions, several rounds": (2, 2, 9, 40, 12),
+}
+
+
+def computed(norm: BatchNorm, dtype: str, of: dict[str, Tensor], executor: Executor) -> dict[str, Tensor]:
+    """The results of both programs, by their names."""
+    kind, aligned = DTYPES[dtype], True
+    own = torch.float32 if norm.wide else kind
+
+    def buffer(values: Tensor | None, kind: torch.dtype, shape: tuple[int, ...]) -> Buffer:
+        shape = shape if len(shape) > 2 else (1,) * (3 - len(shape)) + shape
+        values = None if values is None else values.reshape(shape)
+        return Buffer(shape, dense_strides(shape, False), kind, executor.device, values)
+
+    channels = norm.shape[1]
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    buffers = {name: buffer(of[name], kind, norm.shape) for name in (X, GRAD)}
+    buffers |= {name: buffer(of[name], own, (channels,)) for name in of if name not in buffers}
+    buffers |= {name: buffer(None, own, (channels,)) for name in ("of_weight", "of_bias")}
+    buffers["stats"] = buffer(None, wide, (2, channels))
+    found: dict[str, Tensor] = {}
+    for name, program in zip(("y", "dx"), programs_of(norm, dtype, aligned)):
+        made = buffers | {DST: buffer(None, kind, norm.shape)}
+        made |= {each.name: buffer(None, DTYPES[each.dtype], (each.elements,)) for each in program.buffers}
+        for step in program.steps:
+            executor(step, [made[operand].tensor if operand in made else None for operand in step.operands])
+        found[name] = made[DST].read().reshape(norm.shape).double()
+    names = ("of_weight", "of_bias", "running_mean", "running_variance")
+    return found | {name: buffers[name].read().flatten().double() for name in names}
+
+
+def wanted(norm: BatchNorm, of: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By PyTorch in float64."""
+    x, weight, bias = (of[name].clone().requires_grad_() for name in (X, "weight", "bias"))
+    mean, variance = of["running_mean"].clone(), of["running_variance"].clone()
+    v = torch.nn.functional.batch_norm(x, mean, variance, weight, bias, True, norm.momentum, norm.epsilon)
+    y = v if norm.activation is None else epilogue.apply(norm.activation, 0, lambda place: v, {})
+    y.backward(of[GRAD])
+    found = {"y": y.detach(), "dx": x.grad, "of_weight": weight.grad, "of_bias": bias.grad}
+    return found | {"running_mean": mean, "running_variance": variance}  # type: ignore[dict-item]
+
+
+def operands(norm: BatchNorm, dtype: str, seed: int = 0) -> dict[str, Tensor]:
+    """Numbers that the types hold, in float64; no argument of an activation is where its derivative jumps."""
+    torch.manual_seed(seed)
+    channels, own = norm.shape[1], torch.float32 if norm.wide else DTYPES[dtype]
+    of = {X: torch.randn(norm.shape) * 2 + 3, GRAD: torch.randn(norm.shape)}
+    of = {name: each.to(DTYPES[dtype]).double() for name, each in of.items()}
+    vectors = {name: torch.rand(channels) + 0.5 for name in ("weight", "bias", "running_mean", "running_variance")}
+    return of | {name: each.to(own).double() for name, each in vectors.items()}
+
+
+def check(norm: BatchNorm, dtype: str, executor: Executor | None = None) -> None:
+    of = operands(norm, dtype)
+    found, expected = computed(norm, dtype, of, executor or Emulator(None)), wanted(norm, of)
+    for name, value in expected.items():
+        kind = torch.float32 if norm.wide and name not in ("y", "dx") else DTYPES[dtype]
+        near = 1e-11 if dtype == "float64" else max(2e-5, 2 * torch.finfo(kind).eps)
+        scale = float(value.abs().max())
+        torch.testing.assert_close(found[name], value, rtol=near, atol=near * scale, msg=f"{name} of {norm}, {dtype}")
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for blocks in (1, module._BLOCKS):
+        monkeypatch.setattr(module, "_BLOCKS", blocks)
+        check(BatchNorm(SHAPES[name], 1e-5, 0.1, Operation("relu")), dtype)
+
+
+@needs_emulator
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=GRADIENTS)
+def test_activations(activation: Operation | None) -> None:
+    check(BatchNorm((2, 3, 4, 6), 1e-3, 0.3, activation), "float64")
+    check(BatchNorm((2, 3, 4, 6), 1e-3, 0.3, activation), "float32")
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_wide_parameters(dtype: str) -> None:
+    check(BatchNorm((3, 5, 4, 8), 1e-5, 0.1, Operation("leaky_relu", (0.2,)), wide=True), dtype)
+
+
+def test_shares() -> None:
+    """A channel has blocks enough to fill a GPU, and each share some rounds of its threads."""
+    few, _ = programs_of(BatchNorm((256, 64, 32, 32), 1e-5, 0.1), "float32")
+    assert 1000 < few.steps[0].grid[0] < 2 * 4 * 264
+    assert few.steps[0].grid == few.steps[1].grid
+    many, _ = programs_of(BatchNorm((256, 512, 4, 4), 1e-5, 0.1), "float32")
+    assert many.steps[0].grid[0] == 512
+
+
+@pytest.mark.nvrtc
+@pytest.mark.sampled(10, 5)
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=GRADIENTS)
+def test_registers_suffice(activation: Operation | None, arch: str) -> None:
+    for dtype in ("float32", "float16"):
+        for program in programs_of(BatchNorm((8, 16, 32, 32), 1e-5, 0.1, activation), dtype):
+            for step in program.steps:
+                found = resources_of(step.source, arch)
+                assert found.clean, found
+
+
+# Who uses them: modules behind a fused layer, on this machine with PyTorch's functions for the kernels.
+
+
+@pytest.fixture
+def by_functions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, BatchNorm]]:
+    """Which norms were computed, forward (0) and backward (1)."""
+    called: list[tuple[int, BatchNorm]] = []
+
+    def compute(way: int, norm: BatchNorm, of: dict[str, Any]) -> None:
+        called.append((way, norm))
+        x, weight, bias = (None if of[name] is None else of[name].detach() for name in ("x", "weight", "bias"))
+        given = [each.requires_grad_() for each in (x, weight, bias) if each is not None]
+        statistics = (of["running_mean"], of["running_variance"]) if way == 0 else (None, None)
+        with torch.enable_grad():
+            y = F.batch_norm(x, *statistics, weight, bias, True, norm.momentum, norm.epsilon)
+            y = y if norm.activation is None else epilogue.apply(norm.activation, 0, lambda place: y, {})
+        if way == 0:
+            of["dst"].copy_(y.detach())
+            return
+        found = torch.autograd.grad(y, given, of["grad"])
+        for name, value in zip([n for n in ("dst", "of_weight", "of_bias") if of[n] is not None], found):
+            of[name].copy_(value)
+
+    monkeypatch.setattr(batch_norms, "compute", compute)
+    monkeypatch.setattr(batch_norms, "is_on_gpu", lambda x: True)
+    return called
+
+
+class Block(nn.Module):
+    """A layer, a norm and what ``behind`` says, as a user may write it."""
+
+    def __init__(self, behind: Any, norm: Any = None) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(3, 4, 4, 2, 1)
+        self.norm = nn.BatchNorm2d(4) if norm is None else norm
+        self.act = nn.LeakyReLU(0.2, inplace=True)
+        self.behind = behind
+
+    def forward(self, x: Tensor) -> Any:
+        return self.behind(self, x)
+
+
+def trained(model: nn.Module, x: Tensor, steps: int = 2) -> list[Tensor]:
+    """What training steps give: outputs, gradients and buffers."""
+    found = []
+    for _ in range(steps):
+        y = model(x)
+        model.zero_grad()
+        y.square().mean().backward()
+        found += [y.detach().clone(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+    return found + [each.clone() for each in model.buffers()]
+
+
+def compare(model: nn.Module, x: Tensor, train: Any = trained) -> None:
+    """A model trains fused as it does by itself."""
+    torch.manual_seed(1)
+    plain = copy.deepcopy(model).double().train()
+    fused = copy.deepcopy(plain)
+    polyphase.accelerate(fused, fuse=True)
+    for one, other in zip(train(fused, x.double()), train(plain, x.double()), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def chain(*behind: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.ConvTranspose2d(3, 4, 4, 2, 1), *behind)
+
+
+MODELS: dict[str, tuple[Any, int]] = {
+    "two blocks": (lambda: nn.Sequential(chain(nn.BatchNorm2d(4), nn.ReLU(True)), nn.ConvTranspose2d(4, 2, 2, 2),
+                                         nn.BatchNorm2d(2, affine=False), nn.SiLU()), 2),
+    "no activation": (lambda: chain(nn.BatchNorm2d(4)), 1),
+    "an activation without a derivative": (lambda: chain(nn.BatchNorm2d(4), nn.Mish()), 1),
+    "more behind": (lambda: chain(nn.BatchNorm2d(4), nn.GELU(), nn.Identity(), nn.Tanh()), 1),
+    "a function": (lambda: Block(lambda self, x: F.relu(self.norm(self.up(x)))), 1),
+    "read twice": (lambda: Block(lambda self, x: (y := self.norm(self.up(x))) + self.act(y.clone())), 1),
+    "read in training alone": (
+        lambda: Block(lambda self, x: (y := self.norm(self.up(x))).mean() * self.training + self.act(y)), 1),
+    "not called in training": (
+        lambda: Block(lambda self, x: self.norm(self.up(x)) if self.training else self.act(self.norm(self.up(x)))), 1),
+    "other momentum": (lambda: chain(nn.BatchNorm2d(4, eps=0.1, momentum=0.7), nn.ELU(0.5)), 1),
+    "an average of all": (lambda: chain(nn.BatchNorm2d(4, momentum=None), nn.ReLU()), 0),
+    "no statistics": (lambda: chain(nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()), 0),
+    "one dimension": (lambda: nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Flatten(2), nn.ConvTranspose1d(3, 4, 4, 2),
+                                            nn.BatchNorm1d(4), nn.Sigmoid()), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training(name: str, by_functions: list[tuple[int, BatchNorm]]) -> None:
+    build, count = MODELS[name]
+    x = torch.randn(2, 3, 5, 6) if name != "one dimension" else torch.randn(2, 3, 30)
+    compare(build(), x)
+    assert [way for way, _ in by_functions].count(0) == 2 * count
+
+
+def test_what_is_computed_with_the_norm(by_functions: list[tuple[int, BatchNorm]]) -> None:
+    compare(chain(nn.BatchNorm2d(4), nn.LeakyReLU(0.3)), torch.randn(2, 3, 5, 6))
+    assert {(way, norm.activation) for way, norm in by_functions} == {
+        (way, Operation("leaky_relu", (0.3,))) for way in (0, 1)
+    }
+    assert by_functions[0][1].shape == (2, 4, 10, 12)
+
+
+def test_derivatives_of_derivatives(by_functions: list[tuple[int, BatchNorm]]) -> None:
+    model = chain(nn.BatchNorm2d(4, momentum=0.0), nn.Tanh()).double().train()
+    polyphase.accelerate(model, fuse=True)
+    x = torch.randn(2, 3, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(model, (x,))
+    assert torch.autograd.gradgradcheck(model, (x,))
+    assert by_functions
+
+
+def test_hooks_see_what_they_saw(by_functions: list[tuple[int, BatchNorm]]) -> None:
+    model, seen = chain(nn.BatchNorm2d(4), nn.ReLU()), list[Tensor]()
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
+    compare(model, torch.randn(2, 3, 5, 6))
+    assert not by_functions
+    assert float(seen[0].min()) < 0
+
+
+def test_partly_in_evaluation_mode(by_functions: list[tuple[int, BatchNorm]]) -> None:
+    """A frozen norm in a model that is trained; and evaluation after training."""
+    model = chain(nn.BatchNorm2d(4), nn.ReLU())
+
+    def frozen(model: Any, x: Tensor) -> list[Tensor]:
+        model[1].eval()
+        return trained(model, x)
+
+    compare(model, torch.randn(2, 3, 5, 6), frozen)
+    assert not by_functions
+
+    def then_evaluated(model: Any, x: Tensor) -> list[Tensor]:
+        trained(model, x)
+        return [model.eval()(x).detach()]
+
+    compare(model, torch.randn(2, 3, 5, 6), then_evaluated)
+    assert by_functions
+
+
+def test_without_derivatives(by_functions: list[tuple[int, BatchNorm]]) -> None:
+    def run(model: Any, x: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            first = model(x)
+        with torch.inference_mode():
+            return [first, model(x).clone(), *(each.clone() for each in model.buffers())]
+
+    compare(chain(nn.BatchNorm2d(4), nn.ReLU(True)), torch.randn(2, 3, 5, 6), run)
+    assert len(by_functions) == 2
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool, by_functions: list[tuple[int, BatchNorm]]) -> None:
+    def run(model: Any, x: Tensor) -> list[Tensor]:
+        x.requires_grad_()
+        y = checkpoint(model, x, use_reentrant=reentrant)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(each.grad for each in model.parameters()), *model.buffers()]  # type: ignore[list-item]
+
+    compare(chain(nn.BatchNorm2d(4), nn.ReLU(True)), torch.randn(2, 3, 5, 6), run)
+    assert by_functions
+
+
+def test_one_value(by_functions: list[tuple[int, BatchNorm]]) -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    polyphase.accelerate(model, fuse=True)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(torch.randn(1, 3, 1, 1))
+    with pytest.raises(ValueError, match="expected 4D input"):
+        model(torch.randn(3, 2, 2))
+    assert not by_functions
+
+
+def test_restored(by_functions: list[tuple[int, BatchNorm]]) -> None:
+    model = chain(nn.BatchNorm2d(4), nn.ReLU())
+    polyphase.accelerate(model, fuse=True)
+    polyphase.restore(model)
+    trained(model, torch.randn(2, 3, 5, 6))
+    assert not by_functions
