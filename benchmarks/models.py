@@ -286,7 +286,7 @@ def sources(name: str, dtype: torch.dtype, device: DeviceInfo, runs: list[str]) 
             training = "training" in runs and not fusing and batch == model.batch
             found += sources_of(met, device, ALL if training else ALL[:1])
             if "training" in runs and batch == model.batch:
-                found += norms_met(partial(step, module.train(), *inputs), dtype)
+                found += norms_met(partial(step, module.train(), *inputs))
     return found
 
 

@@ -30,7 +30,6 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import NONE, Epilogue, decoded
 from polyphase.problem.reduction import Reduction
-from polyphase.program.batch_norm import BatchNorm, programs_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -81,17 +80,20 @@ def reductions_met(run: Callable[[], object]) -> list[Reduction]:
     return found
 
 
-def norms_met(run: Callable[[], object], dtype: torch.dtype) -> list[Any]:
+def norms_met(run: Callable[[], object]) -> list[Any]:
     """The kernels of norms that a training step of a model on meta tensors asks for."""
     found: list[Any] = []
 
-    def note(way: int, norm: BatchNorm, of: Any) -> None:
-        found.extend(programs_of(norm, str(dtype).removeprefix("torch."))[way].sources)
+    def note(prepared: batch_norms.Prepared, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        found.extend(source for program in prepared.programs for source in program.sources)
+        return torch.empty_like(x), torch.empty_like(x)
 
-    with (
-        mock.patch.object(batch_norms, "compute", note),
-        mock.patch.object(batch_norms, "is_on_gpu", return_value=True),
-    ):
+    def pass_on(prepared: batch_norms.Prepared, x: Tensor, grad: Tensor, *affine: Any) -> tuple[Any, ...]:
+        return grad, *affine[:2]
+
+    patched = partial(mock.patch.object, batch_norms.Prepared)
+    on_gpu = mock.patch.object(batch_norms, "is_on_gpu", return_value=True)
+    with patched("forward", note), patched("backward", pass_on), on_gpu:
         run()
     return found
 

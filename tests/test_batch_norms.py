@@ -71,7 +71,7 @@ def wanted(norm: BatchNorm, of: dict[str, Tensor]) -> dict[str, Tensor]:
     x, weight, bias = (of[name].clone().requires_grad_() for name in (X, "weight", "bias"))
     mean, variance = of["running_mean"].clone(), of["running_variance"].clone()
     v = torch.nn.functional.batch_norm(x, mean, variance, weight, bias, True, norm.momentum, norm.epsilon)
-    y = v if norm.activation is None else epilogue.apply(norm.activation, 0, lambda place: v, {})
+    y = activated(norm, v)
     y.backward(of[GRAD])
     found = {"y": y.detach(), "dx": x.grad, "of_weight": weight.grad, "of_bias": bias.grad}
     return found | {"running_mean": mean, "running_variance": variance}  # type: ignore[dict-item]
@@ -148,24 +148,27 @@ def by_functions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, BatchNorm]]
     """Which norms were computed, forward (0) and backward (1)."""
     called: list[tuple[int, BatchNorm]] = []
 
-    def compute(way: int, norm: BatchNorm, of: dict[str, Any]) -> None:
-        called.append((way, norm))
-        x, weight, bias = (None if of[name] is None else of[name].detach() for name in ("x", "weight", "bias"))
-        given = [each.requires_grad_() for each in (x, weight, bias) if each is not None]
-        statistics = (of["running_mean"], of["running_variance"]) if way == 0 else (None, None)
-        with torch.enable_grad():
-            y = F.batch_norm(x, *statistics, weight, bias, True, norm.momentum, norm.epsilon)
-            y = y if norm.activation is None else epilogue.apply(norm.activation, 0, lambda place: y, {})
-        if way == 0:
-            of["dst"].copy_(y.detach())
-            return
-        found = torch.autograd.grad(y, given, of["grad"])
-        for name, value in zip([n for n in ("dst", "of_weight", "of_bias") if of[n] is not None], found):
-            of[name].copy_(value)
+    def forward(self: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any) -> tuple[Tensor, Tensor]:
+        called.append((0, self.norm))
+        v = F.batch_norm(x, mean, variance, weight, bias, True, self.norm.momentum, self.norm.epsilon)
+        return activated(self.norm, v), torch.empty(1)
 
-    monkeypatch.setattr(batch_norms, "compute", compute)
+    def backward(self: Any, x: Tensor, grad: Tensor, weight: Any, bias: Any, scratch: Tensor) -> Any:
+        called.append((1, self.norm))
+        given = [each.detach().requires_grad_() for each in (x, weight, bias) if each is not None]
+        with torch.enable_grad():
+            v = F.batch_norm(given[0], None, None, *(given[1:] or (None, None)), True, 0.0, self.norm.epsilon)
+            found = torch.autograd.grad(activated(self.norm, v), given, grad)
+        return (*found, None, None)[:3]
+
+    monkeypatch.setattr(batch_norms.Prepared, "forward", forward)
+    monkeypatch.setattr(batch_norms.Prepared, "backward", backward)
     monkeypatch.setattr(batch_norms, "is_on_gpu", lambda x: True)
     return called
+
+
+def activated(norm: BatchNorm, v: Tensor) -> Tensor:
+    return v if norm.activation is None else epilogue.apply(norm.activation, 0, lambda place: v, {})
 
 
 class Block(nn.Module):

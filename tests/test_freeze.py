@@ -95,8 +95,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
             launched.append(self.kernels)
 
     monkeypatch.setattr(prepared, "Executable", Recorded)
-    monkeypatch.setattr(prepared, "_current_stream", lambda index: 0)  # builds for CUDA would ask the driver
-    monkeypatch.setattr(prepared, "_current_device", lambda: 0)
+    monkeypatch.setattr(prepared, "current_stream", lambda index: 0)  # builds for CUDA would ask the driver
+    monkeypatch.setattr(prepared, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return launched
 

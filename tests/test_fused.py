@@ -273,8 +273,8 @@ def test_a_call_passes_operands_behind_its_own_tensors(monkeypatch: pytest.Monke
             launched.append((self.places, list(addresses)))
 
     monkeypatch.setattr(prepared, "Executable", Recorded)
-    monkeypatch.setattr(prepared, "_current_stream", lambda index: 0)  # builds for CUDA would ask the driver
-    monkeypatch.setattr(prepared, "_current_device", lambda: 0)
+    monkeypatch.setattr(prepared, "current_stream", lambda index: 0)  # builds for CUDA would ask the driver
+    monkeypatch.setattr(prepared, "current_device", lambda: 0)
     norm = Operation("scale_shift", (), (Operand("scale", CHANNEL), Operand("shift", CHANNEL)))
     epilogue = Epilogue((norm, Operation("add", (), (Operand("residual", ELEMENT),))))
     problem = replace(ConvTransposeProblem.make((2, 16, 5, 6), 8, 4, 2, 1), epilogue=epilogue)

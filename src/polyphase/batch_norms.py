@@ -18,13 +18,13 @@ from torch.autograd import forward_ad
 from polyphase import fused
 from polyphase.module_steps import step_of_module
 from polyphase.pending import Marked, Waiting
+from polyphase.prepared import current_device, current_stream
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Operation
+from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import ALIGNMENT
-from polyphase.problem.problem import accumulator_bytes
 from polyphase.program.batch_norm import BUFFERS, GRADIENTS, BatchNorm, programs_of
 from polyphase.program.reduction import MOST_ELEMENTS
-from polyphase.program.step import PARTIALS
 from polyphase.torch_op import epilogue
 from polyphase.torch_op.validate import FLOATING
 
@@ -35,48 +35,80 @@ _PLACES = {name: place for place, name in enumerate(BUFFERS)}
 def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
     """What a batch norm of a chain (`polyphase.fuse.Chain`) gives in training: where an activation is behind it that
     is computed with it, what this module passes on. None where the norm computes for itself.
+
+    Every line is host time of every call: what depends on types alone is in `_prepared`.
     """
-    if torch.compiler.is_compiling() or not _is_norm(module) or not _has_kernels(module, x) or not chain.is_whole():
+    if torch.compiler.is_compiling() or "running_mean" not in module._buffers or type(x) is not Tensor:
         return None
-    module._check_input_dim(x)
-    place = next((place for place, each in enumerate(chain.modules) if each is module), len(chain.modules))
-    behind = chain.modules[place + 1 : place + 2]
+    if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    behind = _behind(chain.modules, module)
     step = step_of_module(behind[0]) if behind else None
-    if step is None or step.kind not in GRADIENTS:
-        return _run(module, x, None)
-    weight, bias, epsilon = module.weight, module.bias, module.eps
+    if step is not None and step.kind not in GRADIENTS:
+        step = None
+    prepared = _prepared(module, x, step)
+    if prepared is None or not chain.is_whole():
+        return None
+    result = _run(module, x, prepared)
+    if step is None:
+        return result
+    weight, bias, epsilon = module._parameters["weight"], module._parameters["bias"], module.eps
 
     def alone(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
         """The norm, whose statistics have been counted already."""
         return F.batch_norm(x, None, None, weight, bias, True, 0.0, epsilon)
 
-    reads = [each for each in (x, weight, bias) if each is not None]
+    reads = (x,) if weight is None else (x, weight, bias)
     waiting = Waiting(alone, reads, behind, lambda: tuple(x.shape), x.dtype, x.device)
-    return Marked.of(_run(module, x, step), waiting, (step,))
+    return Marked.of(result, waiting, (step,))
+
+
+def _behind(modules: Sequence[Any], norm: Any) -> Sequence[Any]:
+    """The module behind a norm, or none."""
+    for place, module in enumerate(modules):
+        if module is norm:
+            return modules[place + 1 : place + 2]
+    return ()
+
+
+def _prepared(module: Any, x: Tensor, step: fused.Step | None) -> Prepared | None:
+    """What computes a norm of a tensor with an activation, from memory; None where nothing does."""
+    own = (*module._buffers.values(), *module._parameters.values())
+    about = tuple([each is None or (type(each), each.dtype, each.is_contiguous(), each.get_device()) for each in own])
+    aligned = x.data_ptr() % ALIGNMENT == 0
+    key = (type(module), x.shape, x.dtype, x.get_device(), x.is_contiguous(), aligned, about, module.eps,
+           module.momentum, step)  # fmt: skip
+    if key in _PREPARED:
+        return _PREPARED[key]
+    if len(_PREPARED) >= _MOST_PREPARED:
+        _PREPARED.clear()
+    prepared = None
+    if _is_norm(module) and is_on_gpu(x) and x.dtype in FLOATING and _fits(module, x):
+        activation = None if step is None else Operation(step.kind, step.constants)
+        wide = module.running_mean.dtype != x.dtype
+        prepared = Prepared(BatchNorm(tuple(x.shape), module.eps, module.momentum, activation, wide), x, aligned)
+    _PREPARED[key] = prepared
+    return prepared
 
 
 def _is_norm(module: Any) -> bool:
-    """Whether a module is a batch norm in training that averages the statistics of batches, with a fixed share."""
-    kind = type(module)
-    own = getattr(kind, "_stands_for", kind) in _NORMS
-    return own and bool(module.training) and module.running_mean is not None and module.momentum is not None
+    """Whether a module averages the statistics of batches, with a fixed share."""
+    return type(module)._stands_for in _NORMS and module.running_mean is not None and module.momentum is not None
 
 
-def _has_kernels(module: Any, x: Any) -> bool:
-    """Whether kernels compute a norm of a tensor: of one that is dense, with channels, on a GPU."""
-    if type(x) is not Tensor or not is_on_gpu(x) or x.dtype not in FLOATING:
-        return False
-    if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    if not x.is_contiguous() or x.dim() < 2 or x.shape[1] != module.num_features:
+def _fits(module: Any, x: Tensor) -> bool:
+    """Whether a tensor is dense, with channels and values enough, and a norm's own tensors are of the same kind."""
+    module._check_input_dim(x)
+    if not x.is_contiguous() or x.shape[1] != module.num_features or (module.weight is None) != (module.bias is None):
         return False
     if not x.shape[1] < x.numel() <= MOST_ELEMENTS:  # one value a channel is PyTorch's error
         return False
-    kind, device = module.running_mean.dtype, x.device
-    own = [module.running_mean, module.running_var, *(each for each in _affine(module) if each is not None)]
-    alike = all(type(each) in (Tensor, torch.nn.Parameter) and each.is_contiguous() for each in own)
-    alike &= all(each.dtype == kind and each.device == device for each in own)
-    return alike and (kind == x.dtype or (kind == torch.float32 and accumulator_bytes(_name(x)) == 4))
+    kind = module.running_mean.dtype
+    if kind != x.dtype and (kind != torch.float32 or x.dtype == torch.float64):
+        return False
+    own = [each for each in (module.running_mean, module.running_var, module.weight, module.bias) if each is not None]
+    plain = all(type(each) in (Tensor, torch.nn.Parameter) and each.is_contiguous() for each in own)
+    return plain and all(each.dtype == kind and each.device == x.device for each in own)
 
 
 def is_on_gpu(x: Tensor) -> bool:
@@ -84,53 +116,90 @@ def is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and torch.version.cuda is not None
 
 
-def _run(module: Any, x: Tensor, step: fused.Step | None) -> Tensor:
+def _run(module: Any, x: Tensor, prepared: Prepared) -> Tensor:
     """What a norm and the activation behind it give; moves the running statistics, as the module does."""
-    activation = None if step is None else Operation(step.kind, step.constants)
-    wide = module.running_mean.dtype != x.dtype
-    norm = BatchNorm(tuple(x.shape), module.eps, module.momentum, activation, wide)
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
+    buffers, parameters = module._buffers, module._parameters
+    if (count := buffers["num_batches_tracked"]) is not None:
+        count.add_(1)
+    mean, variance = buffers["running_mean"], buffers["running_var"]
     apply: Callable[..., Tensor] = _Function.apply
-    return apply(x, *_affine(module), module.running_mean, module.running_var, norm)
+    return apply(x, parameters["weight"], parameters["bias"], mean, variance, prepared)
 
 
-def _affine(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    return module.weight, module.bias
+class Prepared:
+    """A norm of tensors that lie as one did: its programs, each compiled when it is called first.
+
+    What the kernel needs for itself is one tensor: means, factors and partial results.
+    """
+
+    def __init__(self, norm: BatchNorm, like: Tensor, aligned: bool) -> None:
+        self.norm = norm
+        self._index, self._aligned = like.get_device(), aligned
+        self.programs = programs_of(norm, str(like.dtype).removeprefix("torch."), aligned)
+        self._executables: list[Any] = [None, None]
+        self._double = like.dtype == torch.float64
+        self._stats_bytes = round_up(2 * norm.shape[1] * (8 if self._double else 4), ALIGNMENT)
+        self._bytes = self._stats_bytes + self.programs[0].buffers[0].bytes
+
+    def forward(self, x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """The result, and what `backward` is given of it."""
+        result, scratch = torch.empty_like(x), torch.empty(self._bytes, dtype=torch.uint8, device=x.device)
+        self._launch(0, (x, None, weight, bias, mean, variance), scratch, (None, None, result))
+        return result, scratch
+
+    def backward(self, x: Tensor, grad: Tensor, weight: Any, bias: Any, scratch: Tensor) -> tuple[Any, Any, Any]:
+        """The gradients."""
+        grad = grad.contiguous()
+        if self._aligned and grad.data_ptr() % ALIGNMENT:
+            grad = grad.clone()
+        result = torch.empty_like(x)
+        of_weight, of_bias = (None, None) if weight is None else (torch.empty_like(weight), torch.empty_like(bias))
+        self._launch(1, (x, grad, weight, bias, None, None), scratch, (of_weight, of_bias, result))
+        return result, of_weight, of_bias
+
+    def _launch(self, way: int, reads: Sequence[Any], scratch: Tensor, writes: Sequence[Any]) -> None:
+        """Forward (0) or backward (1), of tensors in the order of `BUFFERS`."""
+        if current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self._launch(way, reads, scratch, writes)
+        executable = self._executables[way]
+        if executable is None:
+            from polyphase.jit.launcher import Executable
+
+            arch = DeviceInfo.of(scratch.device).arch
+            executable = self._executables[way] = Executable(self.programs[way], arch, self._index, _PLACES)
+        stats = scratch.data_ptr()
+        addresses = [0 if each is None else each.data_ptr() for each in reads]
+        addresses += (stats + self._stats_bytes, stats)
+        addresses += [0 if each is None else each.data_ptr() for each in writes]
+        executable(current_stream(self._index), addresses)
+        return None
 
 
-def _name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+_PREPARED: dict[Any, Prepared | None] = {}
+_MOST_PREPARED = 1024
 
 
 class _Function(torch.autograd.Function):
     """The norm and its activation, differentiable any number of times."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, norm: BatchNorm) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, of: Prepared) -> Tensor:
         """Two launches; ``mean`` and ``variance`` are changed."""
-        result = torch.empty_like(x)
-        stats = x.new_empty(2 * x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-        given = {"x": x, "weight": weight, "bias": bias, "running_mean": mean, "running_variance": variance}
-        compute(0, norm, {**given, "stats": stats, "dst": result})
-        for each in (mean, variance):
-            torch.autograd.graph.increment_version(each)
-        ctx.norm = norm
-        ctx.save_for_backward(x, weight, bias, stats)
+        result, scratch = of.forward(x, weight, bias, mean, variance)
+        torch.autograd.graph.increment_version(mean)
+        torch.autograd.graph.increment_version(variance)
+        ctx.of = of
+        ctx.save_for_backward(x, weight, bias, scratch)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Two launches; tensor operations where derivatives of it are asked for."""
-        x, weight, bias, stats = ctx.saved_tensors
-        norm: BatchNorm = ctx.norm
+        x, weight, bias, scratch = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return _differentiable(norm, (x, weight, bias), grad, ctx.needs_input_grad[:3])
-        result = torch.empty_like(x)
-        of_weight, of_bias = (None if each is None else torch.empty_like(each) for each in (weight, bias))
-        given = {"x": x, "grad": grad.contiguous(), "weight": weight, "bias": bias, "stats": stats}
-        compute(1, norm, {**given, "of_weight": of_weight, "of_bias": of_bias, "dst": result})
-        return result, of_weight, of_bias, None, None, None
+            return _differentiable(ctx.of.norm, (x, weight, bias), grad, ctx.needs_input_grad[:3])
+        return (*ctx.of.backward(x, grad, weight, bias, scratch), None, None, None)
 
 
 def _differentiable(
@@ -145,33 +214,3 @@ def _differentiable(
     found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
     gradients = [next(found) if wanted and each is not None else None for each, wanted in zip(tensors, needed)]
     return (*gradients, None, None, None)
-
-
-_EXECUTABLES: dict[Any, tuple[Any, int]] = {}
-_MOST_EXECUTABLES = 1024
-
-
-def compute(way: int, norm: BatchNorm, of: dict[str, Tensor | None]) -> None:
-    """Forward (0) or backward (1), of tensors by the names of `BUFFERS`."""
-    x, grad = of["x"], of.get("grad")
-    assert x is not None
-    index = x.get_device()
-    if torch.cuda.current_device() != index:
-        with torch.cuda.device(index):
-            return compute(way, norm, of)
-    aligned = x.data_ptr() % ALIGNMENT == 0 and (grad is None or grad.data_ptr() % ALIGNMENT == 0)
-    key = (way, norm, x.dtype, index, aligned)
-    found = _EXECUTABLES.get(key)
-    if found is None:
-        from polyphase.jit.launcher import Executable
-
-        if len(_EXECUTABLES) >= _MOST_EXECUTABLES:
-            _EXECUTABLES.clear()
-        program = programs_of(norm, _name(x), aligned)[way]
-        executable = Executable(program, DeviceInfo.of(x.device).arch, index, _PLACES)
-        found = _EXECUTABLES[key] = executable, program.buffers[0].bytes
-    executable, size = found
-    of[PARTIALS] = torch.empty(size, dtype=torch.uint8, device=x.device)
-    addresses = [0 if (each := of.get(name)) is None else each.data_ptr() for name in BUFFERS]
-    executable(torch.cuda.current_stream(index).cuda_stream, addresses)
-    return None

@@ -26,8 +26,8 @@ Empty = Callable[["tuple[int, ...]", "tuple[int, ...]", torch.dtype], torch.Tens
 POISON = False
 
 # PyTorch's public ways to ask for these take microseconds; builds without CUDA have neither.
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 # An uninitialised tensor of a shape, strides and dtype on the current device, past the dispatcher: what Inductor's code
 # allocates by. CPU tensors stand for a GPU's in tests.
@@ -109,7 +109,7 @@ class Call:
         ``operands``: those of prologue and epilogue. ``out``: what it is written to, of the strides that the call was
         made for.
         """
-        if _current_device() != self.index:
+        if current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self(first, second, bias, operands, out)
         kept = kept_of(second) if KEPT else None
@@ -131,7 +131,7 @@ class Call:
         if POISON:
             _poison(result, scratch)
         launch = self._launch if kept is None else self._launch_of_kept(kept)
-        launch(_current_stream(self.index), addresses)
+        launch(current_stream(self.index), addresses)
         return result if self.final_strides is None else _with_strides(result, self.final_strides)
 
     def _launch_of_kept(self, kept: Kept) -> Callable[[int, list[int]], None]:
@@ -142,7 +142,7 @@ class Call:
         weight = kept.weight()
         if not isinstance(self._kept, _KeptLaunch) or weight is None:
             return self._launch
-        packed = self._kept.packed_of(kept, weight, _current_stream(self.index))
+        packed = self._kept.packed_of(kept, weight, current_stream(self.index))
         return self._launch if packed is None else partial(self._kept, packed, state_of(weight))
 
     def _as_read(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -229,7 +229,7 @@ class BothGradients:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Both gradients. They are no views: autograd may change them."""
         of_input, of_weight = self._of_input, self._of_weight
-        if _current_device() != of_input.index or (KEPT and kept_of(weight) is not None):
+        if current_device() != of_input.index or (KEPT and kept_of(weight) is not None):
             return of_input(grad_output, weight), of_weight(input, grad_output)
         if of_input.copies_weight:
             weight = weight.contiguous()
@@ -248,7 +248,7 @@ class BothGradients:
                 addresses.append(start + offset)
         if POISON:
             _poison(input_grad, weight_grad, scratch)
-        self._launch(_current_stream(of_input.index), addresses)
+        self._launch(current_stream(of_input.index), addresses)
         if of_weight.final_strides is not None:
             weight_grad = _with_strides(weight_grad, of_weight.final_strides)
         return input_grad, weight_grad
