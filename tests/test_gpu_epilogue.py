@@ -299,8 +299,8 @@ def test_training_with_batch_norms(how: str) -> None:
     """Steps of a model whose norms are fused, and a graph of one, beside the same model by itself in float64."""
     torch.manual_seed(3)
     model = nn.Sequential(
-        nn.ConvTranspose2d(16, 24, 4, 2, 1), nn.BatchNorm2d(24), nn.LeakyReLU(0.2, inplace=True),
-        nn.ConvTranspose2d(24, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.Tanh()).cuda()  # fmt: skip
+        nn.ConvTranspose2d(16, 24, 4, 2, 1, bias=False), nn.BatchNorm2d(24), nn.LeakyReLU(0.2, inplace=True),
+        nn.ConvTranspose2d(24, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.Tanh()).cuda()  # fmt: skip
     kind = torch.bfloat16 if how == "half" else torch.float32
     reference, model = copy.deepcopy(model).double(), model.to(kind)
     polyphase.accelerate(model, fuse=True)

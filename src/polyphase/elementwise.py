@@ -138,7 +138,9 @@ def change_between(
     made: set[Any] = set()
     for node in nodes:
         module = module_of(node)
-        if module is not None:
+        if node.meta.get(OPAQUE):
+            changed, new = node.all_input_nodes, False
+        elif module is not None:
             changed = node.args[:1] if getattr(module, "inplace", False) else ()
             new = isinstance(module, MAKE_NEW)
         else:
@@ -194,6 +196,9 @@ def changes_other(target: Any, value: Any, args: Sequence[Any], kwargs: Mapping[
     """Whether a call changes in place a tensor that it reads beside ``value``: ``skip += y``."""
     return bool(args) and args[0] is not value and is_in_place(target, kwargs)
 
+
+#: What a node's ``meta`` says of a module that was not traced: it may change what it is given.
+OPAQUE = "polyphase_opaque"
 
 #: Modules whose result is no view of what they are given.
 MAKE_NEW = (torch.nn.modules.conv._ConvNd, torch.nn.modules.batchnorm._NormBase, torch.nn.Linear)

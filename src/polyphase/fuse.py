@@ -25,7 +25,8 @@ from torch.nn import Module
 from polyphase import batch_norms, functional, fused
 from polyphase.between import Between
 from polyphase.elementwise import COPIES, is_in_place
-from polyphase.fuse_trace import LAYERS, Trace, before_waiting, call_name, graphs, is_layer, shared_modules, why_missing
+from polyphase.fuse_graphs import LAYERS, graphs
+from polyphase.fuse_trace import Trace, before_waiting, call_name, is_layer, shared_modules, why_missing
 from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, sees_input, step_of_module
 from polyphase.modules import APART_FOR, StandIn
 from polyphase.pending import Marked, Pending, Waiting, computed

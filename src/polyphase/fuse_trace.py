@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,77 +27,20 @@ from polyphase.elementwise import (
     read_next,
     step_of_value,
 )
+from polyphase.fuse_graphs import LAYERS
 from polyphase.module_steps import (
     has_hooks,
     has_no_state,
     layer_norm,
     norm,
-    normalized_dims,
     reader_before,
     reader_of,
     sees_input,
 )
-from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from polyphase.problem.epilogue import ACTIVATIONS, MOST_CHANNELS, OF_PIXELS
 from polyphase.reduction_steps import EXTREMES
-from polyphase.snakes import snake_of
 
-LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 _WAITING = (torch.nn.Softplus, torch.nn.Softmax, torch.nn.Softmax2d)
-
-
-class _Proxy(torch.fx.Proxy):
-    """One whose ``x += y`` is a node that changes x; of PyTorch's it is a sum, and the change is in no graph."""
-
-
-def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def call(self: Any, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", function, (self, other), {})
-
-    return call
-
-
-for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
-    setattr(_Proxy, f"__{_name}__", _in_place(getattr(operator, _name)))
-
-
-class InPlaceTracer(torch.fx.Tracer):
-    """Changes by operators are nodes."""
-
-    def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
-        """What stands for a node's value while a model is traced."""
-        return _Proxy(node, self)
-
-
-class _Tracer(InPlaceTracer):
-    """Modules of a chain are nodes, also polyphase's, layer norms over channels and snakes, which PyTorch has not."""
-
-    def __init__(self, model: Module) -> None:
-        super().__init__()
-        self._known = {id(module) for module in model.modules() if normalized_dims(module) or snake_of(module)}
-
-    def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
-        """Whether a module is a node of the graph."""
-        return isinstance(m, LAYERS) or id(m) in self._known or super().is_leaf_module(m, module_qualified_name)
-
-
-def graphs(model: Module, prefix: str = "") -> Iterator[tuple[str, torch.fx.Graph, Module]]:
-    """Graphs of the model in evaluation mode, or of the largest parts of it that can be traced, with their prefixes."""
-    if not any(isinstance(module, LAYERS) for module in model.modules()) or isinstance(model, LAYERS):
-        return
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        graph = _Tracer(model).trace(model)
-    except Exception:  # whatever a model does with a proxy
-        for name, child in model.named_children():
-            yield from graphs(child, f"{prefix}{name}.")
-        return
-    finally:
-        for module, training in modes:
-            module.training = training
-    yield prefix, graph, model
 
 
 def shared_modules(model: Module) -> set[int]:

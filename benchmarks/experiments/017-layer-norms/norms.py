@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fuse_trace, module_steps
+from polyphase import fuse_graphs, module_steps
 from polyphase.bench.layers import parse_layer
 from polyphase.bench.operands import MEMORY_FORMATS, make_operands
 from polyphase.bench.timing import Timer
@@ -166,9 +166,9 @@ def blocks(timer: Timer) -> Iterator[tuple[object, ...]]:
             elif name != "PyTorch":
                 find = module_steps.normalized_dims
                 if name != "fused":
-                    fuse_trace.normalized_dims = module_steps.normalized_dims = lambda module: ()
+                    fuse_graphs.normalized_dims = module_steps.normalized_dims = lambda module: ()
                 polyphase.accelerate(call, fuse=True)
-                fuse_trace.normalized_dims = module_steps.normalized_dims = find
+                fuse_graphs.normalized_dims = module_steps.normalized_dims = find
             error = shared.error(call(*inputs)[:1], wanted)
             measured = 1e3 * timer.measure(shared.graphed(call, inputs)).ms
             yield "SAM upscaling, batch 16", str(dtype), "", name, f"{error:.1e}", "", f"{measured:.1f}"

@@ -23,7 +23,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from polyphase import elementwise, fuse, fused
 from polyphase.bench.model_file import copied
 from polyphase.elementwise import COPIES, is_closed
-from polyphase.fuse_trace import InPlaceTracer, Trace, call_name, is_of_pixels, shared_modules
+from polyphase.fuse_graphs import InPlaceTracer
+from polyphase.fuse_trace import Trace, call_name, is_of_pixels, shared_modules
 from polyphase.module_steps import STEPS
 from polyphase.problem import ConvTransposeProblem
 from polyphase.problem.epilogue import OF_PIXELS, Epilogue

@@ -1,0 +1,52 @@
+"""Models of the library `transformers` with a transposed convolution, from their published configurations.
+
+`models.py` adds them where the library is installed. Weights are random; what a model reads is a tensor of features.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class OfTensor(nn.Module):
+    """A part of a model, of a tensor and perhaps constants, whose result is a tensor or the first of several."""
+
+    def __init__(self, part: nn.Module, call: Callable[[Any, Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.part = part
+        self._call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the part gives."""
+        result = self.part(x) if self._call is None else self._call(self.part, x)
+        return result if isinstance(result, Tensor) else result[0]
+
+
+def part(
+    where: str, name: str, config: str, call: Callable[[Any, Tensor], Any] | None = None, **sizes: Any
+) -> nn.Module:
+    """The class ``name`` of ``transformers.models.<where>`` with a configuration, which has ``sizes`` of its own."""
+    folder = where.split(".")[0]
+    made = getattr(importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"), config)(**sizes)
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    built: nn.Module = getattr(module, name)(made)
+    for each in built.modules():
+        for parametrized in list(getattr(each, "parametrizations", {})):
+            nn.utils.parametrize.remove_parametrizations(each, parametrized)
+    return OfTensor(built, call)
+
+
+#: How each is built, its large batch, and the shape of its input without the batch.
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...]]] = {
+    "VITS vocoder": (partial(part, "vits", "VitsHifiGan", "VitsConfig"), 8, (192, 128)),
+    "SpeechT5 vocoder": (partial(part, "speecht5", "SpeechT5HifiGan", "SpeechT5HifiGanConfig"), 8, (128, 80)),
+    "EnCodec decoder": (partial(part, "encodec", "EncodecDecoder", "EncodecConfig"), 8, (128, 150)),
+    "DAC decoder, library": (partial(part, "dac", "DacDecoder", "DacConfig"), 4, (1024, 64)),
+    "Mimi decoder": (partial(part, "mimi", "MimiDecoder", "MimiConfig"), 8, (512, 50)),
+    "ViTPose head": (partial(part, "vitpose", "VitPoseClassicDecoder", "VitPoseConfig"), 64, (768, 16, 12)),
+}
