@@ -150,16 +150,18 @@ def by_functions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, BatchNorm]]
 
     def forward(self: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any) -> tuple[Tensor, Tensor]:
         called.append((0, self.norm))
-        v = F.batch_norm(x, mean, variance, weight, bias, True, self.norm.momentum, self.norm.epsilon)
-        return activated(self.norm, v), torch.empty(1)
+        of = x.view(self.norm.shape)
+        v = F.batch_norm(of, mean, variance, weight, bias, True, self.norm.momentum, self.norm.epsilon)
+        return activated(self.norm, v).view(x.shape).clone(), torch.empty(1)
 
     def backward(self: Any, x: Tensor, grad: Tensor, weight: Any, bias: Any, scratch: Tensor) -> Any:
         called.append((1, self.norm))
-        given = [each.detach().requires_grad_() for each in (x, weight, bias) if each is not None]
+        of = x.view(self.norm.shape)
+        given = [each.detach().requires_grad_() for each in (of, weight, bias) if each is not None]
         with torch.enable_grad():
             v = F.batch_norm(given[0], None, None, *(given[1:] or (None, None)), True, 0.0, self.norm.epsilon)
-            found = torch.autograd.grad(activated(self.norm, v), given, grad)
-        return (*found, None, None)[:3]
+            found = torch.autograd.grad(activated(self.norm, v), given, grad.reshape(v.shape))
+        return (found[0].view(x.shape).clone(), *found[1:], None, None)[:3]
 
     monkeypatch.setattr(batch_norms.Prepared, "forward", forward)
     monkeypatch.setattr(batch_norms.Prepared, "backward", backward)
@@ -225,6 +227,11 @@ MODELS: dict[str, tuple[Any, int]] = {
     "other momentum": (lambda: chain(nn.BatchNorm2d(4, eps=0.1, momentum=0.7), nn.ELU(0.5)), 1),
     "an average of all": (lambda: chain(nn.BatchNorm2d(4, momentum=None), nn.ReLU()), 0),
     "no statistics": (lambda: chain(nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()), 0),
+    "instance norms": (lambda: chain(nn.InstanceNorm2d(4), nn.ReLU()), 1),
+    "instance norms with parameters": (lambda: chain(nn.InstanceNorm2d(4, affine=True), nn.ReLU()), 0),
+    "instance norms with statistics": (lambda: chain(nn.InstanceNorm2d(4, track_running_stats=True), nn.ReLU()), 0),
+    "an instance norm and a function": (
+        lambda: Block(lambda self, x: F.relu(self.norm(self.up(x))), nn.InstanceNorm2d(4)), 1),
     "one dimension": (lambda: nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Flatten(2), nn.ConvTranspose1d(3, 4, 4, 2),
                                             nn.BatchNorm1d(4), nn.Sigmoid()), 1),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Batch norms in training behind a layer, with the activation behind them, by kernels of their own.
+"""Batch and instance norms in training behind a layer, with the activation behind them, by kernels of their own.
 
 A batch norm and an activation of PyTorch's read and write the layer's output in passes of their own, five forward and
 eight backward. Here it is three and five: of the layer's output the moments, then norm and activation at once; of the
@@ -28,13 +28,14 @@ from polyphase.program.reduction import MOST_ELEMENTS
 from polyphase.torch_op import epilogue
 from polyphase.torch_op.validate import FLOATING
 
-_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+_BATCH = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+_INSTANCE = (torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)
 _PLACES = {name: place for place, name in enumerate(BUFFERS)}
 
 
 def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
-    """What a batch norm of a chain (`polyphase.fuse.Chain`) gives in training: where an activation is behind it that
-    is computed with it, what this module passes on. None where the norm computes for itself.
+    """What a norm of a chain (`polyphase.fuse.Chain`) gives in training: where an activation is behind it that is
+    computed with it, what this module passes on. None where the norm computes for itself.
 
     Every line is host time of every call: what depends on types alone is in `_prepared`.
     """
@@ -42,7 +43,9 @@ def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
         return None
     if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
-    behind = _behind(chain.modules, module)
+    if x.dim() != len(chain.layer.stride) + 2:
+        return None
+    behind = _behind((*chain.modules, *chain.then), module)
     step = step_of_module(behind[0]) if behind else None
     if step is not None and step.kind not in GRADIENTS:
         step = None
@@ -52,22 +55,23 @@ def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
     result = _run(module, x, prepared)
     if step is None:
         return result
-    weight, bias, epsilon = module._parameters["weight"], module._parameters["bias"], module.eps
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
 
     def alone(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
         """The norm, whose statistics have been counted already."""
-        return F.batch_norm(x, None, None, weight, bias, True, 0.0, epsilon)
+        return _normalized(prepared.norm, x, weight, bias)
 
     reads = (x,) if weight is None else (x, weight, bias)
     waiting = Waiting(alone, reads, behind, lambda: tuple(x.shape), x.dtype, x.device)
     return Marked.of(result, waiting, (step,))
 
 
-def _behind(modules: Sequence[Any], norm: Any) -> Sequence[Any]:
+def _behind(parts: Sequence[Any], norm: Any) -> Sequence[Any]:
     """The module behind a norm, or none."""
-    for place, module in enumerate(modules):
-        if module is norm:
-            return modules[place + 1 : place + 2]
+    for place, part in enumerate(parts):
+        if part is norm:
+            behind = parts[place + 1 : place + 2]
+            return () if behind and type(behind[0]) is str else behind
     return ()
 
 
@@ -82,28 +86,37 @@ def _prepared(module: Any, x: Tensor, step: fused.Step | None) -> Prepared | Non
         return _PREPARED[key]
     if len(_PREPARED) >= _MOST_PREPARED:
         _PREPARED.clear()
-    prepared = None
-    if _is_norm(module) and is_on_gpu(x) and x.dtype in FLOATING and _fits(module, x):
+    prepared, shape = None, _shape(module, x)
+    if shape and is_on_gpu(x) and x.dtype in FLOATING and _fits(module, x):
         activation = None if step is None else Operation(step.kind, step.constants)
-        wide = module.running_mean.dtype != x.dtype
-        prepared = Prepared(BatchNorm(tuple(x.shape), module.eps, module.momentum, activation, wide), x, aligned)
+        wide = module.running_mean is not None and module.running_mean.dtype != x.dtype
+        prepared = Prepared(BatchNorm(shape, module.eps, module.momentum or 0.0, activation, wide), x, aligned)
     _PREPARED[key] = prepared
     return prepared
 
 
-def _is_norm(module: Any) -> bool:
-    """Whether a module averages the statistics of batches, with a fixed share."""
-    return type(module)._stands_for in _NORMS and module.running_mean is not None and module.momentum is not None
+def _shape(module: Any, x: Tensor) -> tuple[int, ...]:
+    """A tensor as one whose channels are normalised together; none where a module does something else.
+
+    A batch norm averages the statistics of batches, with a fixed share. An instance norm has neither statistics nor
+    parameters: each channel of an image is one of a single image.
+    """
+    kind = type(module)._stands_for
+    shape: tuple[int, ...] = ()
+    if kind in _BATCH and module.running_mean is not None and module.momentum is not None:
+        shape = tuple(x.shape)
+    elif kind in _INSTANCE and module.running_mean is None and module.weight is None:
+        shape = (1, x.shape[0] * x.shape[1], *x.shape[2:])
+    # One value of a channel is PyTorch's error.
+    return shape if shape and shape[1] < x.numel() <= MOST_ELEMENTS else ()
 
 
 def _fits(module: Any, x: Tensor) -> bool:
-    """Whether a tensor is dense, with channels and values enough, and a norm's own tensors are of the same kind."""
+    """Whether a tensor is dense and has the norm's channels, and the norm's own tensors are of the same kind."""
     module._check_input_dim(x)
     if not x.is_contiguous() or x.shape[1] != module.num_features or (module.weight is None) != (module.bias is None):
         return False
-    if not x.shape[1] < x.numel() <= MOST_ELEMENTS:  # one value a channel is PyTorch's error
-        return False
-    kind = module.running_mean.dtype
+    kind = x.dtype if module.running_mean is None else module.running_mean.dtype
     if kind != x.dtype and (kind != torch.float32 or x.dtype == torch.float64):
         return False
     own = [each for each in (module.running_mean, module.running_var, module.weight, module.bias) if each is not None]
@@ -119,9 +132,9 @@ def is_on_gpu(x: Tensor) -> bool:
 def _run(module: Any, x: Tensor, prepared: Prepared) -> Tensor:
     """What a norm and the activation behind it give; moves the running statistics, as the module does."""
     buffers, parameters = module._buffers, module._parameters
-    if (count := buffers["num_batches_tracked"]) is not None:
+    if (count := buffers.get("num_batches_tracked")) is not None:
         count.add_(1)
-    mean, variance = buffers["running_mean"], buffers["running_var"]
+    mean, variance = buffers.get("running_mean"), buffers.get("running_var")
     apply: Callable[..., Tensor] = _Function.apply
     return apply(x, parameters["weight"], parameters["bias"], mean, variance, prepared)
 
@@ -141,7 +154,7 @@ class Prepared:
         self._stats_bytes = round_up(2 * norm.shape[1] * (8 if self._double else 4), ALIGNMENT)
         self._bytes = self._stats_bytes + self.programs[0].buffers[0].bytes
 
-    def forward(self, x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any) -> tuple[Tensor, Tensor]:
         """The result, and what `backward` is given of it."""
         result, scratch = torch.empty_like(x), torch.empty(self._bytes, dtype=torch.uint8, device=x.device)
         self._launch(0, (x, None, weight, bias, mean, variance), scratch, (None, None, result))
@@ -184,11 +197,12 @@ class _Function(torch.autograd.Function):
     """The norm and its activation, differentiable any number of times."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, of: Prepared) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, of: Prepared) -> Tensor:
         """Two launches; ``mean`` and ``variance`` are changed."""
         result, scratch = of.forward(x, weight, bias, mean, variance)
-        torch.autograd.graph.increment_version(mean)
-        torch.autograd.graph.increment_version(variance)
+        if mean is not None:
+            torch.autograd.graph.increment_version(mean)
+            torch.autograd.graph.increment_version(variance)
         ctx.of = of
         ctx.save_for_backward(x, weight, bias, scratch)
         return result
@@ -202,13 +216,19 @@ class _Function(torch.autograd.Function):
         return (*ctx.of.backward(x, grad, weight, bias, scratch), None, None, None)
 
 
+def _normalized(norm: BatchNorm, x: Tensor, weight: Any, bias: Any) -> Tensor:
+    """The norm by PyTorch's function, which counts no statistics."""
+    v = F.batch_norm(x.reshape(norm.shape), None, None, weight, bias, True, 0.0, norm.epsilon)
+    return v.reshape(x.shape)
+
+
 def _differentiable(
     norm: BatchNorm, tensors: Sequence[Tensor | None], grad: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """The gradients, with derivatives of their own."""
     x, weight, bias = tensors
     assert x is not None
-    v = F.batch_norm(x, None, None, weight, bias, True, 0.0, norm.epsilon)
+    v = _normalized(norm, x, weight, bias)
     y = v if norm.activation is None else epilogue.apply(norm.activation, 0, lambda place: v, {})
     asked = [each for each, wanted in zip(tensors, needed) if wanted and each is not None]
     found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))

@@ -117,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (is_first) {
       stats[channel] = of.mean;
       stats[params.channels + channel] = of.factor;
-      move(found.center, (accum_t)params.momentum, running_mean + channel);
-      move(found.spread / (count - 1), (accum_t)params.momentum, running_variance + channel);
+      if (running_mean) move(found.center, (accum_t)params.momentum, running_mean + channel);
+      if (running_variance) move(found.spread / (count - 1), (accum_t)params.momentum, running_variance + channel);
     }
   }
   if (STAGE == BACKWARD && is_first) {
