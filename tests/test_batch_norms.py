@@ -176,11 +176,11 @@ def activated(norm: BatchNorm, v: Tensor) -> Tensor:
 class Block(nn.Module):
     """A layer, a norm and what ``behind`` says, as a user may write it."""
 
-    def __init__(self, behind: Any, norm: Any = None) -> None:
+    def __init__(self, behind: Any, norm: Any = None, act: Any = None) -> None:
         super().__init__()
         self.up = nn.ConvTranspose2d(3, 4, 4, 2, 1)
         self.norm = nn.BatchNorm2d(4) if norm is None else norm
-        self.act = nn.LeakyReLU(0.2, inplace=True)
+        self.act = nn.LeakyReLU(0.2, inplace=True) if act is None else act
         self.behind = behind
 
     def forward(self, x: Tensor) -> Any:
@@ -224,6 +224,11 @@ MODELS: dict[str, tuple[Any, int]] = {
         lambda: Block(lambda self, x: (y := self.norm(self.up(x))).mean() * self.training + self.act(y)), 1),
     "not called in training": (
         lambda: Block(lambda self, x: self.norm(self.up(x)) if self.training else self.act(self.norm(self.up(x)))), 1),
+    "changed in place": (
+        lambda: Block(lambda self, x: self.act(self.norm(self.up(x))).add_(x.mean()).mul_(2), act=nn.SiLU()), 1),
+    "an activation in place, changed": (
+        lambda: Block(lambda self, x: F.dropout(self.act(self.norm(self.up(x))), 0.0, inplace=True)), 1),
+    "a norm changed in place": (lambda: Block(lambda self, x: self.norm(self.up(x)).add_(1)), 1),
     "other momentum": (lambda: chain(nn.BatchNorm2d(4, eps=0.1, momentum=0.7), nn.ELU(0.5)), 1),
     "an average of all": (lambda: chain(nn.BatchNorm2d(4, momentum=None), nn.ReLU()), 0),
     "no statistics": (lambda: chain(nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()), 0),
