@@ -151,7 +151,8 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
             where it answers False the module is left alone.
         fuse: also have them compute the batch norms, layer norms over channels, activations, dropouts and sums that
             alone read their outputs, modules and, without derivatives, functions, in evaluation mode, and write slices
-            of concatenations (see the guide "Inference"); `restore` undoes that.
+            of concatenations (see the guide "Inference"); in training, batch and instance norms behind them and their
+            activations are computed by faster kernels (the guide "Training"). `restore` undoes that.
 
     Returns:
         A `Report` of every transposed convolution: swapped, or why not. Subclasses of PyTorch's modules are left alone,

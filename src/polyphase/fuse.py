@@ -7,7 +7,8 @@ found by symbolic tracing (`torch.fx`) of the model, or of the parts of it that 
 mode. Nothing is copied, no parameter moves and no code is rewritten: the layer keeps a list of what follows it and
 reads parameters at every call. What it returns says what is expected of it (`polyphase.pending`): a module passes on
 what expects it, and computes its own operation of anything else. All of that holds while the whole chain is in
-evaluation mode and without hooks; else each computes what it always did.
+evaluation mode and without hooks; else each computes what it always did, but for norms in training
+(`polyphase.batch_norms`).
 """
 
 from __future__ import annotations
