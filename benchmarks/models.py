@@ -2,16 +2,18 @@
 
     PYTHONPATH=src python benchmarks/models.py                  # writes benchmarks/results/models.csv
 
-Models are written below from their published configurations, with random weights. Each runs inference at batch 1 and a
-large one, and a training step (forward, and backward of the mean square) at the large one: eager, as a CUDA graph, and
-by `torch.compile`; with PyTorch's layers, accelerated, and accelerated with `fuse=True` (compiled: within
-`enable_compile_fusion`). Outputs are compared with float64 on two samples; one that is further from it than PyTorch's
-by more than its dtype allows is ``wrong``, and the exit status 1. Kernels are compiled before, in processes. Rows are
-written as they come, and none is begun after ``--seconds``.
+Models are written below from their published configurations, with random weights, or are those of `transformers`, where
+that is installed (`library_models.py`). Each runs inference at batch 1 and a large one, and a training step (forward,
+and backward of the mean square) at the large one: eager, as a CUDA graph, and by `torch.compile`; with PyTorch's layers,
+accelerated, and accelerated with `fuse=True` (compiled: within `enable_compile_fusion`). Outputs, and gradients after a
+training step, are compared with float64 on two samples; what is further from it than PyTorch's by more than its dtype
+allows is ``wrong``, and the exit status 1. Kernels are compiled before, in processes. Rows are written as they come,
+and none is begun after ``--seconds``.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import time
 import warnings
@@ -25,6 +27,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from blocks import CONTESTANTS, dcgan, pose, sam
+from library_models import LIBRARY_MODELS
 from shared import (
     ROOT,
     compile_kernels,
@@ -255,6 +258,9 @@ MODELS: dict[str, Model] = {
     "PointPillars neck": Model(Neck, 4, ((64, 248, 216), (128, 124, 108), (256, 62, 54))),
     "nnU-Net 3-D": Model(partial(UNet, 3, 1, (32, 64, 128, 256, 320), 3), 2, ((1, 96, 96, 96),)),
 }
+
+if importlib.util.find_spec("transformers") is not None:
+    MODELS |= {name: Model(build, batch, (shape,)) for name, (build, batch, shape) in LIBRARY_MODELS.items()}
 
 
 def built(model: Model) -> nn.Module:
