@@ -4,11 +4,10 @@
 
 Models are written below from their published configurations, with random weights, or are those of `transformers`, where
 that is installed (`library_models.py`). Each runs inference at batch 1 and a large one, and a training step (forward,
-and backward of the mean square) at the large one: eager, as a CUDA graph, and by `torch.compile`; with PyTorch's layers,
-accelerated, and accelerated with `fuse=True` (compiled: within `enable_compile_fusion`). Outputs, and gradients after a
-training step, are compared with float64 on two samples; what is further from it than PyTorch's by more than its dtype
-allows is ``wrong``, and the exit status 1. Kernels are compiled before, in processes. Rows are written as they come,
-and none is begun after ``--seconds``.
+and backward of the mean square) at the large one: eager, as a CUDA graph, and by `torch.compile`; with PyTorch's
+layers, accelerated, and accelerated with `fuse=True` (compiled: within `enable_compile_fusion`). Outputs, and gradients
+of a step, are compared with float64 on two samples; what is further from it than PyTorch's by more than its dtype
+allows is ``wrong``, and the exit status 1. Kernels are compiled before that, and nothing is begun after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -359,8 +358,7 @@ def measured(
     """A model's rows of one batch."""
     module, text = built(model), str(dtype).removeprefix("torch.")
     inputs = operands(model, dtype, batch)
-    few = [each[:2] for each in inputs]
-    models, chains = contestants(model, dtype)
+    few, (models, chains) = [each[:2] for each in inputs], contestants(model, dtype)
     wanted = outcome(module.to("cuda").double(), run, [each.double() for each in few])
     errors = {who: error(outcome(each, run, few), wanted) for who, each in models.items()}
     del module, wanted
@@ -380,7 +378,7 @@ def measured(
                 row.status, row.reason = "failed", f"{row.reason} {who}: {environment.first_line(failure)}".strip()
             for parameter in each.parameters():
                 parameter.grad = None
-        row.torch_ms, row.swapped_ms, row.fused_ms = times.get("torch"), times.get("swapped"), times.get("fused")
+        row.torch_ms, row.swapped_ms, row.fused_ms = (times.get(who) for who in CONTESTANTS)
         if row.torch_ms and row.swapped_ms:
             row.swapped_over_torch = row.torch_ms / row.swapped_ms
         if row.torch_ms and row.fused_ms:

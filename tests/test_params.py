@@ -24,6 +24,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Epilogue, Operation
 from polyphase.problem.reduction import Reduction
 from polyphase.program.params import params_of, parse
+from polyphase.program.batch_norm import BatchNorm, programs_of
 from polyphase.program.reduction import program_of
 from polyphase.program.struct_layout import ParamOverflowError, Struct, divisor
 
@@ -81,7 +82,8 @@ def sources() -> dict[str, list[KernelSource]]:
             for source in kernel_sources(problem, pass_, device):
                 found.setdefault(source.kernel, []).append(source)
     groups = Reduction((2, 4, 3, 5), over="norm", last=3)
-    return found | {"reduce_groups": [*program_of(groups, "float32").sources]}
+    norm, _ = programs_of(BatchNorm((2, 4, 3, 5), 1e-5, 0.1), "float32")
+    return found | {"reduce_groups": [*program_of(groups, "float32").sources], "batch_norm": [*norm.sources]}
 
 
 def structs_in(struct_: Struct) -> Iterator[Struct]:

@@ -26,7 +26,7 @@ struct Params {
 };
 
 enum Stage { MOMENTS, NORMALISE, SUMS, BACKWARD };
-constexpr bool IS_BACKWARD = STAGE == SUMS || STAGE == BACKWARD;
+constexpr bool IS_BACKWARD = STAGE == SUMS || STAGE == BACKWARD, STORES = STAGE == NORMALISE || STAGE == BACKWARD;
 
 // The type of what there is one of for a channel: float32 beside half types, where WIDE says so.
 template <bool wide>
@@ -85,9 +85,19 @@ struct Affine {
   __device__ __forceinline__ accum_t normal(accum_t x) const { return (x - mean) * factor; }
 };
 
-__device__ __forceinline__ void move(accum_t batch, accum_t momentum, param_t* running) {
-  const accum_t before = widen(*running);
-  narrow(before + (batch - before) * momentum, *running);
+// Where there are running statistics.
+__device__ __forceinline__ void move(accum_t batch, const Params& params, param_t* running, int channel) {
+  if (!running) return;
+  const accum_t before = widen(running[channel]);
+  narrow(before + (batch - before) * (accum_t)params.momentum, running[channel]);
+}
+
+// What all blocks of a channel have left.
+__device__ __forceinline__ Moments of_channel(const Params& params, const Moments* partials, int channel) {
+  Moments found = of_none();
+  for (int i = threadIdx.x; i < params.splits; i += THREADS)
+    found = both(found, partials[(long long)channel * params.splits + i]);
+  return of_team(found, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -105,20 +115,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Affine of{0, 0, weight ? widen(read(weight + channel)) : (accum_t)1, bias ? widen(read(bias + channel)) : (accum_t)0};
   if (IS_BACKWARD) of.mean = stats[channel], of.factor = stats[params.channels + channel];
 
-  Moments found = of_none();
-  if (STAGE == NORMALISE || STAGE == BACKWARD) {
-    for (int i = thread; i < params.splits; i += THREADS)
-      found = both(found, partials[(long long)channel * params.splits + i]);
-    found = of_team(found, 0);
-  }
+  Moments found = STORES ? of_channel(params, partials, channel) : of_none();
   if (STAGE == NORMALISE) {
     of.mean = found.center;
     of.factor = 1 / square_root(found.spread / count + (accum_t)params.epsilon);
     if (is_first) {
       stats[channel] = of.mean;
       stats[params.channels + channel] = of.factor;
-      if (running_mean) move(found.center, (accum_t)params.momentum, running_mean + channel);
-      if (running_variance) move(found.spread / (count - 1), (accum_t)params.momentum, running_variance + channel);
+      move(found.center, params, running_mean, channel);
+      move(found.spread / (count - 1), params, running_variance, channel);
     }
   }
   if (STAGE == BACKWARD && is_first) {
@@ -145,9 +150,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (STAGE == SUMS) found.center += h, found.spread += h * normal;
         if (STAGE == BACKWARD) value = slope * (h - mean_bias - normal * mean_weight);
       }
-    if (STAGE == NORMALISE || STAGE == BACKWARD) share.store(params, values, first, dst);
+    if (STORES) share.store(params, values, first, dst);
   }
-  if (STAGE == MOMENTS || STAGE == SUMS) {
+  if (!STORES) {
     found = of_team(found, 0);
     if (thread == 0) partials[(long long)channel * params.splits + split] = found;
   }
