@@ -23,8 +23,8 @@ from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Epilogue, Operation
 from polyphase.problem.reduction import Reduction
-from polyphase.program.params import params_of, parse
 from polyphase.program.batch_norm import BatchNorm, programs_of
+from polyphase.program.params import params_of, parse
 from polyphase.program.reduction import program_of
 from polyphase.program.struct_layout import ParamOverflowError, Struct, divisor
 

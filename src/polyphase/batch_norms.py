@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from polyphase import fused
+from polyphase.current import current_device, current_stream
 from polyphase.module_steps import step_of_module
 from polyphase.pending import Marked, Waiting
-from polyphase.prepared import current_device, current_stream
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Operation
 from polyphase.problem.integers import round_up

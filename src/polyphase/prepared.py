@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import torch
 
+from polyphase.current import current_device, current_stream
 from polyphase.jit.launcher import Executable
 from polyphase.kept import KEPT, Kept, Packed, kept_of, state_of
 from polyphase.problem.epilogue import ELEMENT, Operand
@@ -24,10 +25,6 @@ Empty = Callable[["tuple[int, ...]", "tuple[int, ...]", torch.dtype], torch.Tens
 
 #: Fills every output with NaN before the launch, so that tests see what a kernel does not write.
 POISON = False
-
-# PyTorch's public ways to ask for these take microseconds; builds without CUDA have neither.
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 # An uninitialised tensor of a shape, strides and dtype on the current device, past the dispatcher: what Inductor's code
 # allocates by. CPU tensors stand for a GPU's in tests.
