@@ -317,6 +317,18 @@ def test_checkpoints(reentrant: bool, by_functions: list[tuple[int, BatchNorm]])
     assert by_functions
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_that_ends_at_the_norm(reentrant: bool, by_functions: list[tuple[int, BatchNorm]]) -> None:
+    def run(model: Any, x: Tensor) -> list[Tensor]:
+        x.requires_grad_()
+        y = model[2](checkpoint(model[:2], x, use_reentrant=reentrant))
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(each.grad for each in model.parameters()), *model.buffers()]  # type: ignore[list-item]
+
+    compare(chain(nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 5, 6), run)
+    assert by_functions
+
+
 def test_one_value(by_functions: list[tuple[int, BatchNorm]]) -> None:
     model = nn.Sequential(nn.ConvTranspose2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
     polyphase.accelerate(model, fuse=True)

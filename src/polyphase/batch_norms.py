@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from polyphase import fused
 from polyphase.current import current_device, current_stream
 from polyphase.module_steps import step_of_module
-from polyphase.pending import Marked, Waiting
+from polyphase.pending import Marked, Pending, Waiting
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Operation
 from polyphase.problem.integers import round_up
@@ -27,6 +27,7 @@ from polyphase.program.batch_norm import BUFFERS, GRADIENTS, BatchNorm, programs
 from polyphase.program.reduction import MOST_ELEMENTS
 from polyphase.torch_op import epilogue
 from polyphase.torch_op.validate import FLOATING
+from polyphase.versions import versions_of
 
 _BATCH = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 _INSTANCE = (torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)
@@ -57,13 +58,18 @@ def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
         return result
     weight, bias = module._parameters["weight"], module._parameters["bias"]
 
-    def alone(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
-        """The norm, whose statistics have been counted already."""
-        return _normalized(prepared.norm, x, weight, bias)
+    def computed(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
+        """The norm with its activation; alone, where that is read before the activation is called."""
+        return result if steps else _normalized(prepared.norm, x, weight, bias)
 
     reads = (x,) if weight is None else (x, weight, bias)
-    waiting = Waiting(alone, reads, behind, lambda: tuple(x.shape), x.dtype, x.device)
-    return Marked.of(result, waiting, (step,))
+    records = torch.is_grad_enabled()
+    waiting = Waiting(computed, reads, behind, lambda: tuple(x.shape), x.dtype, x.device, records)
+    if records:
+        return Pending.of(waiting, [], versions_of(reads))
+    return Marked.of(
+        result, waiting, (step,)
+    )  # a reentrant checkpoint may be told of the norm's result, and needs a tensor
 
 
 def _behind(parts: Sequence[Any], norm: Any) -> Sequence[Any]:

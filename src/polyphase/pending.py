@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -59,7 +58,8 @@ class Waiting(NamedTuple):
 
     ``compute`` gives the tensor of the steps behind the layer, in ``out`` if there is one, from tensors that must not
     change before, ``reads`` and those of the steps; ``expected``: the kinds of the calls in order, or
-    modules, which tell by ``pass_through`` that they are called; what the tensor will be.
+    modules, which tell by ``pass_through`` that they are called; what the tensor will be. ``records``: autograd records
+    what is computed, as it would have when the layer was called.
     """
 
     compute: Callable[..., Tensor]
@@ -68,6 +68,7 @@ class Waiting(NamedTuple):
     size: Callable[[], tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
+    records: bool = False
 
 
 #: What a tensor that has no values yet is a view of: C++ code that reads it past the dispatcher finds nothing.
@@ -103,7 +104,9 @@ class Pending(Tensor):
     def compute(self, out: Tensor | None = None) -> Tensor:
         """The same anew, written to ``out`` where that is given."""
         check_versions(self._waiting, self._steps, self._versions)
-        with torch.set_grad_enabled(False) if torch.is_grad_enabled() else nullcontext():  # it was not before
+        if self._waiting.records == torch.is_grad_enabled():
+            return compute(self._waiting, self._found, self._steps, out)
+        with torch.set_grad_enabled(self._waiting.records):  # as it was before
             return compute(self._waiting, self._found, self._steps, out)
 
     def _size(self) -> tuple[int, ...]:
