@@ -121,6 +121,8 @@ WINDOWS = {
     "1-D": make((3, 24, 70), 1, 16, 8, 4),
     "3-D": make((2, 8, 4, 5, 6), 2, (2, 3, 4), (1, 2, 2), (0, 1, 1), (0, 1, 0)),
     "3-D, dilated": make((1, 8, 4, 3, 6), 1, 3, (1, 2, 1), 2, dilation=(2, 1, 2)),
+    "groups": make((2, 24, 9, 14), 6, (3, 5), (2, 1), 1, groups=2),
+    "groups of odd channels": make((2, 15, 5, 11), 9, 3, 2, 1, groups=3),
     "empty batch": make((0, 8, 4, 4), 3, 4, 2, 1),
 }
 
@@ -167,7 +169,7 @@ LONG_WGRAD, CHANNELS_WGRAD, WINDOWS_WGRAD, DOT_DGRAD, GEMM_WGRAD = LAYERS
 def versions(schedule: Schedule, layer: ConvTransposeProblem) -> list[ConvTransposeProblem]:
     """A layer in the dtypes and memory formats that it is tested in."""
     if schedule is WINDOWS_WGRAD:  # which is not asked here what it refuses: that ranks every layer at collection
-        return formats(layer)[: 1 if layer is WINDOWS["dilated"] else None]
+        return formats(layer)[: 1 if layer is WINDOWS["dilated"] or layer.groups > 1 else None]
     if schedule is CHANNELS_WGRAD:
         ways = ("float32", True), ("bfloat16", True), ("bfloat16", False), ("float64", False)
         return [replace(layer, dtype=dtype, channels_last=last) for dtype, last in ways]
@@ -210,7 +212,8 @@ def test_layers(schedule: Schedule, problem: ConvTransposeProblem) -> None:
 def test_layers_of_windows_in_both_formats() -> None:
     every = [(name, problem) for name, layer in WINDOWS.items() for problem in formats(layer)]
     refused = [(name, problem) for name, problem in every if refusal(WINDOWS_WGRAD, problem, PASS, H200)]
-    assert refused == [("dilated", formats(WINDOWS["dilated"])[1])]  # whose taps lie apart
+    apart = "dilated", "groups", "groups of odd channels"  # taps of a channel in channels_last
+    assert refused == [(name, formats(WINDOWS[name])[1]) for name in apart]
 
 
 @pytest.mark.parametrize(
@@ -345,7 +348,7 @@ MANY_TAPS = make((8, 21, 16, 16), 21, 64, 32, 16)
                 replace(NARROW, dtype="bfloat16"): "float32",
                 replace(NARROW, out_channels=16): "tensor cores",
                 replace(NARROW, out_channels=33, tf32=False): "528 pairs",
-                replace(NARROW, out_channels=4, groups=2): "one group",
+                replace(NARROW, out_channels=4, groups=2, channels_last=True): "side by side",
                 replace(NARROW, channels_last=True, dilation=(1, 2)): "side by side",
                 replace(NARROW, stride=(2, 20000)): "no tile",
             },

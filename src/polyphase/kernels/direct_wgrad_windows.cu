@@ -7,8 +7,8 @@
 // of a row serves several positions. (Where channels come last the host takes all of them for one, and the row of a few
 // wide pixels for one of many narrow ones: `as_one_channel` in schedules/window_gemm/window.py.)
 //
-// Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels with all their taps, and one split,
-// contiguous, of the tiles of input positions; a stage is a tile, of one image and one slab of it. A thread owns
+// Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels of a group with all their taps, and one
+// split, contiguous, of the tiles of input positions; a stage is a tile, of one image and one slab of it. A thread owns
 // THREAD_ROWS channels by THREAD_COLUMNS taps of each of THREAD_LINES kernel rows, and takes POSITIONS neighbours along
 // w at once. K_SLICES groups of threads, each SLICE_THREADS apart, share the positions of a tile; their sums are added
 // in order at the end. Splits write to different planes of `partial`, which the caller sums in order: the result does
@@ -37,7 +37,7 @@ struct Params {
   int x_piece, g_piece;    // elements that are copied at once: four or one
   int lanes_log;           // threads along a row of the input, unless X_LAST: 2 to the power of that, of a warp
   int window_at, stage;    // elements of shared memory: in front of a stage's window, of a stage
-  int flush;               // stages that are summed in one chain
+  int groups, flush;       // stages that are summed in one chain
   long long split_length;  // tiles of a split
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
@@ -230,13 +230,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int block = blockIdx.x;
   const int first_in = block % ROW_BLOCKS * ROWS;
   block /= ROW_BLOCKS;
-  const int first_out = block % COLUMN_BLOCKS * OUT_CHUNK, split = block / COLUMN_BLOCKS;
+  const int first_out = block % COLUMN_BLOCKS * OUT_CHUNK;
+  block /= COLUMN_BLOCKS;
+  const int group = block % params.groups, split = block / params.groups;
   const long long first_tile = split * params.split_length;
   const int all_stages =
       (int)(first_tile + params.split_length < params.all_tiles ? params.split_length : params.all_tiles - first_tile);
-  x += first_in * params.x.stride[1];
-  grad += first_out * params.g.stride[1];
-  partial += split * params.plane + (long long)first_in * (OUT_CHANNELS * TAPS) + first_out * TAPS;
+  const int in_channel = group * IN_CHANNELS + first_in;
+  x += in_channel * params.x.stride[1];
+  grad += (group * OUT_CHANNELS + first_out) * params.g.stride[1];
+  partial += split * params.plane + (long long)in_channel * (OUT_CHANNELS * TAPS) + first_out * TAPS;
   const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // that exist, from there on
 
   // Where a thread begins: in the input, in the window, and among the tile's positions. There it goes on by K_SLICES.

@@ -94,9 +94,10 @@ def _rule(chosen: Plan, computed: ConvTransposeProblem) -> str:
         config = (
             f"; configs of {schedule.name} are not chosen again by size: its first is kept, even if another is faster"
         )
+    which = "fastest" if chosen.pass_ is Pass.WEIGHT_GRAD else "best-ranked"
     both = f" ({LAUNCH * 1e6:.0f} µs for the launch added to both)" if chosen.pass_ is Pass.FORWARD else ""
     return (
         f"kernels are ranked at a typical size ({size}), so that a layer has few, whatever the size of its images; at "
-        f"this size another schedule is taken if its best-ranked config is predicted to take less than "
+        f"this size another schedule is taken if its {which} config is predicted to take less than "
         f"{CLEARLY_BY_OTHERS[chosen.pass_]:.0%} of the first one's time{both}{config}"
     )

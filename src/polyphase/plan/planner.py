@@ -40,9 +40,10 @@ from polyphase.schedules.cost import prologue_seconds
 from polyphase.schedules.schedule import Candidate, Schedule
 
 #: Another config of the list is taken where its prediction is less than that much of the first's, and another
-#: schedule's first where it is less than that much of the one so taken.
+#: schedule's first (in weight gradients what it would take so) where it is less than that much of the one so taken.
+#: Margins of gradients: benchmarks/experiments/024-narrow-groups-and-choices.
 CLEARLY = 0.97
-CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.9, Pass.WEIGHT_GRAD: 0.8}
+CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
 LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
 _LONG = 2048  # taps, from which on frames are faster in weight gradients, too; in forward passes col2im is
 
@@ -133,11 +134,12 @@ def plan(
         chosen = _by_size(schedule, offered, pass_)
     kernels = [(schedule, candidate) for candidate in chosen]
     if measured is None:
-        firsts = [(each, next(offered)) for each, offered in offers]
-        other, first = min(firsts, key=lambda each: each[1].seconds, default=kernels[0])
+        by_size = pass_ is Pass.WEIGHT_GRAD
+        others = [(each, _by_size(each, found, pass_)[0] if by_size else next(found)) for each, found in offers]
+        other, taken = min(others, key=lambda each: each[1].seconds, default=kernels[0])
         unseen = LAUNCH if pass_ is Pass.FORWARD else 0.0
-        if first.seconds + unseen < CLEARLY_BY_OTHERS[pass_] * (kernels[0][1].seconds + unseen):
-            kernels = [(other, first), kernels[-1]]
+        if taken.seconds + unseen < CLEARLY_BY_OTHERS[pass_] * (kernels[0][1].seconds + unseen):
+            kernels = [(other, taken), kernels[-1]]
     if not any(each.any_size(problem, pass_, device) for each, _ in kernels):
         for_others = (each for each in schedules if each.any_size(problem, pass_, device))
         other, offered = next(_offers(for_others, problem, pass_, device, layouts))

@@ -85,14 +85,14 @@ class _Layer:
         grad = Side(five(problem.output_shape), layouts.output)
         x_piece = row_piece(x, 4, layouts.aligned, 0)
         if x.channels_last:
-            x_piece = channel_piece(x, given.in_channels, given.in_channels, 4, layouts.aligned)
+            x_piece = channel_piece(x, given.in_channels_per_group, given.in_channels_per_group, 4, layouts.aligned)
         grad_piece = row_piece(grad, 4, layouts.aligned, 0)
         return cls(problem, x, grad, *(piece if piece == 4 else 1 for piece in (x_piece, grad_piece)))
 
     @property
     def columns(self) -> int:
-        """Pairs of output channel and tap."""
-        return self.problem.out_channels * self.problem.taps
+        """Pairs of output channel and tap, of a group."""
+        return self.problem.out_channels_per_group * self.problem.taps
 
     @property
     def skew(self) -> int:
@@ -130,11 +130,9 @@ class DirectWgradWindows(Schedule):
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.dtype != "float32" or device.capability < 80:
             return "copies float32 asynchronously, from compute capability 8.0 on"
-        if problem.groups > 1:
-            return "reads the channels of one group side by side"
-        if problem.tf32 and problem.out_channels >= 16 and not problem.channels_last:
+        if problem.tf32 and problem.out_channels_per_group >= 16 and not problem.channels_last:
             return "uses no tensor cores, which with TF32 are faster for 16 output channels and more in NCHW"
-        if (columns := problem.out_channels * problem.taps) > _MOST_COLUMNS:
+        if (columns := problem.out_channels_per_group * problem.taps) > _MOST_COLUMNS:
             return f"{columns} pairs of an output channel and a tap are too many (at most {_MOST_COLUMNS})"
         if _Layer.of(problem, Layouts.dense(problem)) is None:
             return "taps along the width do not lie side by side"
@@ -200,6 +198,7 @@ class DirectWgradWindows(Schedule):
             "lanes_log": _lanes_log(layer, tiling),
             "window_at": tiling.window_at,
             "stage": tiling.stage,
+            "groups": problem.groups,
             "flush": flush,
             "split_length": length,
             "all_tiles": tiling.total,
@@ -214,7 +213,8 @@ class DirectWgradWindows(Schedule):
 def _blocks(layer: _Layer, config: WindowsConfig) -> int:
     """CTAs of a split."""
     problem = layer.problem
-    return math.ceil(problem.in_channels / config.rows) * math.ceil(problem.out_channels / config.out_chunk)
+    blocks = math.ceil(problem.in_channels_per_group / config.rows) * problem.groups
+    return blocks * math.ceil(problem.out_channels_per_group / config.out_chunk)
 
 
 def _splits(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> int:
@@ -334,12 +334,12 @@ def _configs(layer: _Layer, spare: int = 0) -> Iterator[WindowsConfig]:
     problem = layer.problem
     axis = problem.axes3[2]
     taps = problem.axes3[0].kernel * problem.axes3[1].kernel
-    for out_chunk in equal_parts(problem.out_channels)[:_MOST_CHUNKS]:
+    for out_chunk in equal_parts(problem.out_channels_per_group)[:_MOST_CHUNKS]:
         for thread_lines, columns, thread_rows in _thread_tiles(layer, out_chunk * taps):
             row_shares = math.ceil(axis.kernel / columns)
             registers = _registers(layer, thread_rows, thread_lines, columns) + spare
             for row_blocks in (1, 2):
-                row_threads = math.ceil(math.ceil(problem.in_channels / row_blocks) / thread_rows)
+                row_threads = math.ceil(math.ceil(problem.in_channels_per_group / row_blocks) / thread_rows)
                 used = row_threads * math.ceil(out_chunk * taps / thread_lines) * row_shares
                 if used > _MOST_SLICE:
                     continue

@@ -79,6 +79,7 @@ class TapGemmTma(Schedule):
     name = "tap_gemm_tma"
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     on_tensor_cores = True
+    adapts = True
     kept = True
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:

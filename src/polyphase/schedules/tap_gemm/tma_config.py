@@ -48,7 +48,7 @@ def configs_of(product: Product) -> Iterator[TmaTapConfig]:
     """Configs whose accumulators fit the registers; rows of a stage have 128 bytes, or the pitch that pads k least."""
     times = 2 if flush(product, TmaTapConfig(1, 8, 128)) else 1
     widest = min(MOST_COLUMNS, 2 * _MOST_SUMS // times)
-    blocks = {math.ceil(product.gather.dst_channels / each) for each in (widest, 128, 64)}
+    blocks = {math.ceil(product.gather.dst_channels / each) for each in (widest, widest * 3 // 4, 128, 64)}
     columns = {round_up(math.ceil(product.gather.dst_channels / count), 8) for count in blocks}
     for runs in (False, True):
         pitches = _pitches(product, runs)
