@@ -37,7 +37,8 @@ struct Params {
   int x_piece, g_piece;    // elements that are copied at once: four or one
   int lanes_log;           // threads along a row of the input, unless X_LAST: 2 to the power of that, of a warp
   int window_at, stage;    // elements of shared memory: in front of a stage's window, of a stage
-  int groups, flush;       // stages that are summed in one chain
+  int groups;
+  int flush;               // stages that are summed in one chain
   long long split_length;  // tiles of a split
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
