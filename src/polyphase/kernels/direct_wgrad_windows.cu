@@ -30,13 +30,13 @@
 
 struct Params {
   Tensor5 x, g;
-  int lanes[4];            // positions of a tile along n, d, h, w: one image, one slab, whole POSITIONS along w
-  int tiles[4];            // tiles along n, d, h, w
-  int rows, pitch;         // of the window: rows of a slab, elements of a row
-  int x_pitch;             // elements from one channel's positions to the next's, unless X_LAST
-  int x_piece, g_piece;    // elements that are copied at once: four or one
-  int lanes_log;           // threads along a row of the input, unless X_LAST: 2 to the power of that, of a warp
-  int window_at, stage;    // elements of shared memory: in front of a stage's window, of a stage
+  int lanes[4];          // positions of a tile along n, d, h, w: one image, one slab, whole POSITIONS along w
+  int tiles[4];          // tiles along n, d, h, w
+  int rows, pitch;       // of the window: rows of a slab, elements of a row
+  int x_pitch;           // elements from one channel's positions to the next's, unless X_LAST
+  int x_piece, g_piece;  // elements that are copied at once: four or one
+  int lanes_log;         // threads along a row of the input, unless X_LAST: 2 to the power of that, of a warp
+  int window_at, stage;  // elements of shared memory: in front of a stage's window, of a stage
   int groups;
   int flush;               // stages that are summed in one chain
   long long split_length;  // tiles of a split
