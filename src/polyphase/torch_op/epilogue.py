@@ -384,6 +384,7 @@ LIBRARY.define(
 LIBRARY.impl("conv_transpose_epilogue", _portably, "CompositeExplicitAutograd")
 if torch.version.cuda is not None:
     LIBRARY.impl("conv_transpose_epilogue", _on_cuda, "CUDA")
+    operators.pass_autograd(LIBRARY, "conv_transpose_epilogue", _on_cuda, "CUDA")
 torch.library.register_fake("polyphase::conv_transpose_epilogue", _fake, lib=LIBRARY)
 conv_transpose_epilogue: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_epilogue.default
 

@@ -77,6 +77,23 @@ def _portably(name: str) -> Callable[..., Tensor]:
     return implementation
 
 
+def pass_autograd(library: torch.library.Library, name: str, implementation: Callable[..., Tensor], key: str) -> None:
+    """Have an operator of ``library`` whose derivatives are registered call what computes it, where none are asked for.
+
+    Compiled code calls operators with derivatives switched off. What is registered in Python would dispatch them once
+    more, which takes the host as long as all the rest. ``key``: of the dispatcher, that of ``implementation``.
+    """
+    operator, wanted = getattr(getattr(torch.ops, library.ns), name).default, getattr(torch._C.DispatchKey, key)
+
+    def call(keys: Any, *arguments: Any) -> Any:
+        below = keys & _AFTER_AUTOGRAD
+        if not torch.is_grad_enabled() and below.highestPriorityTypeId() == wanted:  # nothing is between
+            return implementation(*arguments)
+        return operator.redispatch(below | _AUTOGRAD, *arguments)
+
+    library.impl(name, call, f"Autograd{key}", with_keyset=True)
+
+
 def forward_fake(
     input: Tensor,
     weight: Tensor,
@@ -124,6 +141,8 @@ def _weight_grad_fake(input: Tensor, grad_output: Tensor, *constants: Any) -> Te
 
 
 LIBRARY = torch.library.Library("polyphase", "DEF")
+_AFTER_AUTOGRAD: Any = torch._C._after_autograd_keyset
+_AUTOGRAD: Any = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradOther)
 
 #: Tensors of any strides are taken as they lie, and the fakes follow: Inductor need not copy them for their strides.
 TAGS = (torch.Tag.flexible_layout,) if hasattr(torch.Tag, "flexible_layout") else ()
@@ -136,7 +155,9 @@ for _name, _pass, _fake in (
     LIBRARY.define(_name + _SCHEMAS[_name], tags=TAGS)
     LIBRARY.impl(_name, _portably(_pass), "CompositeExplicitAutograd")
     if torch.version.cuda is not None:  # ROCm's tensors are of the key CUDA too, and take the portable path
-        LIBRARY.impl(_name, _on_cuda(_pass), "CUDA")
+        _implementation = _on_cuda(_pass)
+        LIBRARY.impl(_name, _implementation, "CUDA")
+        pass_autograd(LIBRARY, _name, _implementation, "CUDA")
     torch.library.register_fake(f"polyphase::{_name}", _fake, lib=LIBRARY)
 
 
