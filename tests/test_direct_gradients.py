@@ -121,8 +121,8 @@ WINDOWS = {
     "1-D": make((3, 24, 70), 1, 16, 8, 4),
     "3-D": make((2, 8, 4, 5, 6), 2, (2, 3, 4), (1, 2, 2), (0, 1, 1), (0, 1, 0)),
     "3-D, dilated": make((1, 8, 4, 3, 6), 1, 3, (1, 2, 1), 2, dilation=(2, 1, 2)),
-    "groups": make((2, 24, 9, 14), 6, (3, 5), (2, 1), 1, groups=2),
-    "groups of odd channels": make((2, 15, 5, 11), 9, 3, 2, 1, groups=3),
+    "groups": make((2, 40, 9, 14), 6, (3, 5), (2, 1), 1, groups=2),
+    "groups of odd channels": make((2, 57, 5, 11), 9, 3, 2, 1, groups=3),
     "empty batch": make((0, 8, 4, 4), 3, 4, 2, 1),
 }
 
@@ -348,7 +348,8 @@ MANY_TAPS = make((8, 21, 16, 16), 21, 64, 32, 16)
                 replace(NARROW, dtype="bfloat16"): "float32",
                 replace(NARROW, out_channels=16): "tensor cores",
                 replace(NARROW, out_channels=33, tf32=False): "528 pairs",
-                replace(NARROW, out_channels=4, groups=2, channels_last=True): "side by side",
+                replace(NARROW, in_channels=64, out_channels=4, groups=2, channels_last=True): "side by side",
+                replace(NARROW, out_channels=4, groups=4): "at most 16 input channels",
                 replace(NARROW, channels_last=True, dilation=(1, 2)): "side by side",
                 replace(NARROW, stride=(2, 20000)): "no tile",
             },

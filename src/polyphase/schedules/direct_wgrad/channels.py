@@ -32,7 +32,7 @@ from polyphase.schedules.window_gemm.stages import widest_piece
 
 _THREADS = 256  # at most
 _MAX_LANES, _MIN_LANES = 32, 8
-_MAX_CHANNELS = 16  # of a group, on either side
+MAX_CHANNELS = 16  # of a group, on either side
 _MAX_SUMS = 112  # of a thread
 _MAX_SUMS_OF_ROW = 48
 _MAX_UNROLLED = 448  # products of a thread, in straight-line code; with more some would spill
@@ -95,8 +95,8 @@ class DirectWgradChannels(Schedule):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         channels = max(problem.in_channels_per_group, problem.out_channels_per_group)
-        if channels > _MAX_CHANNELS:
-            return f"groups of {channels} channels are not few (at most {_MAX_CHANNELS})"
+        if channels > MAX_CHANNELS:
+            return f"groups of {channels} channels are not few (at most {MAX_CHANNELS})"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:

@@ -20,6 +20,7 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of
+from polyphase.schedules.direct_wgrad.channels import MAX_CHANNELS
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, affordable_planes, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import channel_piece, row_piece
@@ -130,6 +131,8 @@ class DirectWgradWindows(Schedule):
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.dtype != "float32" or device.capability < 80:
             return "copies float32 asynchronously, from compute capability 8.0 on"
+        if problem.groups > 1 and problem.in_channels_per_group <= MAX_CHANNELS:
+            return f"groups of at most {MAX_CHANNELS} input channels leave a block few threads for each position"
         if problem.tf32 and problem.out_channels_per_group >= 16 and not problem.channels_last:
             return "uses no tensor cores, which with TF32 are faster for 16 output channels and more in NCHW"
         if (columns := problem.out_channels_per_group * problem.taps) > _MOST_COLUMNS:
