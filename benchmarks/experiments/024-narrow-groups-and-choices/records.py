@@ -32,7 +32,7 @@ def _record(row: dict[str, str], pass_: str, config: str, file: str) -> Record:
     found.planned, found.error, found.compared = False, float(row["error"]), "some images"
     found.torch_benchmark_ms, found.gpu = float(row["torch_us"]) / 1e3, row["gpu"]
     found.ceilings, found.torch, found.date = _CEILINGS, "2.11.0", "2026-11-28"
-    found.command = f"python benchmarks/experiments/024-narrow-groups-and-choices/records.py ({file})"
+    found.command = f"python benchmarks/experiments/024-narrow-groups-and-choices/ways.py --csv {file}"
     return found
 
 
