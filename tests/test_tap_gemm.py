@@ -21,7 +21,7 @@ from polyphase.problem import Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.program.flatten import GRAD_PLANES, X_PLANES
-from polyphase.program.step import GRAD, X
+from polyphase.program.step import GRAD, WORKSPACE, X
 from polyphase.schedules.schedule import Candidate, Schedule
 from polyphase.schedules.tap_gemm import wgrad_tma
 from polyphase.schedules.tap_gemm.flat import flat_product
@@ -481,3 +481,46 @@ def test_single_pixels(dtype: str, channels_last: bool) -> None:
     assert found
     for candidate, program in found[:3]:
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
+
+
+#: Input gradients whose weights come as boxes: one tap, windows of taps, groups, channels that fill no row.
+WEIGHT_BOXES = (
+    make((2, 24, 5, 6), 16, (3, 4), 2, 1, dtype="bfloat16", channels_last=True),
+    make((2, 40, 5, 6), 24, 3, 2, 1, 1, tf32=True, channels_last=True),
+    make((1, 21, 9), 16, 1, 2, dtype="bfloat16"),
+    make((2, 18, 9, 10), 24, (2, 3), 1, 1, dtype="float16", channels_last=True),
+    make((2, 136, 5, 6), 128, (2, 3), 2, groups=2, dtype="bfloat16", channels_last=True),
+    make((40, 300, 2, 2), 24, 5, 2, 1, dtype="bfloat16", channels_last=True),
+    make((2, 27, 7, 9), 37, 3, 2, 1, dtype="bfloat16"),
+    make((2, 30, 5, 6), 18, (2, 3), 2, groups=2, tf32=True),
+)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("problem", WEIGHT_BOXES, ids=str)
+def test_boxes_of_weights(problem: ConvTransposeProblem) -> None:
+    """Every config, and tensors that lie otherwise: the weight is transposed before, and padded."""
+    pass_, number = Pass.INPUT_GRAD, 0
+    found = [config for config in TMA.configs(problem, pass_, H200) if config.boxes]
+    lies = problem.out_channels // problem.groups * (4 if problem.tf32 else 2) % 16 == 0
+    lies = lies and (problem.channels_last or problem.taps == 1)
+    for layouts in strange_layouts(problem):
+        for config in found if number == 0 else found[number % len(found) : number % len(found) + 1]:
+            program = TMA.program(problem, pass_, H200, layouts, config)
+            packed = WORKSPACE in program.main.operands
+            assert packed is not (lies and layouts.aligned and (layouts.weight_channels_last or problem.taps == 1))
+            assert_exact(problem, pass_, Candidate(TMA.name, config, 0.0, ""), program, layouts, Emulator(number))
+            number += 1
+
+
+def test_configs_are_ranked_whatever_memory_runs_take_at_the_ranking_size() -> None:
+    """FCN-32s' planes have more positions at the typical batch and image than are counted, not at its own."""
+    assert offers(TMA, make((8, 21, 16, 16), 21, 64, 32, 16, tf32=True), Pass.INPUT_GRAD)
+
+
+def test_pixels_that_are_written_touch_few_lines() -> None:
+    """Of 37 channels they have 128 bytes, not 80."""
+    problem = make((4, 256, 40, 160), 37, 7, 2, 0, 1, dtype="bfloat16")
+    for _, program in offers(TMA, problem, Pass.INPUT_GRAD):
+        if not dict(program.main.source.constants)["RUNS"]:
+            assert program.main.tensor_maps[0].strides[0] % 128 == 0

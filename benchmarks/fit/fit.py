@@ -220,9 +220,13 @@ def _json(value: Any) -> str:
 
 
 def is_outdated(row: Row, sections: dict[str, Any]) -> bool:
-    """Whether the record is of a kernel that computes in another way today: its schedule's section says so."""
+    """Whether the record is of a kernel that computes in another way today: its schedule's section says so.
+
+    It names a file, or a file and a pass of it.
+    """
+    names = {row.file, f"{row.file} {row.pass_.value}"}
     return any(
-        row.schedule.name in each["schedules"] and row.file in each.get("outdated", ()) for each in sections.values()
+        row.schedule.name in each["schedules"] and names & {*each.get("outdated", ())} for each in sections.values()
     )
 
 

@@ -23,9 +23,14 @@
 // phase, tile, group, split), since these differ in length: taps that meet nothing but zeros in all of a tile are left
 // out. With split-K each split stores a plane of partial sums (steps/reduce_splits.cu).
 //
+// Weights are packed (steps/pack_tap_groups.cu), which also sets the counter to zero. Those of an input gradient may
+// have their source channels innermost: WEIGHT_BOXES of them are loaded by TMA, and blocks take every n-th work tile.
+//
+// Results of an input gradient fill whole sectors. In NHWC lanes exchange them so that each has eight bytes of
+// neighbouring channels; in NCHW lanes of neighbouring rows do, so that a thread has neighbouring positions.
+//
 // float32 is read as TF32, or split into two parts of TF32: the source's parts are channels of their own
-// (steps/transpose.cu), those of the weights follow one another (steps/pack_tap_groups.cu). Three products of parts are
-// added.
+// (steps/transpose.cu), those of the weights follow one another. Three products of parts are added.
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after FLUSH stages they are added in
 // float32 to a second set of registers, where there are more stages.
@@ -41,6 +46,7 @@
 #include "core/shared_address.cuh"
 #include "core/tap_window.cuh"
 #include "core/types.cuh"
+#include "epilogue/exchange.cuh"
 #include "epilogue/finish.cuh"
 #include "mainloop/k_major_product.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -48,7 +54,7 @@
 #include "ptx/tma.cuh"
 
 struct Params {
-  TensorMap source_box, shorter_box;  // the latter of runs in phases of fewer taps along the width
+  TensorMap source_box, second_box;  // of weights, or of runs in phases of fewer taps along the width
   Tensor5 dst;
   int source_size[3];
   int batch, groups;
@@ -56,7 +62,7 @@ struct Params {
   int tiles[4];     // tiles along n, d, h, w
   int splits;       // of a work tile's stages
   int sums;         // whether results stay accum_t, a plane for each split
-  int vector;       // whether two neighbouring channels are stored together
+  int vector;       // whether neighbouring channels are stored together
   long long plane;  // elements of a plane of partial sums
 };
 
@@ -67,10 +73,14 @@ constexpr int PRODUCER_REGISTERS = HELD_SUMS > 160 ? 40 : 56, CONSUMER_REGISTERS
 static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
 static_assert(PITCH == CHUNK * (int)sizeof(scalar_t), "a row of a stage is a tap group");
 static_assert(WINDOW == 1 || !RUNS, "the taps of a run are one group");
+static_assert(!WEIGHT_BOXES || (INPUT_GRAD && PARTS == 1 && !RUNS),
+              "weights that TMA reads as they lie have k innermost");
 
 // Bytes of a stage: of a part of the source, all parts of a tap's weights, and together.
 constexpr int BOX_BYTES = BOX_ROWS * PITCH, TAP_BYTES = PARTS * B_BYTES;
 constexpr int WINDOW_BYTES = round_up(PARTS * BOX_BYTES + WINDOW * TAP_BYTES, 1024);
+
+constexpr unsigned NOWHERE = ~0u;
 
 // Where rows of the product lie in a box, in rows of it.
 struct BoxRows {
@@ -87,13 +97,18 @@ struct BoxRows {
   }
   __device__ __forceinline__ int next_eight() const { return WINDOW == 1 || lines == 1 ? 8 : pitch; }
 
-  // The cell of a row along n, d, h and w, from the tile's first; beyond the tile along n where there is none.
-  static __device__ __forceinline__ void cell(const int (&lanes)[4], int row, int (&at)[4]) {
-    if (WINDOW == 1) return decode(lanes, row, at);
-    const int in_order[4] = {ceil_div(lanes[3], 8), lanes[0], lanes[1], lanes[2]};
-    int run[4];
-    decode(in_order, row / 8, run);
-    at[0] = run[0] < in_order[0] ? run[1] : lanes[0], at[1] = run[2], at[2] = run[3], at[3] = 8 * run[0] + row % 8;
+  // The cell of a row along n, d, h and w, from the tile's first, a byte each; NOWHERE past the tile.
+  static __device__ __forceinline__ unsigned place(const int (&lanes)[4], int row) {
+    int at[4];
+    if (WINDOW == 1) {
+      decode(lanes, row, at);
+    } else {
+      const int in_order[4] = {ceil_div(lanes[3], 8), lanes[0], lanes[1], lanes[2]};
+      int run[4];
+      decode(in_order, row / 8, run);
+      at[0] = run[0] < in_order[0] ? run[1] : lanes[0], at[1] = run[2], at[2] = run[3], at[3] = 8 * run[0] + row % 8;
+    }
+    return at[0] < lanes[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
   }
 };
 
@@ -139,13 +154,12 @@ struct TileTaps {
   }
 
   // Where the weights of a stage's first tap are packed, behind those of the tap groups that are left out before.
-  __device__ __forceinline__ int packed(int index) const {
+  __device__ __forceinline__ int packed(const TapWindow& at, int index) const {
     if (!LEAVES_OUT) return index;
     if (JOINED) {
-      const RunGroup at(met, index);
-      return at.element / CHUNK * all + at.at_d * slab + at.at_h;
+      const RunGroup of_run(met, index);
+      return of_run.element / CHUNK * all + of_run.at_d * slab + of_run.at_h;
     }
-    const TapWindow at(met, index);
     return at.channel / CHUNK * all + at.at_d * slab + at.at_h * row + at.at_w;
   }
 
@@ -158,30 +172,31 @@ struct TileTaps {
   }
 };
 
-// Work tiles on their way from the thread that takes them to the warps that multiply: short ones are loaded ahead.
+// Work tiles and their stages on their way from the thread that takes them to the warps that multiply: short ones are
+// loaded ahead.
 constexpr int QUEUE = 4;
 struct WorkQueue {
   PipelineBarriers<QUEUE> ring;
-  int work[QUEUE];
+  int work[QUEUE], stages[QUEUE];
 };
 
-// By one thread: the boxes of a stage. Returns its taps.
-__device__ __forceinline__ int load_source(const Params& params, const scalar_t* src, const WorkTile& work,
-                                           const Phase& phase, int index, unsigned to, unsigned full) {
+// By one thread: the boxes of a stage.
+__device__ __forceinline__ void load_source(const Params& params, const scalar_t* src, const WorkTile& work,
+                                            const Phase& phase, const TapWindow& at, int index, unsigned to,
+                                            unsigned full) {
   const int box_bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * (params.lanes[3] + HALO) * PITCH;
   if (RUNS) {
-    const RunPlace at(phase, index);
-    const TensorMap& box = phase.w.count < RUN_TAPS ? params.shorter_box : params.source_box;
+    const RunPlace run(phase, index);
+    const TensorMap& box = phase.w.count < RUN_TAPS ? params.second_box : params.source_box;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-      const int plane = (part * params.groups + work.group) * (PLANES_D * PLANES_H) + at.plane;
-      const int from[5] = {at.element, work.first[3] + at.w, work.first[2] + at.h, work.first[1] + at.d,
+      const int plane = (part * params.groups + work.group) * (PLANES_D * PLANES_H) + run.plane;
+      const int from[5] = {run.element, work.first[3] + run.w, work.first[2] + run.h, work.first[1] + run.d,
                            plane * params.batch + work.first[0]};
       tma_load_box(to + part * BOX_BYTES, box, src, from, box_bytes, full);
     }
-    return 1;
+    return;
   }
-  const TapWindow at(phase, index);
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
     const int from[5] = {(work.group * PARTS + part) * PADDED_CHANNELS + at.channel,
@@ -190,22 +205,36 @@ __device__ __forceinline__ int load_source(const Params& params, const scalar_t*
                          work.first[1] * src_cell(AXIS_D) + phase.d.src + at.at_d * TapsD::SRC_STEP, work.first[0]};
     tma_load_box(to + part * BOX_BYTES, params.source_box, src, from, box_bytes, full);
   }
-  return at.taps;
 }
 
-// By one thread: the weights of a stage's taps, the first of which are packed there.
-__device__ __forceinline__ void load_weights(const unsigned char* packed, int taps, unsigned to, unsigned full) {
+// By one thread: the weights of a stage's taps, the first of which are number `packed` of those that are packed.
+__device__ __forceinline__ void load_weights(const Params& params, const unsigned char* weights, const WorkTile& work,
+                                             const Phase& phase, const TapWindow& at, int packed, unsigned to,
+                                             unsigned full) {
+  const int taps = RUNS ? 1 : at.taps;
+  if (WEIGHT_BOXES) {
+    const int line = (phase.d.tap + at.at_d) * AXIS_H.kernel + phase.h.tap + at.at_h;
+    const int first = work.group * DST_CHANNELS + work.column_block * COLUMNS;
+#pragma unroll 1
+    for (int tap = 0; tap < taps; ++tap) {
+      const int of_row = phase.w.tap + at.at_w + tap * TapWindow::STEP;
+      const int from[5] = {at.channel, first, line * AXIS_W.kernel + of_row, 0, 0};
+      tma_load_box(to + tap * TAP_BYTES, params.second_box, (const scalar_t*)weights, from, TAP_BYTES, full);
+    }
+    return;
+  }
+  weights += COUNTER_BYTES + (long long)packed * TAP_BYTES;
   if (TapWindow::STEP == 1) {
-    tma_load_bytes(to, packed, taps * TAP_BYTES, full);
+    tma_load_bytes(to, weights, taps * TAP_BYTES, full);
   } else {
 #pragma unroll 1
     for (int tap = 0; tap < taps; ++tap)
-      tma_load_bytes(to + tap * TAP_BYTES, packed + tap * (TapWindow::STEP * TAP_BYTES), TAP_BYTES, full);
+      tma_load_bytes(to + tap * TAP_BYTES, weights + tap * (TapWindow::STEP * TAP_BYTES), TAP_BYTES, full);
   }
 }
 
 // By one thread: takes work tiles, and loads the boxes and weights of all their stages.
-__device__ __forceinline__ void load_items(const Params& params, const scalar_t* src, unsigned char* packed,
+__device__ __forceinline__ void load_items(const Params& params, const scalar_t* src, unsigned char* weights,
                                            PipelineBarriers<BUFFERS>& ring, WorkQueue& queue, int (&taps_of)[BUFFERS],
                                            const unsigned char* buffers) {
   griddepcontrol_wait();
@@ -214,28 +243,32 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
   int index = blockIdx.x;
 #pragma unroll 1
   while (true) {
+    const bool exists = index < WorkTile::count(params);
+    const WorkTile work(params, exists ? index : 0);
+    const TileTaps taps(params, work);
     mbarrier_wait(shared_address(queue.ring.empty + place.index), place.parity ^ 1);
     *(volatile int*)(queue.work + place.index) = index;
+    *(volatile int*)(queue.stages + place.index) = taps.count;
     mbarrier_arrive(shared_address(queue.ring.full + place.index));
     place.next();
-    if (index >= WorkTile::count(params)) return;
-    const WorkTile work(params, index);
-    const TileTaps taps(params, work);
+    if (!exists) return;
     const int block = (work.group * PHASES + work.phase) * COLUMN_BLOCKS + work.column_block;
     const int before = block * PACKED_STAGES + taps.skipped;  // stages whose weights are packed before these
+    TapWindow at(taps.met, taps.first);
 #pragma unroll 1
     for (int stage = taps.first; stage < taps.first + taps.count; ++stage) {
       const unsigned to = shared_address(buffers + state.index * WINDOW_BYTES);
       const unsigned full = shared_address(ring.full + state.index);
       mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
-      const int of_stage = load_source(params, src, work, taps.met, stage, to, full);
-      const long long weights = (long long)(before + taps.packed(stage)) * TAP_BYTES;
-      load_weights(packed + COUNTER_BYTES + weights, of_stage, to + PARTS * BOX_BYTES, full);
-      if (WINDOW > 1) taps_of[state.index] = of_stage;
+      load_source(params, src, work, taps.met, at, stage, to, full);
+      const int packed = before + taps.packed(at, stage);
+      load_weights(params, weights, work, taps.met, at, packed, to + PARTS * BOX_BYTES, full);
+      if (WINDOW > 1) taps_of[state.index] = at.taps;
       mbarrier_arrive(full);
       state.next();
+      at.next(taps.met);
     }
-    index = (int)(gridDim.x + atomicAdd((unsigned*)packed, 1u));  // while the consumers still have stages
+    index = WEIGHT_BOXES ? index + (int)gridDim.x : (int)(gridDim.x + atomicAdd((unsigned*)weights, 1u));
   }
 }
 
@@ -256,19 +289,95 @@ __device__ __forceinline__ void multiply(Sums& sums, int stages, const BoxRows& 
   consume_stages(stages, ring, state, products, add, [&] { wgmma_wait<0>(), pin(sums.of); });
 }
 
-// The outputs of a work tile.
-__device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Phase& phase, const Sums& sums,
-                                      const EpilogueOperands& operands, scalar_t* dst) {
-  long long targets[2 * ROW_TILES];
+// The row of the product that a thread stores as number `i`: its own or, of an input gradient in NCHW, of 16 two
+// neighbours.
+constexpr bool ROW_PAIRS = INPUT_GRAD && !DST_CHANNELS_LAST;
+__device__ __forceinline__ int stored_row(int i) {
+  return ROW_PAIRS ? (Sums::row(i & ~1) & ~1) + threadIdx.x % 8 / 4 * 8 + i % 2 : Sums::row(i);
+}
+
+// Whether a column of the work tile exists, of `columns` from its first on: none where its row does not exist.
+__device__ __forceinline__ bool has(int columns, int column) {
+  return DST_CHANNELS % COLUMNS == 0 ? columns > 0 : column < columns;
+}
+
+// The results of a row of an input gradient in NHWC. Eight bytes of neighbouring channels are stored TOGETHER.
+template <bool TOGETHER, class Stored>
+__device__ __forceinline__ void store_pixel(const float (&sums)[COLUMNS / 2], int half, Stored* to, int columns) {
+  constexpr int VECTOR = TOGETHER ? 8 / (int)sizeof(Stored) : 1;
 #pragma unroll
-  for (int i = 0; i < 2 * ROW_TILES; ++i) {
-    int cell[4];
-    BoxRows::cell(params.lanes, Sums::row(i), cell);
-    const bool in_tile = cell[0] < params.lanes[0];
+  for (int tile = 0; tile < COLUMNS / 8; tile += VECTOR == 4 ? 2 : 1) {
+    const float* const pair = sums + 4 * tile + 2 * half;
+    const int column = 8 * tile + fragment_column();
+    if constexpr (VECTOR == 4) {
+      const bool both = tile + 1 < COLUMNS / 8;
+      const Vector<unsigned, 2> found = exchanged(pair, both ? pair + 4 : pair);
+      const int first = 8 * tile + first_exchanged();
+      if ((both || threadIdx.x % 2 == 0) && has(columns, first)) *(Vector<unsigned, 2>*)(to + first) = found;
+    } else if constexpr (VECTOR == 2) {
+      if (has(columns, column)) *(Vector<float, 2>*)(to + column) = {pair[0], pair[1]};
+    } else {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) cell[j] += work.first[j];
-    targets[i] = dst_element(params.dst, phase, cell, in_tile && cell[0] < params.batch);
+      for (int i = 0; i < 2; ++i)
+        if (has(columns, column + i)) narrow(pair[i], to[column + i]);
+    }
   }
+}
+
+// The results of 16 rows of an input gradient in NCHW, the thread's two (`stored_row`) from `to` on, null for none.
+template <class Stored>
+__device__ __forceinline__ void store_row_pair(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2],
+                                               long long channel, int columns) {
+  const bool together =
+      to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Vector<Stored, 2>) == 0;
+#pragma unroll
+  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
+    Vector<Stored, 2> first, second;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      narrow(sums[4 * tile + i], first.value[i]), narrow(sums[4 * tile + 2 + i], second.value[i]);
+    exchange_rows(first, second);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = 8 * tile + fragment_column() + i;
+      if (!has(columns, column)) continue;
+      if (together) {
+        *(Vector<Stored, 2>*)(to[0] + column * channel) = Vector<Stored, 2>{first.value[i], second.value[i]};
+      } else {
+        if (to[0]) to[0][column * channel] = first.value[i];
+        if (to[1]) to[1][column * channel] = second.value[i];
+      }
+    }
+  }
+}
+
+// The results of a work tile of an input gradient, which `targets` are the rows of; `dst` is its first column's. All
+// lanes of a warp are here.
+template <class Stored>
+__device__ __forceinline__ void store_gradient(const Params& params, const Sums& sums,
+                                               const long long (&targets)[2 * ROW_TILES], int columns, Stored* dst) {
+#pragma unroll
+  for (int i = 0; i < ROW_TILES; ++i) {
+    Stored* to[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) to[j] = targets[2 * i + j] < 0 ? nullptr : dst + targets[2 * i + j];
+    if constexpr (ROW_PAIRS) {
+      store_row_pair(sums.of[i], to, params.dst.stride[1], columns);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        if (params.vector)
+          store_pixel<true>(sums.of[i], j, to[j], to[j] ? columns : 0);
+        else
+          store_pixel<false>(sums.of[i], j, to[j], to[j] ? columns : 0);
+    }
+  }
+}
+
+// The outputs of a work tile of a forward pass.
+__device__ __forceinline__ void store_outputs(const Params& params, const WorkTile& work, const Sums& sums,
+                                              const long long (&targets)[2 * ROW_TILES],
+                                              const EpilogueOperands& operands, scalar_t* dst) {
   const long long apart = params.dst.stride[1];
   accum_t* const partial = (accum_t*)dst + work.split * params.plane;
 #pragma unroll
@@ -308,8 +417,32 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
   }
 }
 
+// The results of a work tile, whose rows lie at `places` of it.
+__device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Phase& phase, const Sums& sums,
+                                      const unsigned (&places)[2 * ROW_TILES], const EpilogueOperands& operands,
+                                      scalar_t* dst) {
+  long long targets[2 * ROW_TILES];
+#pragma unroll
+  for (int i = 0; i < 2 * ROW_TILES; ++i) {
+    int cell[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) cell[j] = work.first[j] + (int)(places[i] >> (24 - 8 * j) & 255);
+    targets[i] = dst_element(params.dst, phase, cell, places[i] != NOWHERE && cell[0] < params.batch);
+  }
+  const int first = work.column_block * COLUMNS, columns = DST_CHANNELS - first;
+  if constexpr (INPUT_GRAD) {
+    const long long at = (work.group * DST_CHANNELS + first) * (DST_CHANNELS_LAST ? 1 : params.dst.stride[1]);
+    if (sizeof(scalar_t) == sizeof(accum_t) || params.sums)
+      store_gradient(params, sums, targets, columns, (accum_t*)dst + work.split * params.plane + at);
+    else
+      store_gradient(params, sums, targets, columns, dst + at);
+  } else {
+    store_outputs(params, work, sums, targets, operands, dst);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    tap_gemm_tma(const scalar_t* __restrict__ src, unsigned char* __restrict__ packed,
+    tap_gemm_tma(const scalar_t* __restrict__ src, unsigned char* __restrict__ weights,
                  const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
                  const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -324,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
   if (threadIdx.x >= CONSUMER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x == CONSUMER_THREADS) load_items(params, src, packed, ring, queue, taps_of, shared_memory);
+    if (threadIdx.x == CONSUMER_THREADS) load_items(params, src, weights, ring, queue, taps_of, shared_memory);
     return;
   }
   setmaxnreg_inc<CONSUMER_REGISTERS>();
@@ -332,12 +465,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   PipelineState<QUEUE> place;
   const int items = WorkTile::count(params);
   const BoxRows box(params.lanes);
+  unsigned places[2 * ROW_TILES];
+#pragma unroll
+  for (int i = 0; i < 2 * ROW_TILES; ++i) places[i] = BoxRows::place(params.lanes, stored_row(i));
 #pragma unroll 1
   while (true) {
     mbarrier_wait(shared_address(queue.ring.full + place.index), place.parity);
     const volatile int& index = queue.work[place.index];
     if (index >= items) return;
-    const int stages = TileTaps(params, WorkTile(params, index)).count;
+    const int stages = *(const volatile int*)(queue.stages + place.index);
     Sums sums, total;
     if (FLUSH > 0) {
       total.clear();
@@ -351,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (stages == 0) sums.clear();
     }
     const WorkTile work(params, index);  // read again, so that it takes no registers beside the products
-    store(params, work, Phase(work.phase), FLUSH > 0 ? total : sums, operands, dst);
+    store(params, work, Phase(work.phase), FLUSH > 0 ? total : sums, places, operands, dst);
     queue.ring.release(place.index);
     place.next();
   }

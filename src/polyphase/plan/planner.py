@@ -40,7 +40,7 @@ from polyphase.schedules.cost import prologue_seconds
 from polyphase.schedules.schedule import Candidate, Schedule
 
 #: Another config of the list is taken where its prediction is less than that much of the first's, and another
-#: schedule's first (in weight gradients what it would take so) where it is less than that much of the one so taken.
+#: schedule's first (in gradients what it would take so) where it is less than that much of the one so taken.
 #: Margins of gradients: benchmarks/experiments/024-narrow-groups-and-choices.
 CLEARLY = 0.97
 CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
@@ -134,7 +134,7 @@ def plan(
         chosen = _by_size(schedule, offered, pass_)
     kernels = [(schedule, candidate) for candidate in chosen]
     if measured is None:
-        by_size = pass_ is Pass.WEIGHT_GRAD
+        by_size = pass_ is not Pass.FORWARD
         others = [(each, _by_size(each, found, pass_)[0] if by_size else next(found)) for each, found in offers]
         other, taken = min(others, key=lambda each: each[1].seconds, default=kernels[0])
         unseen = LAUNCH if pass_ is Pass.FORWARD else 0.0

@@ -16,14 +16,28 @@ struct TapWindow {
   int at_d, at_h, at_w;  // which of the phase's taps, along the width the first
   int taps;
 
+  // Of a phase without taps, which has no stages, any.
   __device__ __forceinline__ TapWindow(const Phase& phase, int index) {
-    const int along = along_w(phase), rows = phase.h.count * along;
-    const int chunk = quotient(index, 1.f / (phase.d.count * rows)), of_chunk = index - chunk * phase.d.count * rows;
+    const int along = max(1, along_w(phase)), rows = max(1, phase.h.count) * along, all = max(1, phase.d.count) * rows;
+    const int chunk = quotient(index, 1.f / all), of_chunk = index - chunk * all;
     at_d = quotient(of_chunk, 1.f / rows);
     at_h = quotient(of_chunk - at_d * rows, 1.f / along);
-    const int window = of_chunk - at_d * rows - at_h * along, residues = min(STEP, phase.w.count);
+    const int window = of_chunk - at_d * rows - at_h * along, residues = max(1, min(STEP, phase.w.count));
     const int before = window / residues;
     channel = chunk * CHUNK, at_w = before * (WINDOW * STEP) + window - before * residues;
+    taps = min(WINDOW, ceil_div(phase.w.count - at_w, STEP));
+  }
+
+  // Moves on to the next stage's: to compute these from its number takes a thread longer than a short stage does.
+  __device__ __forceinline__ void next(const Phase& phase) {
+    const int residue = at_w % (WINDOW * STEP);
+    const bool in_turn = residue + 1 < STEP && at_w + 1 < phase.w.count;
+    at_w = in_turn ? at_w + 1 : at_w - residue + WINDOW * STEP;
+    if (at_w >= phase.w.count) {
+      at_w = 0;
+      if (++at_h == phase.h.count) at_h = 0, ++at_d;
+      if (at_d == phase.d.count) at_d = 0, channel += CHUNK;
+    }
     taps = min(WINDOW, ceil_div(phase.w.count - at_w, STEP));
   }
 

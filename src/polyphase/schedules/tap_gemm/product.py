@@ -144,18 +144,19 @@ def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mir
 
 
 def as_read(
-    product: Product, side: Side, aligned: bool, multiple: int | None = None, parts: int = 1
+    product: Product, side: Side, aligned: bool, multiple: int | None = None, parts: int = 1, written: int | None = None
 ) -> tuple[Side, Transposed | None]:
     """A tensor as a kernel reads it, and how it is transposed if it lies otherwise.
 
-    Its channels are innermost, in so many ``parts``, and those of a group a ``multiple`` of pieces, by default of one.
+    Its channels are innermost, in so many ``parts``, and those of a group a ``multiple``, by default of whole pieces.
+    Where they are ``written`` they are a multiple of that.
     """
     groups, multiple = product.problem.groups, multiple or product.piece
     batch, channels, depth, height, width = side.shape
     whole = math.gcd(channels // groups, side.apart(1)) % multiple == 0
     if parts == 1 and aligned and side.channels_last and whole:
         return side, None
-    padded = round_up(channels // groups, multiple)
+    padded = round_up(channels // groups, written or multiple)
     shape = batch, groups * parts * padded, depth, height, width
     return Side(shape, dense_strides(shape, True)), Transposed(side.shape, side.strides, groups, padded, parts)
 

@@ -23,7 +23,8 @@ class TmaTapConfig(NamedTuple):
 
     ``back``: the result is written in channels_last, and transposed to where it belongs. ``runs``: the source is
     written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else a stage reads one box for up
-    to ``window`` taps along the width.
+    to ``window`` taps along the width. ``boxes``: weights, too, come as boxes
+    of TMA, with their source channels innermost; else they are packed.
     """
 
     row_tiles: int
@@ -32,6 +33,7 @@ class TmaTapConfig(NamedTuple):
     back: bool = False
     runs: bool = False
     window: int = 1
+    boxes: bool = False
 
     @property
     def rows(self) -> int:
@@ -55,9 +57,12 @@ def configs_of(product: Product) -> Iterator[TmaTapConfig]:
         for pitch, count, row_tiles in itertools.product(pitches, sorted(columns), (1, 2)):
             config = TmaTapConfig(row_tiles, count, pitch, runs=runs)
             if times * count * row_tiles // 2 <= _MOST_SUMS:
-                yield config
+                found = [config]
                 if not runs and product.parts == 1:
-                    yield from (config._replace(window=window) for window in _windows(product))
+                    found += [config._replace(window=window) for window in _windows(product)]
+                yield from found
+                if not product.gather.forward and not runs and product.parts == 1:
+                    yield from (each._replace(boxes=True) for each in found)
 
 
 def _windows(product: Product) -> list[int]:
