@@ -21,6 +21,7 @@
 #include "core/geometry.cuh"
 #include "core/pipeline.cuh"
 #include "core/shared_address.cuh"
+#include "epilogue/exchange.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
@@ -159,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
   PipelineState<STAGES> state;
   if (threadIdx.x < CONSUMER_THREADS) {
-    reallocate_registers<true>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
 #pragma unroll 1
     for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
       const WorkTile work(params, index);
@@ -175,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       } while (stage < work.stages);
     }
   } else {
-    reallocate_registers<false>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < CONSUMER_THREADS + 32)
 #pragma unroll 1
       for (int index = blockIdx.x; index < params.items; index += gridDim.x)
