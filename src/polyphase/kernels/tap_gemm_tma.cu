@@ -241,17 +241,19 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
   PipelineState<BUFFERS> state;
   PipelineState<QUEUE> place;
   int index = blockIdx.x;
-#pragma unroll 1
-  while (true) {
-    const bool exists = index < WorkTile::count(params);
-    const WorkTile work(params, exists ? index : 0);
-    const TileTaps taps(params, work);
+  const auto give = [&](int stages) {
     mbarrier_wait(shared_address(queue.ring.empty + place.index), place.parity ^ 1);
     *(volatile int*)(queue.work + place.index) = index;
-    *(volatile int*)(queue.stages + place.index) = taps.count;
+    *(volatile int*)(queue.stages + place.index) = stages;
     mbarrier_arrive(shared_address(queue.ring.full + place.index));
     place.next();
-    if (!exists) return;
+  };
+#pragma unroll 1
+  while (true) {
+    if (index >= WorkTile::count(params)) return give(0);
+    const WorkTile work(params, index);
+    const TileTaps taps(params, work);
+    give(taps.count);
     const int block = (work.group * PHASES + work.phase) * COLUMN_BLOCKS + work.column_block;
     const int before = block * PACKED_STAGES + taps.skipped;  // stages whose weights are packed before these
     TapWindow at(taps.met, taps.first);
