@@ -423,6 +423,15 @@ def test_rows_of_planes_are_whole_lines_where_those_are_near(width: int, row: in
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
+@pytest.mark.parametrize(("kernel", "dilation", "share"), [(3, 2, 0.5), (3, 1, 1.0), (1, 1, 0.5)])
+def test_rows_that_no_tap_meets_are_not_read(kernel: int, dilation: int, share: float) -> None:
+    """Taps an even number of rows apart, or a single one, meet every other row of the output gradient."""
+    problem = make((2, 8, 8, 16), 8, (kernel, 3), (2, 1), dilation=(dilation, 1), dtype="bfloat16")
+    flat = flat_product(problem, Layouts.dense(problem))
+    x, _, gradient = problem.elements
+    assert flat.moved - flat.written_bytes // 2 == x + share * gradient
+
+
 def test_where_images_straddle_lines_planes_are_written() -> None:
     """The forecast decides."""
     for row, in_place in ((26, False), (32, True)):

@@ -236,9 +236,10 @@ class FlatProduct:
 
     @property
     def moved(self) -> int:
-        """Elements of tensors that are read, and of their planes that are written."""
-        read = (math.prod(each.shape) for each, new in zip(self.sides, self.written) if new)
-        return sum(read) + self.written_bytes // self.product.size
+        """Elements of tensors that are read, but for slabs and rows that no tap meets, and of their planes."""
+        met = math.prod(min(1.0, flat.residues / axis.stride) for flat, axis in zip(self.along[:2], self.axes[:2]))
+        read = (math.prod(each.shape) * share for each, new, share in zip(self.sides, self.written, (1, met)) if new)
+        return int(sum(read)) + self.written_bytes // self.product.size
 
     @cached_property
     def windows(self) -> list[tuple[bool, bool]]:
