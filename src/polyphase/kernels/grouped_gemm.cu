@@ -29,10 +29,9 @@
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
 #include "core/geometry.cuh"
+#include "core/pipeline.cuh"
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
-#include "ptx/convert.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
@@ -40,6 +39,7 @@
 #include "ptx/registers.cuh"
 #include "operand/plain_sum.cuh"
 #include "operand/split.cuh"
+#include "operand/tf32.cuh"
 #include "mainloop/accumulators.cuh"
 #include "mainloop/multistage.cuh"
 #include "epilogue/finish.cuh"
@@ -52,7 +52,6 @@ struct Params {
   int batch, groups;
   int lanes[4];      // cells of a tile along n, d, h, w; two neighbours along w are of one row
   Divisor tiles[4];  // tiles along n, d, h, w
-  int apart[4];      // tiles along n, d, h, w from one of a block's to its next
   int first[4];      // the window's first pixel, counted from the tile's first cell
   int skew;          // pixels from there to the first that any tap reads
   int pitch[4];      // of staged outputs: elements from one channel, image, slab and row that has taps to the next
@@ -76,13 +75,6 @@ static_assert(LOADERS == 1 << LOAD_SPAN && FIRST_LOAD_WARP == WARPS, "the last w
 constexpr int MATRICES = EXACT ? 2 : 1;  // of an entry
 constexpr int ENTRY_BYTES = MATRICES * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
 constexpr bool HAS_BARE = ALONG_D.phases < AXIS_D.stride || ALONG_H.phases < AXIS_H.stride;  // rows without taps
-
-// What the tensor cores read of one channel's weight or pixel, or of two neighbouring ones'.
-__device__ __forceinline__ unsigned word_of(float value, float) { return __float_as_uint(round_tf32(value)); }
-template <class T>
-__device__ __forceinline__ unsigned word_of(T value, T next) {
-  return value.bits | (unsigned)next.bits << 16;
-}
 
 // All operations' weights of a block's channels; `weight` is of the first. What has no tap or no channel is zero. A
 // word is two neighbouring channels' weights, one channel's, or one of PARTS == 3 of two that are half an operation
@@ -306,34 +298,33 @@ struct Outputs {
     return channel_terms(operands, min(channel, channels - 1));
   }
 
-  // Where output `w` of cell `k` of pair `j` lies, in a row of a tile by its `first` cell; null where it does not
-  // exist.
+  // The first output along the width of a row's for cell `k` of pair `j`, in a tile by its `first` cell; whether the
+  // cell is one of the tile's.
+  __device__ __forceinline__ bool output_of(const int (&first)[4], const Row& row, int j, int k, int (&at)[4]) const {
+    decode(params.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + fragment_column() + k, at);
+    const bool in_tile = at[0] < params.lanes[0];
+    at[0] += first[0], at[1] = (first[1] + at[1]) * AXIS_D.stride + row.d;
+    at[2] = (first[2] + at[2]) * AXIS_H.stride + row.h, at[3] = (first[3] + at[3]) * AXIS_W.stride;
+    return in_tile;
+  }
+  // Where output `w` of those lies; null where it does not exist.
   __device__ __forceinline__ const scalar_t* place_of(const int (&first)[4], const Row& row, int j, int k,
                                                       int w) const {
     int at[4];
-    decode(params.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + fragment_column() + k, at);
-    const bool in_tile = at[0] < params.lanes[0] && row.exists && row.channel < channels;
-    const int n = first[0] + at[0], d = (first[1] + at[1]) * AXIS_D.stride + row.d;
-    const int h = (first[2] + at[2]) * AXIS_H.stride + row.h;
-    w += (first[3] + at[3]) * AXIS_W.stride;
-    const bool in_image = n < params.batch && d < params.y.size[0] && h < params.y.size[1] && w < params.y.size[2];
-    const scalar_t* const channel = y + row.channel * params.y.stride[1] + n * params.y.stride[0];
-    const long long of_channel = d * params.y.stride[2] + h * params.y.stride[3] + w * params.y.stride[4];
-    return in_tile && in_image ? channel + of_channel : nullptr;
+    const bool in_tile = output_of(first, row, j, k, at) && row.exists && row.channel < channels;
+    at[3] += w;
+    const bool in_image =
+        at[0] < params.batch && at[1] < params.y.size[0] && at[2] < params.y.size[1] && at[3] < params.y.size[2];
+    return in_tile && in_image ? y + row.channel * params.y.stride[1] + offset_of(params.y, at) : nullptr;
   }
 
   // Whether all of them can be trusted.
   __device__ __forceinline__ bool stage(scalar_t* staged, int origin, const int (&first)[4], const Sums& sums) const {
     float doubt = 0;  // NaN where any may be wrong
-    if constexpr (CELLS_AT_ONCE) {
-      if (whole && origin % 2 == 0)
-        stage_cells<true>(staged, origin, first, sums, doubt);
-      else
-        stage_cells<false>(staged, origin, first, sums, doubt);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2 * ROW_BLOCKS; ++i) stage_row(staged, origin, first, sums, i, doubt);
-    }
+    if (ROWS_AT_ONCE && whole && origin % 2 == 0)
+      stage_rows<true>(staged, origin, first, sums, doubt);
+    else
+      stage_rows<false>(staged, origin, first, sums, doubt);
     return doubt == 0;
   }
 
@@ -351,20 +342,18 @@ struct Outputs {
       const float value = widen(*to);
       // Operations may have made numbers of what is none.
       if (!EPILOGUE && (EXACT ? fabsf(value) <= 3.402823466e+38f : value == value)) continue;
-      int cell[4];
-      decode(params.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + fragment_column() + k, cell);
-#pragma unroll
-      for (int d = 0; d < 4; ++d) cell[d] += first[d];
-      if (cell[0] >= params.batch) continue;
-      narrow(finish(plain(params.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, cell, row.d, row.h, row.w),
-                    terms(row.channel), EPILOGUE_READS_PLACES ? place_of(first, row, j, k, row.w) : nullptr),
-             *to);
+      int at[4];
+      output_of(first, row, j, k, at), at[3] += row.w;
+      if (at[0] >= params.batch) continue;
+      const float sum = plain_sum(params.x, x, weight + row.channel * WEIGHT_STRIDE_OUT, IN_CHANNELS, at);
+      narrow(finish(sum, terms(row.channel), EPILOGUE_READS_PLACES ? place_of(first, row, j, k, row.w) : nullptr), *to);
     }
   }
 
  private:
   // Whether a thread holds all elements of two cells' rows, which are put there two at a time.
-  static constexpr bool CELLS_AT_ONCE = OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
+  static constexpr bool ROWS_AT_ONCE = OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
+  static constexpr int RUN = ROWS_AT_ONCE ? AXIS_W.stride : 1;  // phases along the width that a thread has side by side
 
   __device__ __forceinline__ float doubted(float sum, ChannelTerms terms, const scalar_t* to, float& doubt) const {
     const float value = add_bias(sum, terms);
@@ -372,58 +361,42 @@ struct Outputs {
     return operate(value, terms, to);
   }
 
-  // Those of all phases along the width, of which a lane has one channel.
   template <bool WHOLE>
-  __device__ __forceinline__ void stage_cells(scalar_t* staged, int origin, const int (&first_cell)[4],
-                                              const Sums& sums, float& doubt) const {
+  __device__ __forceinline__ void stage_rows(scalar_t* staged, int origin, const int (&first_cell)[4], const Sums& sums,
+                                             float& doubt) const {
     constexpr int STRIDE = AXIS_W.stride;
 #pragma unroll
-    for (int index = 0; index < PIXEL_TILES * PHASES / STRIDE * OUT_CHUNK; index += 8) {
-      const int j = index / (PHASES / STRIDE * OUT_CHUNK), i = index % (PHASES / STRIDE * OUT_CHUNK);
-      const int first = i / OUT_CHUNK * (STRIDE * OUT_CHUNK) + i % OUT_CHUNK;  // row of the first phase and lane
-      const Pair& pair = pairs[4 * j + threadIdx.x % 4];
+    for (int i = 0; i < round_up(ROWS / RUN, 8); i += 8) {
+      const int first = i / OUT_CHUNK * (RUN * OUT_CHUNK) + i % OUT_CHUNK;  // of the first phase
       const Row row(first / 16, first / 8 % 2);
       const ChannelTerms of_channel = terms(row.channel);
-      scalar_t* const to = staged + find_place(origin + pair.place + row.place(params));
-      alignas(2 * ELEMENT) scalar_t values[2 * STRIDE];
 #pragma unroll
-      for (int k = 0; k < 2 * STRIDE; ++k) {
-        const int at = first + k % STRIDE * OUT_CHUNK;
-        const scalar_t* const place =
-            EPILOGUE_READS_PLACES ? place_of(first_cell, Row(at / 16, at / 8 % 2), j, k / STRIDE, k % STRIDE) : nullptr;
-        narrow(doubted(sums.of[at / 16][4 * j + at / 8 % 2 * 2 + k / STRIDE], of_channel, place, doubt), values[k]);
-      }
-      if (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0)) {
+      for (int j = 0; j < PIXEL_TILES; ++j) {
+        const Pair& pair = pairs[4 * j + threadIdx.x % 4];
+        scalar_t* const to = staged + find_place(origin + pair.place + row.place(params)) + row.w;
+        const auto place = [&](int cell, int w) {
+          return EPILOGUE_READS_PLACES ? place_of(first_cell, row, j, cell, w) : nullptr;
+        };
+        alignas(2 * ELEMENT) scalar_t values[2 * RUN];
 #pragma unroll
-        for (int k = 0; k < STRIDE; ++k) ((Vector<scalar_t, 2>*)to)[k] = ((const Vector<scalar_t, 2>*)values)[k];
-      } else {
+        for (int k = 0; k < 2 * RUN; ++k) {
+          const int at = first + k % RUN * OUT_CHUNK;
+          const float sum = sums.of[at / 16][4 * j + at / 8 % 2 * 2 + k / RUN];
+          narrow(doubted(sum, of_channel, place(k / RUN, row.w + k % RUN), doubt), values[k]);
+        }
+        if (ROWS_AT_ONCE && (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0))) {
 #pragma unroll
-        for (int k = 0; k < 2 * STRIDE; ++k)
-          if (k % STRIDE < pair.width[k / STRIDE]) to[k] = values[k];
-      }
-    }
-  }
-
-  // Half `i` of the rows of all blocks.
-  __device__ __forceinline__ void stage_row(scalar_t* staged, int origin, const int (&first_cell)[4], const Sums& sums,
-                                            int i, float& doubt) const {
-    const Row row(i / 2, i % 2);
-    const ChannelTerms of_channel = terms(row.channel);
-    const bool first = ALONG_W.phases < AXIS_W.stride && row.w == ALONG_W.phase[0];
+          for (int k = 0; k < RUN; ++k) ((Vector<scalar_t, 2>*)to)[k] = ((const Vector<scalar_t, 2>*)values)[k];
+          continue;
+        }
 #pragma unroll
-    for (int j = 0; j < PIXEL_TILES; ++j) {
-      const Pair pair = pairs[4 * j + threadIdx.x % 4];
-      scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w;
+        for (int k = 0; k < 2 * RUN; ++k)
+          if (row.w + k % RUN < pair.width[k / RUN]) to[k / RUN * STRIDE + k % RUN] = values[k];
+        const bool first_phase = ALONG_W.phases < STRIDE && row.w == ALONG_W.phase[0];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const scalar_t* const place = EPILOGUE_READS_PLACES ? place_of(first_cell, row, j, k, row.w) : nullptr;
-        const float value = doubted(sums.of[i / 2][4 * j + i % 2 * 2 + k], of_channel, place, doubt);
-        if (row.w < pair.width[k]) narrow(value, to[k * AXIS_W.stride]);
-#pragma unroll
-        for (int w = 0; w < AXIS_W.stride; ++w)  // outputs without taps beside it
-          if (ALONG_W.number[w] < 0 && first && w < pair.width[k])
-            narrow(finish_empty(of_channel, EPILOGUE_READS_PLACES ? place_of(first_cell, row, j, k, w) : nullptr),
-                   to[k * AXIS_W.stride + w - row.w]);
+        for (int k = 0; k < 2 * STRIDE; ++k)  // outputs without taps beside it
+          if (ALONG_W.number[k % STRIDE] < 0 && first_phase && k % STRIDE < pair.width[k / STRIDE])
+            narrow(finish_empty(of_channel, place(k / STRIDE, k % STRIDE)), to[k - row.w]);
       }
     }
   }
@@ -505,16 +478,23 @@ struct Stage {
 struct Note {
   int cell[4], place;
 };
-struct Notes {
+
+// Who waits on whom: a stage is full or empty, a tile's outputs are whole ("full") or gone ("empty").
+struct Pipeline {
   // Producers are at most BUFFERS stages ahead of consumers, and these two tiles ahead of those who
   // store: with one stage a tile that many notes are read.
-  static constexpr int COUNT = 8;
-  static_assert(BUFFERS + 2 <= COUNT, "a short ring");
-  Note of[COUNT];
+  static constexpr int NOTES = 8;
+  static_assert(BUFFERS + 2 <= NOTES, "a short ring");
+
+  PipelineBarriers<BUFFERS> stages;
+  PipelineBarriers<2> outputs;
+  Note notes[NOTES];
   int taken[2];  // numbers of tiles
 
-  __device__ __forceinline__ Note& of_tile(const Stage& stage) { return of[stage.tile() % COUNT]; }
+  __device__ __forceinline__ Note& note(const Stage& stage) { return notes[stage.tile() % NOTES]; }
 };
+constexpr int PIPELINE_BYTES = 384;
+static_assert(sizeof(Pipeline) <= PIPELINE_BYTES, "what the schedule sets aside");
 
 // What a block owns: output channels from `first_out` on of a group, and its first tile's number.
 struct Share {
@@ -540,32 +520,26 @@ struct Tiles {
   const Params& params;
   unsigned* const counter;  // or none
   int* const taken;
-  int at[4];      // the tile, by its number along n, d, h and w
+  int number, at[4];  // of the tile: among all, and along n, d, h and w
   int ahead = 0;  // of the thread that takes them: what the counter said, a tile ahead; behind the blocks' first ones
   int parity = 0;
 
-  __device__ __forceinline__ Tiles(const Params& params, unsigned* counter, Notes& notes, int first)
-      : params(params), counter(counter), taken(notes.taken) {
-    decode(params.tiles, first, at);
+  __device__ __forceinline__ Tiles(const Params& params, unsigned* counter, int* taken, int first)
+      : params(params), counter(counter), taken(taken), number(first) {
+    decode(params.tiles, number, at);
     if (counter && threadIdx.x == THREADS) ahead = (int)atomicAdd(counter, 1u);
   }
   __device__ __forceinline__ bool exists() const { return at[0] < params.tiles[0]; }
   __device__ __forceinline__ void advance() {
+    number += params.at_once;
     if (counter) {
       // What the counter says is used at the next tile, and has come by then.
       if (threadIdx.x == THREADS) taken[parity] = params.at_once + ahead, ahead = (int)atomicAdd(counter, 1u);
       named_barrier_sync(1, LOADERS);
-      decode(params.tiles, *(volatile int*)(taken + parity), at);
+      number = *(volatile int*)(taken + parity);
       parity ^= 1;
-      return;
     }
-    int carry = 0;
-#pragma unroll
-    for (int i = 3; i >= 0; --i) {
-      at[i] += params.apart[i] + carry;
-      carry = i > 0 && at[i] >= params.tiles[i];
-      if (carry) at[i] -= params.tiles[i];
-    }
+    decode(params.tiles, number, at);
   }
   __device__ __forceinline__ void first_cell(int (&cell)[4]) const {
 #pragma unroll
@@ -579,82 +553,50 @@ __device__ __forceinline__ void first_output(const int (&cell)[4], int (&output)
   output[2] = cell[2] * AXIS_H.stride, output[3] = cell[3] * AXIS_W.stride;
 }
 
-// Barriers, 8 bytes each: of every stage full and empty, of every tile's outputs whole and gone.
-struct Barriers {
-  unsigned first;
-
-  __device__ __forceinline__ unsigned full(int slot) const { return first + 8 * slot; }
-  __device__ __forceinline__ unsigned empty(int slot) const { return first + 8 * (BUFFERS + slot); }
-  __device__ __forceinline__ unsigned whole(int output) const { return first + 16 * BUFFERS + 8 * output; }
-  __device__ __forceinline__ unsigned gone(int output) const { return first + 16 * BUFFERS + 16 + 8 * output; }
-
-  __device__ __forceinline__ void init() const {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < BUFFERS; ++i) mbarrier_init(full(i), LOADERS), mbarrier_init(empty(i), WARPS);
-      for (int i = 0; i < 2; ++i) mbarrier_init(whole(i), THREADS), mbarrier_init(gone(i), 32 * STORE_WARPS);
-    }
-  }
-};
-constexpr int NOTES_AT = 128, BARRIER_BYTES = 384;  // with the notes
-static_assert(16 * BUFFERS + 32 <= NOTES_AT && (int)sizeof(Notes) <= BARRIER_BYTES - NOTES_AT, "BUFFERS");
-
-// A warp's arrival, after all of its lanes.
-__device__ __forceinline__ void arrive(unsigned barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-}
-
 // The three warp roles.
 
-__device__ __forceinline__ void load_stages(const Params& params, Tiles tiles, const Barriers& barriers, Notes& notes,
-                                            Place* places, char* buffers, const scalar_t* x, const scalar_t* y) {
+__device__ __forceinline__ void load_stages(const Params& params, Tiles tiles, Pipeline& pipeline, Place* places,
+                                            char* buffers, const scalar_t* x, const scalar_t* y) {
   StageBoxLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(params.x, params.window);
   loader.init(places, elements(params.window));
   named_barrier_sync(1, LOADERS);
-  // A stage's copies are waited for when BUFFERS - 2 later ones have been started. Behind the last tile comes a note.
-  constexpr int BEHIND = BUFFERS - 2;
-  int count = 1 << 30;  // of stages, with that note's, as soon as it is known
-  for (Stage stage; stage.number < count + BEHIND; ++stage.number) {
-    const int slot = stage.slot();
-    if (stage.number < count) {
-      mbarrier_wait(barriers.empty(slot), stage.parity() ^ 1);
-      int at[4];
-      tiles.first_cell(at);
-      if (threadIdx.x == THREADS && stage.of_tile() == 0) {
-        Note& note = notes.of_tile(stage);
-        int output[4];
-        first_output(at, output);
-        note.place = tiles.exists() ? staged_place(0, misalignment(y + offset_of(params.y, output))) : NOWHERE;
+  bool exists = true;  // behind the last tile comes a note
+  for (Stage stage; exists; ++stage.number) {
+    const unsigned full = shared_address(pipeline.stages.full + stage.slot());
+    mbarrier_wait(shared_address(pipeline.stages.empty + stage.slot()), stage.parity() ^ 1);
+    exists = tiles.exists();
+    int at[4];
+    tiles.first_cell(at);
+    if (threadIdx.x == THREADS && stage.of_tile() == 0) {
+      Note& note = pipeline.note(stage);
+      int output[4];
+      first_output(at, output);
+      note.place = exists ? staged_place(0, misalignment(y + offset_of(params.y, output))) : NOWHERE;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) note.cell[i] = at[i];
-      }
-      if (tiles.exists()) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) at[i] += params.first[i];
-        const int channel = stage.of_tile() * (STAGE_STEPS * OPERATION);
-        loader.load(x + channel * params.x.stride[1], IN_CHANNELS - channel, buffers + slot * params.stage_bytes,
-                    params.batch, at);
-        if (stage.is_last()) tiles.advance();
-      } else {
-        count = stage.number + 1;
-      }
+      for (int i = 0; i < 4; ++i) note.cell[i] = at[i];
     }
-    cp_async_commit();
-    if (stage.number < BEHIND) continue;
-    cp_async_wait<BEHIND>();
-    mbarrier_arrive(barriers.full((stage.number - BEHIND) % BUFFERS));
+    if (exists) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) at[i] += params.first[i];
+      const int channel = stage.of_tile() * (STAGE_STEPS * OPERATION);
+      loader.load(x + channel * params.x.stride[1], IN_CHANNELS - channel, buffers + stage.slot() * params.stage_bytes,
+                  params.batch, at);
+      mbarrier_expect_cp_async(full);
+      if (stage.is_last()) tiles.advance();
+    }
+    mbarrier_arrive(full);
   }
 }
 
-__device__ __forceinline__ void multiply_stages(const Params& params, const Barriers& barriers, Notes& notes,
-                                                const char* weights, const char* buffers, scalar_t* staged,
-                                                const Outputs& outputs, const scalar_t* x, const scalar_t* weight) {
+__device__ __forceinline__ void multiply_stages(const Params& params, Pipeline& pipeline, const char* weights,
+                                                const char* buffers, scalar_t* staged, const Outputs& outputs,
+                                                const scalar_t* x, const scalar_t* weight) {
   Sums sums;
   sums.clear();
 #pragma unroll 1
   for (Stage stage;; ++stage.number) {
-    mbarrier_wait(barriers.full(stage.slot()), stage.parity());
-    const Note& note = notes.of_tile(stage);
+    mbarrier_wait(shared_address(pipeline.stages.full + stage.slot()), stage.parity());
+    const Note& note = pipeline.note(stage);
     const bool exists = *(volatile const int*)&note.place != NOWHERE;
     if (exists) {
       const char* const window = buffers + stage.slot() * params.stage_bytes;
@@ -666,7 +608,7 @@ __device__ __forceinline__ void multiply_stages(const Params& params, const Barr
     }
     if (!exists || stage.is_last()) {
       const int output = stage.output(params);
-      mbarrier_wait(barriers.gone(output), stage.output_parity(params) ^ 1);
+      mbarrier_wait(shared_address(pipeline.outputs.empty + output), stage.output_parity(params) ^ 1);
       if (exists) {
         scalar_t* const to = (scalar_t*)((char*)staged + output * params.staged_bytes);
         if (!outputs.stage(to, note.place, note.cell, sums)) {
@@ -675,29 +617,30 @@ __device__ __forceinline__ void multiply_stages(const Params& params, const Barr
         }
         publish_rows();
       }
-      mbarrier_arrive(barriers.whole(output));
+      mbarrier_arrive(shared_address(pipeline.outputs.full + output));
       if (!exists) break;
       sums.clear();
     }
-    arrive(barriers.empty(stage.slot()));
+    pipeline.stages.release(stage.slot());
   }
 }
 
-__device__ __forceinline__ void store_tiles(const Params& params, const Barriers& barriers, Notes& notes,
-                                            const scalar_t* staged, const scalar_t* bare, scalar_t* y, int channels) {
+__device__ __forceinline__ void store_tiles(const Params& params, Pipeline& pipeline, const scalar_t* staged,
+                                            const scalar_t* bare, scalar_t* y, int channels) {
   for (Stage stage;; stage.number += STAGES) {
-    mbarrier_wait(barriers.whole(stage.output(params)), stage.output_parity(params));
-    const Note note = notes.of_tile(stage);
+    const int output = stage.output(params);
+    mbarrier_wait(shared_address(pipeline.outputs.full + output), stage.output_parity(params));
+    const Note note = pipeline.note(stage);
     if (note.place == NOWHERE) break;
     int at[4], size[4];
     first_output(note.cell, at);
     size[0] = params.batch - at[0];
 #pragma unroll
     for (int i = 0; i < 3; ++i) size[1 + i] = params.y.size[i] - at[1 + i];
-    const scalar_t* const outputs = (const scalar_t*)((const char*)staged + stage.output(params) * params.staged_bytes);
+    const scalar_t* const outputs = (const scalar_t*)((const char*)staged + output * params.staged_bytes);
     Writer{params, outputs, bare, y + offset_of(params.y, at), channels, size}.write();
     bulk_stores_wait();
-    mbarrier_arrive(barriers.gone(stage.output(params)));
+    mbarrier_arrive(shared_address(pipeline.outputs.empty + output));
   }
 }
 
@@ -710,16 +653,18 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
   const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, y, params.y.stride[0]) + first_bias;
   y += first_bias * params.y.stride[1];
 
-  const Barriers barriers = {shared_address(shared_memory)};
-  Notes& notes = *(Notes*)(shared_memory + NOTES_AT);
-  Pair* const pairs = (Pair*)(shared_memory + BARRIER_BYTES);
+  Pipeline& pipeline = *(Pipeline*)shared_memory;
+  Pair* const pairs = (Pair*)(shared_memory + PIPELINE_BYTES);
   char* const weights = (char*)pairs + PAIR_BYTES;
   scalar_t* const staged = (scalar_t*)(weights + WEIGHT_BYTES);
   scalar_t* const bare = (scalar_t*)((char*)staged + params.outputs * params.staged_bytes);
   Place* const places = (Place*)((char*)bare + params.bare_bytes);
   char* const buffers = (char*)places + params.table_bytes;
 
-  barriers.init();
+  if (threadIdx.x == 0) {
+    pipeline.stages.init(LOADERS, WARPS);
+    pipeline.outputs.init(THREADS, 32 * STORE_WARPS);
+  }
   for (int i = threadIdx.x; i < PAIRS; i += BLOCK) {
     int at[4];
     decode(params.lanes, 2 * i, at);
@@ -739,12 +684,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
   __syncthreads();
 
   if (threadIdx.x >= THREADS + LOADERS) {
-    store_tiles(params, barriers, notes, staged, bare, y, channels);
+    store_tiles(params, pipeline, staged, bare, y, channels);
   } else if (threadIdx.x >= THREADS) {
-    load_stages(params, Tiles(params, counter, notes, share.tile), barriers, notes, places, buffers,
+    load_stages(params, Tiles(params, counter, pipeline.taken, share.tile), pipeline, places, buffers,
                 share.input(params, x), y);
   } else {
     const Outputs outputs(params, pairs + threadIdx.x / 32 * (4 * PIXEL_TILES), operands, y, channels);
-    multiply_stages(params, barriers, notes, weights, buffers, staged, outputs, x, weight);
+    multiply_stages(params, pipeline, weights, buffers, staged, outputs, x, weight);
   }
 }

@@ -29,7 +29,8 @@
 #include "core/types.cuh"
 #include "epilogue/finish.cuh"
 #include "mainloop/accumulators.cuh"
-#include "ptx/convert.cuh"
+#include "operand/plain_sum.cuh"
+#include "operand/tf32.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 
@@ -170,17 +171,6 @@ constexpr short NOWHERE = 0x4000;
 __device__ __forceinline__ int weight_at(int src, int dst, int tap) {
   return INPUT_GRAD ? weight_offset(dst, src, tap) : weight_offset(src, dst, tap);
 }
-// As the window holds an element.
-__device__ __forceinline__ float held(float value) { return round_tf32(value); }
-template <class T>
-__device__ __forceinline__ T held(T value) {
-  return value;
-}
-__device__ __forceinline__ unsigned word_of(const float (&value)[1]) { return __float_as_uint(round_tf32(value[0])); }
-template <class T>
-__device__ __forceinline__ unsigned word_of(const T (&value)[2]) {
-  return value[0].bits | (unsigned)value[1].bits << 16;
-}
 
 // All weights of a group in the order of fragments, and where the pieces lie that they are multiplied with.
 __device__ __forceinline__ void prepare(const Params& params, const scalar_t* weight, char* weights, int* offsets,
@@ -227,14 +217,25 @@ __device__ __forceinline__ void prepare(const Params& params, const scalar_t* we
           values[i] = exists ? read(weight + weight_at(channel, column.channel, tap)) : zero<scalar_t>();
         }
         unsigned* const to = (unsigned*)(weights + step * STEP_BYTES + tile * TILE_BYTES) + 2 * lane + half;
-        *to = word_of(values);
+        *to = word_of(values[0], values[WORD - 1]);
       }
     }
   }
 }
 
+// Where the vector at `at` along n, d, h and w of a window comes from, and whether it exists. `src` is the group's
+// first channel of the window's first pixel, which is `first`; vectors have `width` pixels.
+__device__ __forceinline__ const scalar_t* find_vector(const Params& params, const scalar_t* src, const int (&first)[4],
+                                                       const int (&at)[4], int width, bool& exists) {
+  exists = first[0] + at[0] < params.batch && (unsigned)(first[1] + at[1]) < (unsigned)params.src.size[0] &&
+           (unsigned)(first[2] + at[2]) < (unsigned)params.src.size[1] &&
+           (unsigned)(first[3] + at[3] * width) < (unsigned)params.src.size[2];
+  return src + (at[0] * params.src.stride[0] + (long long)at[1] * params.apart[1] + (long long)at[2] * params.apart[2] +
+                (long long)at[3] * params.apart[3]);
+}
+
 // A window on its way to shared memory, channels innermost: VECTOR neighbours along w of all channels of a piece are an
-// item. `src` is the group's first channel of the window's first pixel, which is `first`.
+// item.
 template <int VECTOR>
 struct WindowLoader {
   static constexpr int AT_ONCE = MIN_BLOCKS > 2 ? 2 : 4;  // that are on their way before the first is stored
@@ -248,14 +249,12 @@ struct WindowLoader {
 
   __device__ __forceinline__ void load(int index, Row (&to)[PIECE]) const {
     int at[4];
+    bool inside;
     decode(params.extent, index, at);
-    const int piece = at[0] / params.extent[0], n = at[0] % params.extent[0];
-    const int d = first[1] + at[1], h = first[2] + at[2], w = first[3] + at[3] * VECTOR;
-    const bool inside = first[0] + n < params.batch && (unsigned)d < (unsigned)params.src.size[0] &&
-                        (unsigned)h < (unsigned)params.src.size[1] && (unsigned)w < (unsigned)params.src.size[2];
-    const char* from = (const char*)(src + (n * params.src.stride[0] + (long long)piece * PIECE * params.apart[0] +
-                                            (long long)at[1] * params.apart[1] + (long long)at[2] * params.apart[2] +
-                                            (long long)at[3] * params.apart[3]));
+    const int piece = at[0] / params.extent[0];
+    at[0] = at[0] % params.extent[0];
+    const char* from =
+        (const char*)(find_vector(params, src, first, at, VECTOR, inside) + (long long)piece * PIECE * params.apart[0]);
     const long long apart = (long long)params.apart[0] * (int)sizeof(scalar_t);
 #pragma unroll
     for (int i = 0; i < PIECE; ++i, from += apart) {
@@ -272,7 +271,7 @@ struct WindowLoader {
     Pixel pixels[VECTOR];
 #pragma unroll
     for (int i = 0; i < PIECE * VECTOR; ++i)
-      pixels[i % VECTOR].value[i / VECTOR] = held(rows[i / VECTOR].value[i % VECTOR]);
+      pixels[i % VECTOR].value[i / VECTOR] = rounded(rows[i / VECTOR].value[i % VECTOR]);
     const bool swapped = VECTOR == 2 && threadIdx.x / 4 % 2;
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i)
@@ -301,18 +300,13 @@ __device__ __forceinline__ void load_pixels(const Params& params, const scalar_t
   for (int index = threadIdx.x; index < PIECES * pixels; index += THREADS) {
     const int piece = index % PIECES, pixel = index / PIECES;
     int at[4];
+    bool inside;
     decode(params.extent, pixel, at);
-    const int d = first[1] + at[1], h = first[2] + at[2], w = first[3] + at[3];
-    const bool inside = first[0] + at[0] < params.batch && (unsigned)d < (unsigned)params.src.size[0] &&
-                        (unsigned)h < (unsigned)params.src.size[1] && (unsigned)w < (unsigned)params.src.size[2];
+    const scalar_t* const from = find_vector(params, src, first, at, 1, inside) + piece * PIECE;
     Vector<scalar_t, PIECE> value = {};
-    if (inside)
-      value = *(const Vector<scalar_t, PIECE>*)(src + (at[0] * params.src.stride[0] + piece * PIECE +
-                                                       (long long)at[1] * params.apart[1] +
-                                                       (long long)at[2] * params.apart[2] +
-                                                       (long long)at[3] * params.apart[3]));
+    if (inside) value = *(const Vector<scalar_t, PIECE>*)from;
 #pragma unroll
-    for (int i = 0; i < PIECE; ++i) value.value[i] = held(value.value[i]);
+    for (int i = 0; i < PIECE; ++i) value.value[i] = rounded(value.value[i]);
     *(Vector<scalar_t, PIECE>*)(window + (piece * pixels + pixel) * 16) = value;
   }
 }
@@ -336,33 +330,6 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
     }
   }
 };
-
-// The sum of one output at `at` along n, d, h, w, without tensor cores; `src` and `weight` are the group's.
-__device__ __forceinline__ float plain_sum(const Params& params, const scalar_t* src, const scalar_t* weight,
-                                           const int (&at)[4], int channel) {
-  constexpr Axis AXES[3] = {AXIS_D, AXIS_H, AXIS_W};
-  float sum = 0;
-#pragma unroll 1
-  for (int tap = 0; tap < TAPS; ++tap) {
-    const int taps[3] = {tap / (AXIS_H.kernel * AXIS_W.kernel), tap / AXIS_W.kernel % AXIS_H.kernel,
-                         tap % AXIS_W.kernel};
-    int from[4] = {at[0]};
-    bool exists = true;
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const int moved = taps[i] * AXES[i].dilation - AXES[i].padding, far = at[1 + i] - moved;
-      from[1 + i] = INPUT_GRAD ? at[1 + i] * AXES[i].stride + moved : far / AXES[i].stride;
-      exists = exists && (INPUT_GRAD || (far >= 0 && far % AXES[i].stride == 0)) &&
-               (unsigned)from[1 + i] < (unsigned)params.src.size[i];
-    }
-    if (!exists) continue;
-    const scalar_t* const pixel = src + offset_of(params.src, from);
-#pragma unroll 1
-    for (int i = 0; i < SRC_CHANNELS; ++i)
-      sum += widen(read(pixel + i * params.src.stride[1])) * widen(read(weight + weight_at(i, channel, tap)));
-  }
-  return sum;
-}
 
 // The outputs of a warp's column block. A lane has a column of each column tile at two neighbouring cells, the first of
 // which is even: it gets one of these from the lane that has its row.
@@ -436,7 +403,7 @@ struct Outputs {
       const Place& place = this->place(index / 2 % COLUMN_TILES);
       const int output[4] = {at[0] + one.number, at[1] + one.d + place.d, at[2] + one.h + place.h,
                              at[3] + one.w + place.w};
-      const float sum = plain_sum(params, src, weight, output, place.number);
+      const float sum = plain_sum(params.src, src, weight + weight_at(0, place.number, 0), SRC_CHANNELS, output);
       scalar_t* const to = of(one, place);
       narrow(finish(sum, channel_terms(operands, place.number), to), *to);
     }

@@ -30,6 +30,7 @@
 #include "ptx/fence.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/wgmma.cuh"
+#include "operand/plain_sum.cuh"
 #include "operand/split.cuh"
 #include "operand/tf32.cuh"
 #include "mainloop/accumulators.cuh"
@@ -363,36 +364,18 @@ __device__ __forceinline__ bool store_cell(const Params& params, const float* pr
   return numbers;
 }
 
-// The outputs of a cell one by one, without tensor cores. `x` is the group's first channel of the cell's pixel, and
-// `weight` its first weight of the channel.
+// The outputs of a cell one by one, without tensor cores. `x` is the group's first channel, `weight` the channel's
+// first weight, and `first` the cell's first output.
 __device__ __forceinline__ void store_cell_plainly(const Params& params, const scalar_t* x, const scalar_t* weight,
-                                                   const Reads<AXIS_D.kernel>& d, const Reads<AXIS_H.kernel>& h,
-                                                   const Reads<AXIS_W.kernel>& w, ChannelTerms terms, scalar_t* to,
-                                                   int slabs, int rows, int columns) {
-  constexpr int OUTPUTS = AXIS_D.stride * AXIS_H.stride * AXIS_W.stride;
+                                                   const int (&first)[4], ChannelTerms terms, scalar_t* to) {
 #pragma unroll 1
-  for (int output = 0; output < OUTPUTS; ++output) {
-    const int phase_d = output / (AXIS_H.stride * AXIS_W.stride), phase_h = output / AXIS_W.stride % AXIS_H.stride;
-    const int phase_w = output % AXIS_W.stride;
-    if (phase_d >= slabs || phase_h >= rows || phase_w >= columns) continue;
-    float value = 0;
-#pragma unroll
-    for (int tap = 0; tap < TAPS; ++tap) {
-      const int kd = tap / (AXIS_H.kernel * AXIS_W.kernel), kh = tap / AXIS_W.kernel % AXIS_H.kernel;
-      const int kw = tap % AXIS_W.kernel;
-      const bool meets =
-          phase_of(AXIS_D, kd) == phase_d && phase_of(AXIS_H, kh) == phase_h && phase_of(AXIS_W, kw) == phase_w;
-      if (!meets || !d.exists[kd] || !h.exists[kh] || !w.exists[kw]) continue;
-      const scalar_t* const pixel = x + src_offset(AXIS_D, kd) * params.x.stride[2] +
-                                    src_offset(AXIS_H, kh) * params.x.stride[3] +
-                                    src_offset(AXIS_W, kw) * params.x.stride[4];
-#pragma unroll 1
-      for (int in = 0; in < IN_CHANNELS; ++in)
-        value += widen(pixel[in * params.x.stride[1]]) * widen(weight[in * WEIGHT_STRIDE_IN + tap * WEIGHT_STRIDE_TAP]);
-    }
-    scalar_t* const element =
-        to + phase_d * params.y.stride[2] + phase_h * params.y.stride[3] + phase_w * params.y.stride[4];
-    narrow(finish(value, terms, element), *element);
+  for (int output = 0; output < AXIS_D.stride * AXIS_H.stride * AXIS_W.stride; ++output) {
+    const int phase[4] = {0, output / (AXIS_H.stride * AXIS_W.stride), output / AXIS_W.stride % AXIS_H.stride,
+                          output % AXIS_W.stride};
+    const int at[4] = {first[0], first[1] + phase[1], first[2] + phase[2], first[3] + phase[3]};
+    if (at[1] >= params.y.size[0] || at[2] >= params.y.size[1] || at[3] >= params.y.size[2]) continue;
+    scalar_t* const element = to + offset_of(params.y, phase);
+    narrow(finish(plain_sum(params.x, x, weight, IN_CHANNELS, at), terms, element), *element);
   }
 }
 
@@ -420,7 +403,6 @@ __device__ __forceinline__ void store_rows(const Params& params, const float* pr
     h.init(AXIS_H, cell[2], lane[2] + turn, params.first[2], params.x.size[1], params.extent[3], params.ring);
     w.init(AXIS_W, cell[3], lane[3], params.first[3], params.x.size[2], 1);
     const float* const of_image = product + lane[0] * (params.extent[1] * params.ring * params.extent[3]);
-    const scalar_t* const pixel = x + offset_of(params.x, cell);
     cell[1] *= AXIS_D.stride, cell[2] *= AXIS_H.stride, cell[3] *= AXIS_W.stride;
     const int first_channel = i % along, behind = ALONG_CHANNELS ? first_channel + 1 : channels;
     scalar_t* to = y + offset_of(params.y, cell) + (first_out + first_channel) * params.y.stride[1];
@@ -430,8 +412,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const float* pr
       const bool numbers =
           store_cell(params, of_image + channel * (TAPS * PITCH), d, h, w, terms, to, slabs, rows, columns);
       if (EXACT && !numbers)
-        store_cell_plainly(params, pixel, weight + (first_out + channel) * WEIGHT_STRIDE_OUT, d, h, w, terms, to, slabs,
-                           rows, columns);
+        store_cell_plainly(params, x, weight + (first_out + channel) * WEIGHT_STRIDE_OUT, cell, terms, to);
     }
   }
 }

@@ -13,6 +13,13 @@ __device__ __forceinline__ T rounded(T value) {
   return value;
 }
 
+// What the tensor cores read of one channel, or of two neighbouring ones of 16 bits.
+__device__ __forceinline__ unsigned word_of(float value, float) { return __float_as_uint(round_tf32(value)); }
+template <class T>
+__device__ __forceinline__ unsigned word_of(T value, T next) {
+  return value.bits | (unsigned)next.bits << 16;
+}
+
 __device__ __forceinline__ void split_tf32(float value, float& high, float& low) {
   high = round_tf32(value);
   if (PARTS == 1) return;

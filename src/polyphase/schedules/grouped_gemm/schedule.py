@@ -119,8 +119,6 @@ class GroupedGemm(Schedule):
         gather = forward_gather(problem, layouts)
         blocks = out_blocks(problem, config.out_chunk)
         at_once = _at_once(problem, config, tiling, device)
-        behind = [max(1, math.prod(tiling.tiles[i:])) for i in range(5)]
-        apart = [at_once // behind[1], *(at_once % behind[i] // behind[i + 1] for i in (1, 2, 3))]
         outputs = _outputs(problem, config, tiling, device)
         counters, weight_bytes = 0, math.prod(problem.weight_shape) * DTYPE_BYTES[problem.dtype]
         if _shares(problem, config, tiling, device):
@@ -134,7 +132,6 @@ class GroupedGemm(Schedule):
             groups=problem.groups,
             lanes=tiling.lanes,
             tiles=tiling.tiles,
-            apart=apart,
             first=tiling.first,
             skew=tiling.skew,
             pitch=tiling.pitch,

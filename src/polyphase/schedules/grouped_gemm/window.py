@@ -221,7 +221,7 @@ class GroupedGemmWindow(Schedule):
         constants = dict(gather.constants())
         del constants["DST_CHANNELS_LAST"]
         names = "fold_d fold_h fold_w merged warps row_tiles column_tiles min_blocks"
-        constants |= dict(constants_of(config, names))
+        constants |= {**dict(constants_of(config, names)), "PARTS": 1}
         source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()))
         blocks = _blocks(problem.groups, total, config, device)
         first = [side.natural.first_offset for side in product.sides]
