@@ -7,6 +7,7 @@ does an element of the output that is left out or written beside it.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -375,6 +376,32 @@ def assert_float32_exact(program: Program, problem: ConvTransposeProblem, pass_:
     found = run(problem, pass_, program, Layouts.dense(problem), (first, second)).double()
     exact = reference(problem, pass_, (first.double(), second.double()))
     assert (found - exact).norm() / exact.norm() < most
+
+
+def assert_carries_inf_and_nan(
+    problem: ConvTransposeProblem, pass_: Pass, programs: Iterable[Program], executor: Executor
+) -> None:
+    """What is not finite reaches the results that it should, and no others, whatever tensor cores make of it.
+
+    A 2-D layer of at least 10 input channels; parts of an infinite value are none, nor is what it is times a zero.
+    """
+    kind, generator = DTYPES[problem.dtype], torch.Generator().manual_seed(3)
+    first, second = (torch.randn(shape, generator=generator).to(kind) for shape in operand_shapes(problem, pass_))
+    bias = torch.randn(problem.out_channels, generator=generator).to(kind) if problem.bias else None
+    for place, value in enumerate((math.inf, -math.inf, math.nan, torch.finfo(kind).max)):
+        first[place % 2, place, 2 * place, 2 * place] = value
+    if kind is torch.float32:
+        first.view(torch.int32)[0, 4, 8, 0] = 0x7FFFFFFF  # NaN as GPUs make it
+    if pass_ is Pass.FORWARD:  # the reference's input gradient meets zeros beside the tensor
+        second[7, 1, 2, 2], second[9, 2, 0, 0] = math.inf, math.nan
+    wide = None if bias is None else bias.double()
+    exact = reference(problem, pass_, (first.double(), second.double()), wide).to(kind)
+    assert exact.isnan().any()
+    assert exact.isinf().any()
+    assert exact.isfinite().any()
+    for program in programs:
+        found = run(problem, pass_, program, Layouts.dense(problem), (first, second), bias, executor)
+        torch.testing.assert_close(found, exact, equal_nan=True, rtol=2e-2 if kind.itemsize == 2 else 1e-5, atol=1e-2)
 
 
 def lists_of_sizes(schedule: Schedule, layer: ConvTransposeProblem, pass_: Pass) -> set[tuple[Any, ...]]:

@@ -35,7 +35,7 @@ from helpers import (
     results,
     tf32,
 )
-from kernel_harness import DTYPES, H200, Gpu, assert_exact, formats, strange_layouts
+from kernel_harness import DTYPES, H200, Gpu, assert_carries_inf_and_nan, assert_exact, formats, strange_layouts
 from polyphase import runtime
 from polyphase.bench.memory import workspace_megabytes
 from polyphase.jit import launcher
@@ -71,7 +71,7 @@ from test_implicit_gemm import RINGS, GemmCase, gemm_cases, ring_case, share_all
 from test_implicit_gemm import items_to_take as items_to_take  # a fixture, of these tests as well
 from test_kernels import PROBLEMS, WIDE_LAYERS, wide
 from test_overlap_gemm import LAYERS as SCATTER_LAYERS
-from test_overlap_gemm import assert_carries_inf_and_nan
+from test_overlap_gemm import check_inf_and_nan
 from test_phase_gemm_pixels import LAYERS as PIXEL_LAYERS
 from test_scales import LAYERS as SCALED_LAYERS
 from test_scales import assert_near, of_many_sizes, scaled
@@ -827,12 +827,12 @@ def test_gradients_lie_as_their_tensors(shape: tuple[int, ...], kernel: int, str
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_scattered_layers_carry_inf_and_nan(channels_last: bool) -> None:
-    assert_carries_inf_and_nan(channels_last, Gpu(0))
+    check_inf_and_nan(channels_last, Gpu(0))
 
 
 @pytest.mark.parametrize(("dtype", "channels", "out_channels"), grouped_gemm.INF_AND_NAN)
 def test_grouped_layers_carry_inf_and_nan(dtype: str, channels: int, out_channels: int) -> None:
-    grouped_gemm.assert_carries_inf_and_nan(dtype, channels, out_channels, Gpu(0))
+    assert_carries_inf_and_nan(*grouped_gemm.inf_and_nan_case(dtype, channels, out_channels), Gpu(0))
 
 
 @pytest.mark.parametrize("bits", [0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], ids=hex)

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from _pytest.mark import ParameterSet
 
 import emulator
 from kernel_harness import (
-    DTYPES,
     H200,
     Emulator,
-    Executor,
+    assert_carries_inf_and_nan,
     assert_exact,
+    assert_float32_exact,
+    assert_no_races,
     choices,
     offers,
     reference,
@@ -167,37 +169,21 @@ def some_offers(problem: ConvTransposeProblem, every: bool) -> list[tuple[Candid
     return found if every else list(kinds.values())
 
 
-def assert_carries_inf_and_nan(
-    dtype: str, channels: int, out_channels: int, executor: Executor, every: bool = True
-) -> None:
-    """Parts of an infinite value are none, nor is what it is times the zero of a pair without a tap."""
+def inf_and_nan_case(dtype: str, channels: int, out_channels: int, every: bool = True) -> tuple[Any, ...]:
+    """What `assert_carries_inf_and_nan` takes."""
     problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
-    generator = torch.Generator().manual_seed(3)
-    kind = DTYPES[dtype]
-    x = torch.randn(problem.input_shape, generator=generator).to(kind)
-    weight = torch.randn(problem.weight_shape, generator=generator).to(kind)
-    bias = torch.randn(out_channels, generator=generator).to(kind)
-    for place, value in enumerate((math.inf, -math.inf, math.nan, torch.finfo(kind).max)):
-        x[place % 2, place, 2 * place, 2 * place] = value
-    weight[7, 1, 2, 2], weight[9, 2, 0, 0] = math.inf, math.nan
-    exact = torch.nn.functional.conv_transpose2d(x.double(), weight.double(), bias.double(), 2, 1).to(kind)
-    assert exact.isnan().any()
-    assert exact.isinf().any()
-    assert exact.isfinite().any()
-    for _, program in some_offers(problem, every):
-        found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), bias, executor)
-        torch.testing.assert_close(found, exact, equal_nan=True, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-2)
+    return problem, Pass.FORWARD, [program for _, program in some_offers(problem, every)]
 
 
 @EVERY
 @pytest.mark.parametrize(("dtype", "channels", "out_channels"), INF_AND_NAN)
 def test_inf_and_nan(dtype: str, channels: int, out_channels: int, every: bool) -> None:
-    problem = make((2, channels, 9, 12), out_channels, 3, 2, 1, bias=True, dtype=dtype)
-    candidates = [candidate.config for candidate, _ in offers(GroupedGemm(), problem)]
-    parts = {product_of(problem, config.out_chunk).parts for config in candidates}
+    problem, *case = inf_and_nan_case(dtype, channels, out_channels, every)
+    configs = [candidate.config for candidate, _ in offers(GroupedGemm(), problem)]
+    parts = {product_of(problem, config.out_chunk).parts for config in configs}
     assert (2 in parts, 3 in parts) == (channels == 64, dtype == "float32" and channels < 64)
-    assert any(config.out_chunk % 8 == 0 for config in candidates) == (out_channels == 16)
-    assert_carries_inf_and_nan(dtype, channels, out_channels, Emulator(), every)
+    assert any(config.out_chunk % 8 == 0 for config in configs) == (out_channels == 16)
+    assert_carries_inf_and_nan(problem, *case, Emulator())
 
 
 @EVERY
@@ -219,19 +205,14 @@ def test_products_near_the_largest_number(every: bool) -> None:
 def test_float32_is_exact(channels: int, parts: int, error: float) -> None:
     """The accuracy of float32 sums, where TF32 alone would have 3e-4; of 8 channels two parts of it have 1.01e-7."""
     problem = make((2, channels, 9, 12), 8, 4, 2, 1)
-    generator = torch.Generator().manual_seed(5)
-    operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
     candidate, program = offers(GroupedGemm(), problem)[0]
     assert product_of(problem, candidate.config.out_chunk).parts == parts
-    found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), operands).double()
-    exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
-    assert (found - exact).norm() / exact.norm() < error
+    assert_float32_exact(program, problem, Pass.FORWARD, error)
 
 
 def test_no_races() -> None:
     for name in ("six channels", "rows without taps"):
-        candidate, program = offers(GroupedGemm(), LAYERS[name])[0]
-        assert_exact(LAYERS[name], Pass.FORWARD, candidate, program, executor=Emulator(order=None))
+        assert_no_races(GroupedGemm(), LAYERS[name], Pass.FORWARD)
 
 
 def test_without_tma() -> None:

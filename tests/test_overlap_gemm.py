@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from dataclasses import replace
 
 import pytest
-import torch
 
 import emulator
 from kernel_harness import (
     H200,
     Emulator,
     Executor,
+    assert_carries_inf_and_nan,
     assert_exact,
+    assert_float32_exact,
+    assert_no_races,
     cases,
     choices,
     formats,
     offers,
-    reference,
-    run,
 )
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -90,46 +89,25 @@ def test_layers_take_every_path() -> None:
     assert taken == {(fact, value) for fact in facts for value in (False, True)}
 
 
-def assert_carries_inf_and_nan(channels_last: bool, executor: Executor) -> None:
-    """Parts of TF32 of an infinite value are none: such outputs are computed again, and the others are as they were."""
-    problem = make((2, 20, 9, 12), 3, 4, 2, 1, bias=True, channels_last=channels_last)
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(problem.input_shape, generator=generator)
-    weight = torch.randn(problem.weight_shape, generator=generator)
-    bias = torch.randn(3, generator=generator)
-    for place, value in enumerate((math.inf, -math.inf, math.nan, 3.4028e38)):
-        x[place % 2, place, 2 * place, 2 * place] = value
-    x.view(torch.int32)[0, 4, 8, 0] = 0x7FFFFFFF  # NaN as GPUs make it
-    weight[7, 1, 2, 2], weight[9, 2, 0, 0] = math.inf, math.nan
-    _, program = offers(OverlapGemm(), problem)[0]
-    found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), bias, executor)
-    exact = torch.nn.functional.conv_transpose2d(x, weight, bias, 2, 1)
-    assert exact.isnan().any()
-    assert exact.isinf().any()
-    assert exact.isfinite().any()
-    torch.testing.assert_close(found, exact, equal_nan=True)
+def check_inf_and_nan(channels_last: bool, executor: Executor) -> None:
+    problem = make((2, 20, 9, 12), 3, 3, 2, 1, bias=True, channels_last=channels_last)
+    assert_carries_inf_and_nan(problem, Pass.FORWARD, [offers(OverlapGemm(), problem)[0][1]], executor)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_inf_and_nan(channels_last: bool) -> None:
-    assert_carries_inf_and_nan(channels_last, Emulator())
+    check_inf_and_nan(channels_last, Emulator())
 
 
 def test_float32_is_exact() -> None:
     """The accuracy of float32 sums, where TF32 alone would have errors of 3e-4."""
     problem = make((2, 64, 9, 12), 3, 4, 2, 1)
-    generator = torch.Generator().manual_seed(5)
-    operands = tuple(torch.randn(shape, generator=generator) for shape in (problem.input_shape, problem.weight_shape))
-    _, program = offers(OverlapGemm(), problem)[0]
-    found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), operands).double()
-    exact = reference(problem, Pass.FORWARD, (operands[0].double(), operands[1].double()))
-    assert (found - exact).norm() / exact.norm() < 2e-7
+    assert_float32_exact(offers(OverlapGemm(), problem)[0][1], problem, Pass.FORWARD, 2e-7)
 
 
 def test_no_races() -> None:
     for problem in formats(LAYERS["three channels"]):
-        candidate, program = offers(OverlapGemm(), problem)[0]
-        assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order=None))
+        assert_no_races(OverlapGemm(), problem, Pass.FORWARD)
 
 
 def test_where_it_refuses() -> None:
