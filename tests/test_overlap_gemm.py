@@ -90,7 +90,7 @@ def test_layers_take_every_path() -> None:
 
 
 def check_inf_and_nan(channels_last: bool, executor: Executor) -> None:
-    problem = make((2, 20, 9, 12), 3, 3, 2, 1, bias=True, channels_last=channels_last)
+    problem = make((2, 20, 9, 12), 3, 4, 2, 1, bias=True, channels_last=channels_last)
     assert_carries_inf_and_nan(problem, Pass.FORWARD, [offers(OverlapGemm(), problem)[0][1]], executor)
 
 
