@@ -1,6 +1,7 @@
 """What each schedule is worth: forecasts where it is chosen over the next best; ``python without.py --csv FILE``.
 
-Needs no GPU. All layers of all suites, float32 (TF32) and bfloat16, both memory formats, all passes.
+Needs no GPU. All layers of all suites, float32 (TF32) and bfloat16, both memory formats, all passes; with ``--only`` a
+schedule's cases, one by one.
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--random", type=int, default=0, help="so many layers more, drawn at random")
+    parser.add_argument("--seed", type=int, default=1, help="what they are drawn from")
+    parser.add_argument("--only", help="a schedule: write each case in which it is chosen")
     options = parser.parse_args()
     device, schedules = DeviceInfo.for_arch(options.arch), planner.SCHEDULES
     ratios: dict[str, list[tuple[float, str, str]]] = defaultdict(list)
-    for layer in (*every_layer(), *random_layers(options.random, 1)):
+    for layer in (*every_layer(), *random_layers(options.random, options.seed)):
         for dtype in ("float32", "bfloat16"):
             for channels_last in (False, True):
                 problem = replace(layer.problem, dtype=dtype, channels_last=channels_last, tf32=True)
                 for pass_ in Pass:
+                    if options.only and not _may_take(options.only, problem, pass_, device):
+                        continue
                     name, seconds = _planned(problem, pass_, device)
+                    if options.only not in (None, name):
+                        continue
                     planner.SCHEDULES = tuple(each for each in schedules if each.name != name)
                     _forget()
                     other, more = _planned(problem, pass_, device)
@@ -43,6 +50,10 @@ def main() -> None:
                     ratios[name].append((more / seconds, other, f"{problem}, {pass_.value}"))
     with options.csv.open("w", newline="") as file:
         writer = csv.writer(file)
+        if options.only:
+            writer.writerow(["schedule", "next", "times", "case"])
+            writer.writerows([options.only, other, f"{ratio:.3f}", case] for ratio, other, case in ratios[options.only])
+            return
         writer.writerow(["schedule", "chosen", "geometric_mean", "above_1.03", "largest", "next", "of"])
         for name, found in sorted(ratios.items()):
             finite = [ratio for ratio, _, _ in found if math.isfinite(ratio)]
@@ -68,6 +79,11 @@ def _planned(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> 
     except UnsupportedError:
         return "none", math.inf
     return plan.schedule, plan.candidate.seconds if plan.candidate else math.inf
+
+
+def _may_take(name: str, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
+    schedule = next(each for each in planner.SCHEDULES if each.name == name)
+    return schedule.supports(planner.as_computed(problem, pass_, None)[0], pass_, device) is None
 
 
 def _forget() -> None:

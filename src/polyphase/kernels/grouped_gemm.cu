@@ -372,7 +372,7 @@ struct Outputs {
       const ChannelTerms of_channel = terms(row.channel);
 #pragma unroll
       for (int j = 0; j < PIXEL_TILES; ++j) {
-        const Pair& pair = pairs[4 * j + threadIdx.x % 4];
+        const Pair pair = pairs[4 * j + threadIdx.x % 4];  // not to be read again behind each store
         scalar_t* const to = staged + find_place(origin + pair.place + row.place(params)) + row.w;
         const auto place = [&](int cell, int w) {
           return EPILOGUE_READS_PLACES ? place_of(first_cell, row, j, cell, w) : nullptr;
