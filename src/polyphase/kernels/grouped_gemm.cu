@@ -373,7 +373,7 @@ struct Outputs {
 #pragma unroll
       for (int j = 0; j < PIXEL_TILES; ++j) {
         const Pair pair = pairs[4 * j + threadIdx.x % 4];  // not to be read again behind each store
-        scalar_t* const to = staged + find_place(origin + pair.place + row.place(params)) + row.w;
+        scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w;
         const auto place = [&](int cell, int w) {
           return EPILOGUE_READS_PLACES ? place_of(first_cell, row, j, cell, w) : nullptr;
         };
@@ -382,7 +382,8 @@ struct Outputs {
         for (int k = 0; k < 2 * RUN; ++k) {
           const int at = first + k % RUN * OUT_CHUNK;
           const float sum = sums.of[at / 16][4 * j + at / 8 % 2 * 2 + k / RUN];
-          narrow(doubted(sum, of_channel, place(k / RUN, row.w + k % RUN), doubt), values[k]);
+          const float value = doubted(sum, of_channel, place(k / RUN, row.w + k % RUN), doubt);
+          if (ROWS_AT_ONCE || row.w < pair.width[k]) narrow(value, ROWS_AT_ONCE ? values[k] : to[k * STRIDE]);
         }
         if (ROWS_AT_ONCE && (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0))) {
 #pragma unroll
@@ -391,7 +392,7 @@ struct Outputs {
         }
 #pragma unroll
         for (int k = 0; k < 2 * RUN; ++k)
-          if (row.w + k % RUN < pair.width[k / RUN]) to[k / RUN * STRIDE + k % RUN] = values[k];
+          if (ROWS_AT_ONCE && k % RUN < pair.width[k / RUN]) to[k] = values[k];
         const bool first_phase = ALONG_W.phases < STRIDE && row.w == ALONG_W.phase[0];
 #pragma unroll
         for (int k = 0; k < 2 * STRIDE; ++k)  // outputs without taps beside it
