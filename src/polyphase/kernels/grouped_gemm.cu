@@ -385,14 +385,14 @@ struct Outputs {
           const float value = doubted(sum, of_channel, place(k / RUN, row.w + k % RUN), doubt);
           if (ROWS_AT_ONCE || row.w < pair.width[k]) narrow(value, ROWS_AT_ONCE ? values[k] : to[k * STRIDE]);
         }
-        if (ROWS_AT_ONCE && (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0))) {
+        const bool by_pairs =
+            ROWS_AT_ONCE && (WHOLE || (pair.width[1] == STRIDE && shared_address(to) % (2 * ELEMENT) == 0));
 #pragma unroll
-          for (int k = 0; k < RUN; ++k) ((Vector<scalar_t, 2>*)to)[k] = ((const Vector<scalar_t, 2>*)values)[k];
-          continue;
-        }
+        for (int k = 0; k < RUN; ++k)
+          if (by_pairs) ((Vector<scalar_t, 2>*)to)[k] = ((const Vector<scalar_t, 2>*)values)[k];
 #pragma unroll
         for (int k = 0; k < 2 * RUN; ++k)
-          if (ROWS_AT_ONCE && k % RUN < pair.width[k / RUN]) to[k] = values[k];
+          if (ROWS_AT_ONCE && !by_pairs && k % RUN < pair.width[k / RUN]) to[k] = values[k];
         const bool first_phase = ALONG_W.phases < STRIDE && row.w == ALONG_W.phase[0];
 #pragma unroll
         for (int k = 0; k < 2 * STRIDE; ++k)  // outputs without taps beside it
