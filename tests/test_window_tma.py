@@ -33,15 +33,13 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.program.split_k import reduce_splits
-from polyphase.schedules.schedule import Candidate, Schedule
-from polyphase.schedules.tap_gemm.tma import TapGemmTma
+from polyphase.schedules.schedule import Candidate
 from polyphase.schedules.window_gemm import tma, tma_config, tma_cost, window
-from polyphase.schedules.window_gemm.tma import WindowWgradTma
+from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import ALONE, TmaConfig
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
-WGRAD = WindowWgradTma()
-SCHEDULES: dict[Pass, Schedule] = {Pass.INPUT_GRAD: TapGemmTma(), Pass.WEIGHT_GRAD: WGRAD}
+SCHEDULES = {Pass.INPUT_GRAD: WindowDgradTma(), Pass.WEIGHT_GRAD: WindowWgradTma()}
 
 
 make = partial(ConvTransposeProblem.make, channels_last=True)
@@ -96,17 +94,20 @@ def is_narrowed(program: Program) -> bool:
 
 
 def test_layers_take_every_way() -> None:
-    """Rows of every width, groups side by side in rows and in columns, one part of positions and several."""
+    """TensorMap of every width, groups side by side in rows and in columns, one part of positions and several."""
     ways = set()
     for problem in LAYERS.values():
-        if refusal(WGRAD, problem, Pass.WEIGHT_GRAD, H200) is None:
-            for candidate, program in offers(WGRAD, problem, Pass.WEIGHT_GRAD):
-                ways |= {("swizzle", boxes.swizzle) for boxes in program.main.tensor_maps}
-                ways |= {("row groups", candidate.config.row_groups), ("split", program.splits > 1)}
-                ways.add(("narrowed", is_narrowed(program)))
-    assert {way[1] for way in ways if way[0] == "swizzle"} == {32, 64, 128}
-    assert {("row groups", 1), ("row groups", 2), ("split", False), ("split", True)} <= ways
-    assert {("narrowed", True), ("narrowed", False)} <= ways
+        for pass_, schedule in SCHEDULES.items():
+            if refusal(schedule, problem, pass_, H200) is None:
+                for candidate, program in offers(schedule, problem, pass_):
+                    ways |= {(pass_, "swizzle", boxes.swizzle) for boxes in program.main.tensor_maps}
+                    ways |= {(pass_, "row groups", candidate.config.row_groups), (pass_, program.splits > 1)}
+                    ways |= {(pass_, "packed", program.main_index > 0), (pass_, "narrowed", is_narrowed(program))}
+    for pass_ in SCHEDULES:
+        assert {way[2] for way in ways if way[:2] == (pass_, "swizzle")} == {32, 64, 128}
+    assert {(Pass.WEIGHT_GRAD, "row groups", 1), (Pass.WEIGHT_GRAD, "row groups", 2)} <= ways
+    assert {(pass_, several) for pass_ in SCHEDULES for several in (True, False)} <= ways
+    assert {(Pass.WEIGHT_GRAD, "narrowed", True), (Pass.WEIGHT_GRAD, "narrowed", False)} <= ways
 
 
 def _shape(config: TmaConfig) -> tuple[object, ...]:
@@ -116,20 +117,22 @@ def _shape(config: TmaConfig) -> tuple[object, ...]:
     return config.taps, config.row_groups, config.column_groups, config.lines > 1
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("third", range(3))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_shape(dtype: str, third: int) -> None:
+@pytest.mark.parametrize("pass_", SCHEDULES)
+def test_every_shape(pass_: Pass, dtype: str, third: int) -> None:
     """Blocks of every shape, with rows and columns that do not exist; by default another third in each dtype."""
     problem = make((1, 264, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
-    configs = [*tma_config.legal_configs(problem, H200)]
-    configs += tma_config.legal_configs(replace(problem, in_channels=40, out_channels=40), H200)
+    configs = [*tma_config.legal_configs(problem, pass_, H200)]
+    configs += tma_config.legal_configs(replace(problem, in_channels=40, out_channels=40), pass_, H200)
     shapes = {_shape(config): config for config in configs}
     first = (third + (dtype == "float32")) % 3
     for number, config in [*enumerate(shapes.values())][first::3]:
-        program = WGRAD.program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
-        candidate = Candidate(WGRAD.name, config, 0.0, "")
-        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(number))
+        layouts = replace(Layouts.dense(problem), weight_channels_last=number % 2 == 0)
+        program = SCHEDULES[pass_].program(problem, pass_, H200, layouts, config)
+        candidate = Candidate(SCHEDULES[pass_].name, config, 0.0, "")
+        assert_exact(problem, pass_, candidate, program, layouts, executor=Emulator(number))
 
 
 @pytest.mark.parametrize("pass_", SCHEDULES)
@@ -138,18 +141,42 @@ def test_no_races(name: str, pass_: Pass) -> None:
     assert_no_races(SCHEDULES[pass_], LAYERS[name], pass_)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pass_", SCHEDULES)
+def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums longer than what the cores sum in one go, of several stages and a rest."""
     for module in (tma, tma_cost, window):
         monkeypatch.setattr(module, "FLUSH", 64)
     monkeypatch.setattr(tma_cost, "affordable_planes", lambda *_: 1)
     tma_cost.weight_splits.cache_clear()
+    tma_cost.input_splits.cache_clear()
     problem = make((3, 24, 7, 9), 40, 3, 2, 1, dtype=dtype, tf32=True)
-    for candidate, program in offers(WGRAD, problem, Pass.WEIGHT_GRAD):
+    for candidate, program in offers(SCHEDULES[pass_], problem, pass_):
         assert not is_narrowed(program)
-        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(1))
+        assert dict(program.main.source.constants).get("FLUSH", 1) < 9 * 2
+        assert_exact(problem, pass_, candidate, program, executor=Emulator(1))
     tma_cost.weight_splits.cache_clear()
+    tma_cost.input_splits.cache_clear()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("in_channels", [264, 27])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_splits_of_an_input_gradient(dtype: str, in_channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts end within a tap, and the last is shorter. Where the result has gaps there is one."""
+    monkeypatch.setattr(tma, "input_splits", lambda *_: (4, 0.0, 0.0))
+    schedule, pass_ = SCHEDULES[Pass.INPUT_GRAD], Pass.INPUT_GRAD
+    problem = make((3, in_channels, 2, 7), 136, 3, 2, 1, dtype=dtype, tf32=True)
+    candidate, program = offers(schedule, problem, pass_)[0]
+    assert program.splits == 4
+    assert_exact(problem, pass_, candidate, program, executor=Emulator(order=None))
+    dense = Layouts.dense(problem)
+    batch, *others = dense.input
+    apart = replace(dense, input=(batch + 8, *others))
+    program = schedule.program(problem, pass_, H200, apart, candidate.config)
+    assert program.splits == 1
+    assert_exact(problem, pass_, candidate, program, apart, executor=Emulator(3))
 
 
 @pytest.mark.parametrize("pass_", SCHEDULES)
@@ -181,32 +208,41 @@ def test_where_it_refuses() -> None:
         replace(layer, dtype="float64"): "do not take float64",
         replace(layer, channels_last=False): "needs NHWC",
         replace(layer, out_channels=20): "output channels, 40 bytes",
-        replace(layer, in_channels=36): "input channels, 72 bytes",
         replace(layer, stride=(9, 2), kernel_size=(9, 4)): "not every 9th",
     }
-    for problem, reason in wanted.items():
-        assert reason in (refusal(WGRAD, problem, Pass.WEIGHT_GRAD, H200) or "")
-    assert "only" in (refusal(WGRAD, layer, Pass.FORWARD, H200) or "")
-    assert refusal(WGRAD, layer, Pass.WEIGHT_GRAD, H200) is None
-    for arch in ("sm_80", "sm_100a", "sm_120"):
-        assert "has no wgmma" in (refusal(WGRAD, layer, Pass.WEIGHT_GRAD, DeviceInfo.for_arch(arch)) or "")
+    for pass_, schedule in SCHEDULES.items():
+        for problem, reason in wanted.items():
+            assert reason in (refusal(schedule, problem, pass_, H200) or "")
+        assert "only" in (refusal(schedule, layer, Pass.FORWARD, H200) or "")
+        assert refusal(schedule, layer, pass_, H200) is None
+        for arch in ("sm_80", "sm_100a", "sm_120"):
+            assert "has no wgmma" in (refusal(schedule, layer, pass_, DeviceInfo.for_arch(arch)) or "")
+    odd = replace(layer, in_channels=36)
+    assert "input channels, 72 bytes" in (refusal(SCHEDULES[Pass.WEIGHT_GRAD], odd, Pass.WEIGHT_GRAD, H200) or "")
+    assert refusal(SCHEDULES[Pass.INPUT_GRAD], odd, Pass.INPUT_GRAD, H200) is None
+    split = replace(layer, out_channels=48, groups=2)
+    assert refusal(SCHEDULES[Pass.INPUT_GRAD], replace(split, out_channels=16), Pass.INPUT_GRAD, H200) is not None
 
 
 def test_tensors_that_tma_does_not_take_are_left_to_others() -> None:
     """No box begins or ends amid 16 bytes: there is no candidate where tensors lie otherwise."""
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
-    dense, weight_first, unaligned, wider, apart = strange_layouts(layer)
-    for layouts in (dense, weight_first, wider, apart):
-        assert list(candidates(WGRAD, layer, Pass.WEIGHT_GRAD, H200, layouts))
-    first = Layouts.dense(replace(layer, channels_last=False))
-    odd = replace(dense, output=(*dense.output[:3], dense.output[3] + 4, dense.output[4]))
-    for layouts in (unaligned, first, odd):
-        assert not list(candidates(WGRAD, layer, Pass.WEIGHT_GRAD, H200, layouts))
+    for pass_, schedule in SCHEDULES.items():
+        dense, weight_first, unaligned, wider, apart = strange_layouts(layer)
+        for layouts in (dense, weight_first, wider, apart):
+            assert list(candidates(schedule, layer, pass_, H200, layouts))
+        assert not list(candidates(schedule, layer, pass_, H200, unaligned))
+        first = Layouts.dense(replace(layer, channels_last=False))
+        assert not list(candidates(schedule, layer, pass_, H200, first))
+        odd = replace(dense, output=(*dense.output[:3], dense.output[3] + 4, dense.output[4]))
+        assert not list(candidates(schedule, layer, pass_, H200, odd))
 
 
 def test_every_size_has_the_layer_s_kernels() -> None:
     """As other passes of few kernels: configs are those of the typical size."""
-    assert len(lists_of_sizes(WGRAD, make((2, 64, 8, 16), 32, 4, 2, 1, dtype="bfloat16"), Pass.WEIGHT_GRAD)) == 1
+    layer = make((2, 64, 8, 16), 32, 4, 2, 1, dtype="bfloat16")
+    for pass_, schedule in SCHEDULES.items():
+        assert len(lists_of_sizes(schedule, layer, pass_)) == 1
 
 
 def test_which_taps_share_a_window() -> None:
@@ -218,9 +254,10 @@ def test_which_taps_share_a_window() -> None:
         make((8, 64, 64, 64), 64, 2, 2, dtype="bfloat16"): {(1, 1, 1)},
         make((8, 128, 64, 64), 64, 3, tf32=True): {(1, 1, 1)},
     }
+    schedule = SCHEDULES[Pass.WEIGHT_GRAD]
     for problem, taps in wanted.items():
-        assert {config.taps for config in tma_config.legal_configs(problem, H200)} == taps
-        offered = [candidate.config.taps for candidate, _ in offers(WGRAD, problem, Pass.WEIGHT_GRAD)]
+        assert {config.taps for config in tma_config.legal_configs(problem, Pass.WEIGHT_GRAD, H200)} == taps
+        offered = [candidate.config.taps for candidate, _ in offers(schedule, problem, Pass.WEIGHT_GRAD)]
         assert ALONE in offered
         assert (offered[0] == ALONE) == (taps == {ALONE})
 

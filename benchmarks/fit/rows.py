@@ -35,6 +35,8 @@ _RENAMED = {
     "pixel_gemm": "phase_gemm_pixels",
     "input_grad_gemm": "window_dgrad_mma",
     "input_grad_wgmma": "window_dgrad_wgmma",
+    "input_grad_boxes": "window_dgrad_tma",
+    "input_grad_turned": "window_dgrad_transposed",
     "input_grad_dots": "dot_dgrad",
     "weight_grad_gemm": "window_wgrad_mma",
     "weight_grad_wgmma": "window_wgrad_wgmma",
@@ -50,11 +52,7 @@ _RENAMED = {
 # What older records call fields.
 _RENAMED_FIELDS = {"implicit_gemm": {"boxes": "tma_operands"}}
 # Fields that are gone, with the value that today's kernel stands for.
-_GONE_FIELDS = {
-    "direct_wgrad_long": {"row_tiles": "0"},
-    "window_wgrad_tma": {"resident": "1", "first": "False"},
-    "window_wgrad_transposed": {"resident": "1", "first": "False"},
-}
+_GONE_FIELDS = {"direct_wgrad_long": {"row_tiles": "0"}}
 _COPIES = re.compile(r"copy ([\d.]+) TB/s")  # of the GPU that a record was measured on
 _SETTING = re.compile(r"(\w+)=(\([^)]*\)|[^,()]+)")
 

@@ -28,9 +28,9 @@ _AS_GOOD = 1e-7  # of the loss: a step is taken only where it is less by more
 # What schedules remember of their terms: forecasts, forgotten before every question; and tiles, which stay those of the
 # first values during a search, as they take long to find.
 _FORECASTS = {
-    "tma_cost": ("weight_splits",),
+    "tma_cost": ("weight_splits", "input_splits"),
     "..direct_wgrad.windows": ("_tiling",),
-    "..tap_gemm.tma_cost": ("splits_of",),
+    "..tap_gemm.tma": ("_splits",),
     "..tap_gemm.wgrad_tma": ("_splits",),
 }
 _TILES = {"wgmma": ("tiling_of",)}

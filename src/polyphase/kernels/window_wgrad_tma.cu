@@ -21,7 +21,6 @@
 #include "core/geometry.cuh"
 #include "core/pipeline.cuh"
 #include "core/shared_address.cuh"
-#include "epilogue/exchange.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
@@ -160,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
   PipelineState<STAGES> state;
   if (threadIdx.x < CONSUMER_THREADS) {
-    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    reallocate_registers<true>();
 #pragma unroll 1
     for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
       const WorkTile work(params, index);
@@ -176,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       } while (stage < work.stages);
     }
   } else {
-    setmaxnreg_dec<PRODUCER_REGISTERS>();
+    reallocate_registers<false>();
     if (threadIdx.x < CONSUMER_THREADS + 32)
 #pragma unroll 1
       for (int index = blockIdx.x; index < params.items; index += gridDim.x)

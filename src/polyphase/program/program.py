@@ -242,13 +242,20 @@ def _written_by(inner: Program, dtype: str, elements: int, back: Step) -> Progra
 
 
 def between_transposes(
-    inner: Program, problem: ConvTransposeProblem, layouts: Layouts, padded: ConvTransposeProblem
+    inner: Program,
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    layouts: Layouts,
+    padded: ConvTransposeProblem | None = None,
+    back: bool = True,
 ) -> Program:
-    """A weight gradient's program for tensors in channels_last, made one for contiguous ones: by transposes around it.
+    """A gradient's program for tensors in channels_last, made one for contiguous ones: they are transposed around it.
 
-    ``layouts`` are those of the call's tensors. ``padded``: the layer that the program computes, which may have more
-    channels: those of each group are padded with zeros, and left out of the result.
+    ``layouts`` are those of the call's tensors. A weight is read as it is. ``padded``: the layer that the program
+    computes, where that has more channels: those of each group are padded with zeros, and left out of the result.
+    ``back``: whether an input gradient's result is in channels_last, too.
     """
+    padded = padded or problem
     sides = {
         X: (problem.input_shape, layouts.input, padded.in_channels),
         GRAD: (problem.output_shape, layouts.output, padded.out_channels),
@@ -257,6 +264,9 @@ def between_transposes(
     for name, (shape, strides, channels) in sides.items():
         groups = 1 if channels == shape[1] else problem.groups
         read[name] = Transposed(shape, strides, groups, channels // groups)
+    if pass_ is Pass.INPUT_GRAD:
+        program = reading_channels_last(inner, problem.dtype, {SRC: read[GRAD]})
+        return writing_channels_last(program, problem.dtype, problem.input_shape) if back else program
     program = reading_channels_last(inner, problem.dtype, read)
     if padded.weight_shape != problem.weight_shape:
         return _written_by(program, problem.dtype, padded.elements[1], _without_padding(problem, padded))

@@ -27,8 +27,8 @@ from polyphase.schedules.tap_gemm.tma import TapGemmTma
 from polyphase.schedules.tap_gemm.wgrad_tma import TapGemmWgradTma
 from polyphase.schedules.window_gemm.fma import WindowDgradFma
 from polyphase.schedules.window_gemm.mma import WindowDgradMma, WindowWgradMma
-from polyphase.schedules.window_gemm.tma import WindowWgradTma
-from polyphase.schedules.window_gemm.transposed import WindowWgradTransposed
+from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
+from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
 from polyphase.schedules.window_gemm.wgmma import WindowDgradWgmma, WindowWgradWgmma
 
 #: The kernels of each schedule, in the order in which the planner asks them.
@@ -38,7 +38,13 @@ KERNELS: dict[str, tuple[Schedule, ...]] = {
     "overlap_gemm": (OverlapGemm(),),
     "col2im": (Col2im(), Col2imTma(), Col2imDirect(), Col2imCells()),
     "phase_gemm": (PhaseGemmPixels(),),
-    "window_dgrad": (WindowDgradMma(), WindowDgradWgmma(), WindowDgradFma()),
+    "window_dgrad": (
+        WindowDgradMma(),
+        WindowDgradWgmma(),
+        WindowDgradTma(),
+        WindowDgradTransposed(),
+        WindowDgradFma(),
+    ),
     "dot_dgrad": (DotDgrad(),),
     "window_wgrad": (WindowWgradMma(), WindowWgradWgmma(), WindowWgradTma(), WindowWgradTransposed()),
     "tap_gemm": (TapGemmTma(), TapGemm(), TapGemmWgradTma(), TapGemmWgrad()),

@@ -2,14 +2,16 @@
 //
 //     sum[m, n]  +=  Σ_k  A[m, k] · B[k, n]
 //
-// K are positions, so both operands are MN-major: a row of a box is one k, and holds ROW_PITCH bytes of A's rows or
-// COLUMN_PITCH bytes of B's columns. TMA swizzles 16-byte chunks within a row. The swizzle follows from address bits
-// alone, so an operand may begin at any row of a box.
+// Where K are channels both operands are K-major: a row of A, or a column of B, is a row of a box. Where K are
+// positions they are MN_MAJOR: a row of a box is one k, and holds ROW_PITCH bytes of A's rows or COLUMN_PITCH bytes of
+// B's columns. TMA swizzles 16-byte chunks within a row. The swizzle follows from address bits alone, so an operand may
+// begin at any row of a box.
 //
 // wgmma takes no MN-major operands of 32 bits: with BY_THREADS warps read those into registers for mma.sync.
 //
 // Consumer warpgroups, ROW_GROUPS along M or COLUMN_GROUPS along N, each have ROW_TILES m64 tiles by LINES times
-// COLUMNS columns, which are N of one wgmma. One more warpgroup is the producer. A stage is STEPS k-steps deep.
+// COLUMNS columns, which are N of one wgmma. Of the LOADERS producer threads some issue TMA. A stage is STEPS k-steps
+// deep.
 
 #pragma once
 
@@ -28,24 +30,31 @@
 
 constexpr int ELEMENT = sizeof(scalar_t);
 constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
-constexpr int CONSUMER_THREADS = 128 * ROW_GROUPS * COLUMN_GROUPS, THREADS = CONSUMER_THREADS + 128;
+constexpr int CONSUMER_THREADS = 128 * ROW_GROUPS * COLUMN_GROUPS, THREADS = CONSUMER_THREADS + LOADERS;
 constexpr int GROUP_ROWS = 64 * ROW_TILES;
 __device__ __forceinline__ int row_group() { return COLUMN_GROUPS == 1 ? (int)threadIdx.x / 128 : 0; }
 __device__ __forceinline__ int column_group() { return COLUMN_GROUPS == 1 ? 0 : (int)threadIdx.x / 128; }
 static_assert(ROW_GROUPS == 1 || COLUMN_GROUPS == 1, "groups differ in one of both");
 
-// Registers move from the producer, which needs few, to the consumers (setmaxnreg).
+// Registers are reallocated (setmaxnreg) where a whole group loads, which needs few; else each thread has its share.
 constexpr int PRODUCER_REGISTERS = CONSUMER_THREADS > 256 ? 32 : 40,
               CONSUMER_REGISTERS = CONSUMER_THREADS > 256 ? 160 : 232;
-static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
+static_assert(LOADERS == 32 || registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, LOADERS, PRODUCER_REGISTERS),
+              "too few registers");
+template <bool MULTIPLIES>
+__device__ __forceinline__ void reallocate_registers() {
+  if constexpr (LOADERS == 128 && MULTIPLIES) setmaxnreg_inc<CONSUMER_REGISTERS>();
+  if constexpr (LOADERS == 128 && !MULTIPLIES) setmaxnreg_dec<PRODUCER_REGISTERS>();
+}
 
-// Bytes of a box, and rows or columns in it.
+// An MN-major operand: bytes of a box, and rows or columns in it.
 __host__ __device__ constexpr int box_bytes(int pitch) { return STEPS * OPERATION * pitch; }
 constexpr int ROW_BOX = ROW_PITCH / ELEMENT, COLUMN_BOX = COLUMN_PITCH / ELEMENT;
 // Bytes of a tile of rows, and of those of a stage, behind which its columns lie.
-constexpr int A_TILE = 64 / ROW_BOX * box_bytes(ROW_PITCH);
+constexpr int A_TILE = MN_MAJOR ? 64 / ROW_BOX * box_bytes(ROW_PITCH) : 64 * ROW_PITCH;
 constexpr int A_BYTES = ROW_GROUPS * ROW_TILES * A_TILE;
-static_assert(COLUMNS % COLUMN_BOX == 0, "operands are whole boxes");
+static_assert(MN_MAJOR ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
+              "operands are whole boxes, or whole operations deep");
 
 // Where operands pass registers, warps of a group that have other columns of the same rows: each is read less often.
 // With several tiles of rows a warp reads its columns for all of them.
@@ -165,6 +174,7 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
   // Adds a stage, or begins with it, when those before have come to an end.
   template <class Columns>
   __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
+    constexpr int ROW_STEP = MN_MAJOR ? OPERATION * ROW_PITCH : 32;
     const unsigned rows = shared_address(a), columns = shared_address(b);
     wgmma_fence();
 #pragma unroll
@@ -173,15 +183,28 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
       for (int tile = 0; tile < ROW_TILES; ++tile)
 #pragma unroll
         for (int line = 0; line < LINES; ++line)
-          add_product<Columns>(of[tile * LINES + line], rows + tile * A_TILE + step * (OPERATION * ROW_PITCH),
+          add_product<Columns>(of[tile * LINES + line], rows + tile * A_TILE + step * ROW_STEP,
                                columns + Columns::line(line) + Columns::step(step), more || step > 0);
     wgmma_commit();
     wgmma_wait<1>();
   }
   template <class Columns>
   static __device__ __forceinline__ void add_product(float (&sums)[COLUMNS / 2], unsigned a, unsigned b, bool add) {
-    wgmma(sums, matrix_descriptor<ROW_PITCH>(a, box_bytes(ROW_PITCH)),
+    wgmma(sums, matrix_descriptor<ROW_PITCH>(a, MN_MAJOR ? box_bytes(ROW_PITCH) : 0),
           matrix_descriptor<COLUMN_PITCH>(b, Columns::BESIDE, Columns::EIGHT), add);
   }
 #endif
 };
+
+// A row's two sums of each of two tiles of eight columns, in half precision. Two lanes exchange halves: each has four
+// neighbours then, of one of both tiles, from column `first_exchanged()` of the sixteen on. All lanes are here.
+__device__ __forceinline__ Vector<unsigned, 2> exchanged(const float* first, const float* second) {
+  Vector<scalar_t, 2> words[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) narrow(first[i], words[0].value[i]), narrow(second[i], words[1].value[i]);
+  const unsigned mine[2] = {*(const unsigned*)&words[0], *(const unsigned*)&words[1]};
+  const bool odd = threadIdx.x % 2;
+  const unsigned other = __shfl_xor_sync(~0u, odd ? mine[0] : mine[1], 1);
+  return {odd ? other : mine[0], odd ? mine[1] : other};
+}
+__device__ __forceinline__ int first_exchanged() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }

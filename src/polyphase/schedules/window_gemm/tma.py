@@ -1,32 +1,48 @@
-"""The weight gradient of tensors in channels_last, ``kernels/window_wgrad_tma.cu``."""
+"""Both gradients of tensors in channels_last, ``kernels/window_dgrad_tma.cu`` and ``kernels/window_wgrad_tma.cu``."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.layouts import Layouts, five
+from polyphase.problem.integers import parted
+from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import main_step
+from polyphase.program.step import WEIGHT, WORKSPACE, Step, main_step
 from polyphase.program.tensor_map import TensorMap, tma_strides
+from polyphase.program.transpose import to_channels_last
+from polyphase.schedules.cells import sides_of
+from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import Four, constants_of, layer_constants, tiles_of
-from polyphase.schedules.window_gemm.tma_config import ALONE, TmaConfig, legal_configs, stage_bytes, tile_lanes
-from polyphase.schedules.window_gemm.tma_cost import estimate, weight_blocks, weight_splits
-from polyphase.schedules.window_gemm.window import FLUSH, Gradient, channel_pitch
+from polyphase.schedules.window_gemm.tma_config import (
+    ALONE,
+    TmaConfig,
+    legal_configs,
+    stage_bytes,
+    tile_lanes,
+)
+from polyphase.schedules.window_gemm.tma_cost import (
+    depth_stages,
+    estimate,
+    input_items,
+    input_splits,
+    weight_blocks,
+    weight_splits,
+)
+from polyphase.schedules.window_gemm.window import FLUSH, Gradient, channel_pitch, is_long_sum
 
 _ALONE_OFFERED = 2  # at least so many configs that are offered have a window for each tap
 _MAX_BOX_STEP = 8  # TMA's largest element stride
 
 
-class WindowWgradTma(Gradient):
-    """Boxes of the input times windows of the output gradient, of one or several taps; split-K."""
+class _WindowTma(Gradient):
+    """What the two kernels share."""
 
-    passes = (Pass.WEIGHT_GRAD,)
-    name = "window_wgrad_tma"
     adapts = True
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
@@ -34,9 +50,9 @@ class WindowWgradTma(Gradient):
             return f"{device.arch} has no wgmma"
         if not problem.channels_last:
             return "needs NHWC"
-        channels = {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}
-        for what, count in channels.items():
-            if (pixel := count * DTYPE_BYTES[problem.dtype]) % 16:
+        for what, channels in self._channels(problem).items():
+            if channels * DTYPE_BYTES[problem.dtype] % 16:
+                pixel = channels * DTYPE_BYTES[problem.dtype]
                 return f"a group's {what} channels, {pixel} bytes, are no multiple of 16 bytes"
         if max(problem.stride) > _MAX_BOX_STEP:
             return f"TMA takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
@@ -45,12 +61,18 @@ class WindowWgradTma(Gradient):
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return "no config fits: every box holds channels of the next group as well, which may be NaN"
 
+    def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
+        """Channels of a group that TMA boxes are cut from, by the tensor's name."""
+        raise NotImplementedError
+
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
-        read = [_pixel_strides(problem, layouts, output) for output in (False, True)]
+        read = [_pixel_strides(problem, layouts, output=True)]
+        if pass_ is Pass.WEIGHT_GRAD:
+            read.append(_pixel_strides(problem, layouts, output=False))
         return None if None in read or layouts.input[1] != 1 or not layouts.aligned else standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaConfig]:
-        return sorted(legal_configs(at, device))
+        return sorted(legal_configs(at, pass_, device))
 
     def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
         """Some with a window for each tap among the first: shared windows fix the tile, which may not suit images."""
@@ -62,12 +84,108 @@ class WindowWgradTma(Gradient):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Cost:
-        return estimate(problem, config, device)
+        return estimate(problem, pass_, config, device)
+
+    def _constants(
+        self, problem: ConvTransposeProblem, config: TmaConfig, row_pitch: int, column_pitch: int
+    ) -> tuple[tuple[str, Constant], ...]:
+        mn_major = self.pass_ is Pass.WEIGHT_GRAD
+        return (
+            *layer_constants(problem, self.pass_),
+            ("LOADERS", config.loaders),
+            *constants_of(config, "row_groups column_groups row_tiles lines columns steps"),
+            ("STAGES", config.buffers),
+            ("ROW_PITCH", row_pitch),
+            ("COLUMN_PITCH", column_pitch),
+            ("MN_MAJOR", mn_major),
+            ("MIN_BLOCKS", config.resident),
+            ("WGMMA", True),
+            ("BY_THREADS", mn_major and DTYPE_BYTES[problem.dtype] == 4),
+        )
+
+
+class WindowDgradTma(_WindowTma):
+    """The input gradient: for each tap a box of the output gradient times a box of the weight."""
+
+    passes = (Pass.INPUT_GRAD,)
+    name = "window_dgrad_tma"
+
+    def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
+        return {"output": problem.out_channels_per_group}
+
+    def cost(
+        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
+    ) -> Cost:
+        """With the bytes of packing weights; its launch is part of the kernel's."""
+        seconds, bound = estimate(problem, pass_, config, device)
+        weights = problem.elements[1] * DTYPE_BYTES[problem.dtype] if _is_packed(problem, layouts) else 0
+        return seconds + transpose_seconds(2 * weights, device, 0), bound
 
     def program(
-        self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: TmaConfig,
+        given: ConvTransposeProblem | None = None,
     ) -> Program:
-        lanes = tile_lanes(problem, config)
+        """The program of one config. ``given``: the layer whose weight it reads, which may have fewer channels."""
+        given = given or problem
+        lanes = tile_lanes(problem, pass_, config)
+        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
+        items, stages = input_items(problem, config, math.prod(tiles)), depth_stages(problem, config)
+        dense = layouts.input == dense_strides(problem.input_shape, not config.first)
+        length, splits = parted(stages, input_splits(problem, config, items, device)[0] if dense else 1)
+        pitch = config.depth_bytes
+        flush = max(1, FLUSH // 2 * DTYPE_BYTES[problem.dtype] // pitch) if is_long_sum(problem) else stages
+        packed = _is_packed(problem, layouts) or given.out_channels != problem.out_channels
+        packs = (_pack(problem, given, layouts.weight_channels_last),) if packed else ()
+        workspace = problem.elements[1] * DTYPE_BYTES[problem.dtype] if packed else 0
+        constants = (
+            *self._constants(problem, config, pitch, pitch),
+            ("FLUSH", flush),
+            ("CHANNELS_FIRST", config.first),
+        )
+        form = WgmmaForm(config.columns, problem.dtype)
+        source = KernelSource(self.name, problem.dtype, True, constants, (form,))
+        params = {
+            "x": sides_of(problem, layouts)[0],
+            "batch": problem.batch,
+            "groups": problem.groups,
+            "tile_extent": lanes,
+            "tiles": tiles,
+            "splits": splits,
+            "split_length": length,
+            "plane": problem.elements[0] if splits > 1 else 0,
+        }
+        maps = _pixel_map(problem, layouts, lanes, pitch), _weight_map(problem, config)
+        blocks = min(items * splits, device.multiprocessors * config.resident)
+        shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
+        main = main_step(source, blocks, config.threads, shared_bytes, params, maps)
+        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=splits, may_split=True)
+
+
+class WindowWgradTma(_WindowTma):
+    """The weight gradient: boxes of the input times windows of the output gradient, of one or several taps; split-K."""
+
+    passes = (Pass.WEIGHT_GRAD,)
+    name = "window_wgrad_tma"
+
+    def _channels(self, problem: ConvTransposeProblem) -> dict[str, int]:
+        return {"input": problem.in_channels_per_group, "output": problem.out_channels_per_group}
+
+    def program(
+        self,
+        problem: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts,
+        config: TmaConfig,
+        given: ConvTransposeProblem | None = None,
+    ) -> Program:
+        """The program of one config; ``given`` makes no difference here."""
+        lanes = tile_lanes(problem, pass_, config)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
         total, blocks = math.prod(tiles), weight_blocks(problem, config)
         planes = weight_splits(problem, config, total, device)[0]
@@ -76,20 +194,13 @@ class WindowWgradTma(Gradient):
         items = math.prod(blocks) * problem.groups * planes
         of_x, windows = channel_pitch(problem, problem.in_channels_per_group), config.windows
         boxes = lanes if windows.taps == ALONE else (1, *windows.extents(problem))
-        by_threads = DTYPE_BYTES[problem.dtype] == 4
-        constants: tuple[tuple[str, Constant], ...] = (
-            *layer_constants(problem, pass_),
-            *constants_of(config, "row_groups column_groups row_tiles lines columns steps"),
-            ("STAGES", config.buffers),
-            ("ROW_PITCH", of_x),
-            ("COLUMN_PITCH", windows.pitch),
-            ("MIN_BLOCKS", 1),
-            ("WGMMA", True),
-            ("BY_THREADS", by_threads),
+        constants = (
+            *self._constants(problem, config, of_x, windows.pitch),
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
             *zip(("TILE_D", "TILE_H", "TILE_W"), windows.lanes),
         )
-        forms = () if by_threads else (WgmmaForm(config.columns, problem.dtype, transpose_a=True, transpose_b=True),)
+        both = WgmmaForm(config.columns, problem.dtype, transpose_a=True, transpose_b=True)
+        forms = () if dict(constants)["BY_THREADS"] else (both,)
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
         params = {
             "groups": problem.groups,
@@ -106,12 +217,25 @@ class WindowWgradTma(Gradient):
         }
         maps = (
             _pixel_map(problem, layouts, lanes, of_x, output=False),
-            _pixel_map(problem, layouts, boxes, windows.pitch, output=True),
+            _pixel_map(problem, layouts, boxes, windows.pitch, tensor=1),
         )
-        grid = min(items, device.multiprocessors)
-        shared_bytes = config.buffers * stage_bytes(problem, config)
+        grid = min(items, device.multiprocessors * config.resident)
+        shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
         main = main_step(source, grid, config.threads, shared_bytes, params, maps)
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
+
+
+def _is_packed(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
+    """Whether output channels are not innermost in the weight, and are brought there by a step before."""
+    return problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
+
+
+def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_last: bool) -> Step:
+    """Transposes the weight of the ``given`` layer so that output channels are innermost, and pads these with zeros."""
+    shape = five(given.weight_shape)
+    strides = dense_strides(shape, channels_last)
+    step = to_channels_last(problem.dtype, shape, strides, padded=problem.out_channels_per_group)
+    return replace(step, operands=(WEIGHT, WORKSPACE))
 
 
 def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
@@ -125,7 +249,9 @@ def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool
     return tma_strides(zip((width, height, depth, batch), (column, row, slab, image)))
 
 
-def _pixel_map(problem: ConvTransposeProblem, layouts: Layouts, lanes: Four, pitch: int, output: bool) -> TensorMap:
+def _pixel_map(
+    problem: ConvTransposeProblem, layouts: Layouts, lanes: Four, pitch: int, output: bool = True, tensor: int = 0
+) -> TensorMap:
     """The map whose boxes are ``pitch`` bytes of channels at a tile's positions: of x, or of g with element strides."""
     batch, channels, depth, height, width = five(problem.output_shape if output else problem.input_shape)
     strides = _pixel_strides(problem, layouts, output)
@@ -138,9 +264,18 @@ def _pixel_map(problem: ConvTransposeProblem, layouts: Layouts, lanes: Four, pit
         (pitch // DTYPE_BYTES[problem.dtype], *lanes[::-1]),
         pitch,
         True,
-        int(output),
+        tensor,
         (1, *steps, 1),
     )
+
+
+def _weight_map(problem: ConvTransposeProblem, config: TmaConfig) -> TensorMap:
+    size, out = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group
+    per_tap = [(problem.in_channels, out * problem.taps * size), (problem.taps, out * size), (1, 0), (1, 0)]
+    strides, pitch = tma_strides(per_tap), config.depth_bytes
+    assert strides is not None
+    box = (pitch // size, config.columns, 1, 1, 1)
+    return TensorMap(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
 
 
 def _digits(count: int, tiles: Four) -> Four:

@@ -1,4 +1,4 @@
-"""What ``window_wgrad_tma`` can be specialised to: configs, their stages, tiles and windows."""
+"""What the TMA kernels of both gradients can be specialised to: configs, their stages, tiles and windows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import five
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, tiles_of
-from polyphase.schedules.window_gemm.window import channel_pitch
+from polyphase.schedules.window_gemm.window import channel_pitch, is_long_sum, lanes_of, sectors_of
 
 Three = tuple[int, int, int]
 
@@ -22,6 +22,8 @@ ALONE: Three = (1, 1, 1)
 
 _MAX_BOX_SIDE = 256  # elements of the tensor, from a box's first to its last
 _TOGETHER = 8  # positions along w, at least, of a tile whose taps share windows
+_MOST_SECTORS = 1.5  # that rows of a tile touch, over those that they would fill
+_MOST_IMAGES = 255  # of a tile, and positions along a side: a row's position has a byte for each
 _MOST_COLUMNS = 256  # N of a wgmma
 _MOST_SUMS = 128  # fp32 accumulators of a thread
 _MOST_SUMS_OF_THREE = 96  # with three consumer warpgroups
@@ -64,10 +66,11 @@ class Windows(NamedTuple):
 
 
 class TmaConfig(NamedTuple):
-    """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean.
+    """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean. ``resident`` blocks.
 
-    ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have ``pitch`` bytes. Where
-    each tap has its own, any tile of as many positions will do.
+    A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
+    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do. ``first``: an input gradient is
+    stored channels first.
     """
 
     row_groups: int
@@ -75,11 +78,13 @@ class TmaConfig(NamedTuple):
     columns: int
     steps: int
     buffers: int
+    resident: int
     column_groups: int = 1
     lines: int = 1
     taps: Three = ALONE
     lanes: Three = ALONE
     pitch: int = 0
+    first: bool = False
 
     @property
     def groups(self) -> int:
@@ -87,9 +92,14 @@ class TmaConfig(NamedTuple):
         return self.row_groups * self.column_groups
 
     @property
+    def loaders(self) -> int:
+        """Producer threads: a whole warpgroup where setmaxnreg gives their registers to the consumers."""
+        return 128 if self.resident == 1 else 32
+
+    @property
     def threads(self) -> int:
-        """Threads of a CTA, those of the producer warpgroup among them."""
-        return 128 * (self.groups + 1)
+        """Threads of a CTA."""
+        return 128 * self.groups + self.loaders
 
     @property
     def rows(self) -> int:
@@ -102,44 +112,77 @@ class TmaConfig(NamedTuple):
         return self.column_groups * self.lines * self.columns
 
     @property
+    def depth_bytes(self) -> int:
+        """Bytes of K in a stage, of a row or a column of an input gradient."""
+        return OPERATION_BYTES * self.steps
+
+    @property
     def windows(self) -> Windows:
-        """Its windows."""
+        """The windows of a weight gradient's config."""
         return Windows(self.taps, self.lanes, self.pitch)
 
 
 def block_windows(problem: ConvTransposeProblem, config: TmaConfig) -> int:
-    """Windows of a CTA."""
+    """Windows of a weight gradient's CTA."""
     return config.block_columns * DTYPE_BYTES[problem.dtype] // (config.pitch * math.prod(config.taps))
 
 
-def stage_bytes(problem: ConvTransposeProblem, config: TmaConfig) -> int:
+def stage_bytes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> int:
     """Shared memory of a stage."""
-    rows = config.rows * OPERATION_BYTES * config.steps
-    return round_up(rows + block_windows(problem, config) * config.windows.bytes(problem), 1024)
+    rows = config.rows * config.depth_bytes
+    if pass_ is Pass.WEIGHT_GRAD:
+        return round_up(rows + block_windows(problem, config) * config.windows.bytes(problem), 1024)
+    return round_up(rows + config.block_columns * config.depth_bytes, 1024)
 
 
-def tile_lanes(problem: ConvTransposeProblem, config: TmaConfig) -> Four:
-    """Extents of a tile, which has exactly the positions of a stage, with which there are fewest tiles."""
+def tile_lanes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> Four:
+    """Extents of a tile with which there are fewest tiles; a weight gradient's has exactly the positions of a stage.
+
+    Stored channels first, rows of a tile are long enough to fill most of the sectors that they touch.
+    """
     if config.taps != ALONE:
         return (1, *config.lanes)
+    if pass_ is Pass.WEIGHT_GRAD:
+        found = exact_lanes(math.prod(config.lanes))
+    else:
+        found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in lanes_of(problem, config.rows))
+
+    def fits(lanes: Four) -> bool:
+        return box_fits(lanes[1:], problem) and max(lanes) <= _MOST_IMAGES
 
     def tiles(lanes: Four) -> int:
         return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
 
-    return min((lanes for lanes in exact_lanes(math.prod(config.lanes)) if box_fits(lanes[1:], problem)), key=tiles)
+    legal = list(filter(fits, found))
+    long = [lanes for lanes in legal if sectors_of(problem, *lanes[2:]) <= _MOST_SECTORS] if config.first else legal
+    return min(long or legal, key=tiles)
 
 
-def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[TmaConfig]:
+def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[TmaConfig]:
     """Every config of a layer, with as many stages as fit."""
-    for config in _configs(problem):
-        room = device.shared_bytes_of(1) - _DECLARED
-        buffers = min(_MOST_STAGES, room // stage_bytes(problem, config))
+    for config in _input_configs(problem) if pass_ is Pass.INPUT_GRAD else _weight_configs(problem):
+        room = device.shared_bytes_of(config.resident) - _DECLARED
+        buffers = min(_MOST_STAGES, room // stage_bytes(problem, pass_, config))
         if buffers >= _LEAST_STAGES:
             yield config._replace(buffers=buffers)
 
 
-def _configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
-    """Configs without their pipeline depth."""
+def _input_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
+    """Configs of the input gradient, without their pipeline depth."""
+    pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
+    most = _MOST_SUMS // 2 if is_long_sum(problem) else _MOST_SUMS
+    widths = _widths(problem.in_channels_per_group, 8)
+    for steps, columns, row_tiles in itertools.product((4, 2, 1), widths, (1, 2)):
+        row = steps * OPERATION_BYTES
+        # A box must end with its group: channels of the next would meet zero weights, but may be NaN.
+        if (problem.groups > 1 and pixel % row) or (steps > 1 and pixel <= row // 2):
+            continue
+        if columns * row_tiles // 2 <= most:
+            yield TmaConfig(2, row_tiles, columns, steps, 0, 1)
+
+
+def _weight_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
+    """Configs of the weight gradient, without their pipeline depth."""
     yield from _alone_configs(problem)
     # Float32 reads fragments by threads: with more rows, several row tiles a warp save more than shared windows do.
     if DTYPE_BYTES[problem.dtype] == 4 and problem.in_channels_per_group > 64:
@@ -156,13 +199,13 @@ def _alone_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
     pitch = channel_pitch(problem, problem.out_channels_per_group)
     alone = Windows(ALONE, (1, 1, 4 * OPERATION_BYTES // size), pitch)
     units = alone.count(problem) * pitch // size
-    for row_groups, row_tiles in itertools.product((1, 2), (1, 2, 4)):
+    for row_groups, row_tiles, resident in itertools.product((1, 2), (1, 2, 4), (1, 2)):
         if 64 * row_groups * row_tiles >= 2 * max(64, channels):
             continue
         column_groups = 2 // row_groups
         for columns in _widths(math.ceil(units / column_groups), pitch // size):
-            if columns * row_tiles // 2 <= _MOST_SUMS:
-                yield TmaConfig(row_groups, row_tiles, columns, 4, 0, column_groups, 1, *alone)
+            if columns * row_tiles // 2 <= _most_sums(size, 2, resident):
+                yield TmaConfig(row_groups, row_tiles, columns, 4, 0, resident, column_groups, 1, *alone)
 
 
 def _sharing_configs(problem: ConvTransposeProblem, windows: Windows, steps: int) -> Iterator[TmaConfig]:
@@ -170,23 +213,23 @@ def _sharing_configs(problem: ConvTransposeProblem, windows: Windows, steps: int
     size = DTYPE_BYTES[problem.dtype]
     columns, lines = windows.along * windows.pitch // size, math.prod(windows.taps) // windows.along
     row_tiles = (1, 2) if size == 2 else (1,)
-    shapes = itertools.product(((1, 2), (2, 1), (1, 3), (3, 1)), row_tiles, (1, 2, 3, 4))
-    for (row_groups, column_groups), tiles, count in shapes:
+    shapes = itertools.product(((1, 2), (2, 1), (1, 3), (3, 1)), row_tiles, (1, 2), (1, 2, 3, 4))
+    for (row_groups, column_groups), tiles, resident, count in shapes:
         groups = row_groups * column_groups
         each, rest = divmod(count * lines, column_groups)
         too_many = 64 * row_groups * tiles >= 2 * max(64, problem.in_channels_per_group)
-        if rest or too_many or count > windows.count(problem):
+        if rest or too_many or count > windows.count(problem) or groups * resident > 4:
             continue
-        if each * columns * tiles // 2 <= _most_sums(size, groups):
-            shape = row_groups, tiles, columns, steps, 0, column_groups, each
+        if each * columns * tiles // 2 <= _most_sums(size, groups, resident):
+            shape = row_groups, tiles, columns, steps, 0, resident, column_groups, each
             yield TmaConfig(*shape, *windows)
 
 
-def _most_sums(size: int, groups: int) -> int:
+def _most_sums(size: int, groups: int, resident: int) -> int:
     """Accumulators of a thread; in float32 threads also hold fragments of both operands."""
     if groups > 2:
         return _MOST_SUMS_OF_THREE if size == 2 else _MOST_SUMS_OF_THREE * 3 // 4
-    return _MOST_SUMS
+    return _MOST_SUMS // (resident if size == 2 else resident**2)
 
 
 def _widths(channels: int, multiple: int) -> list[int]:

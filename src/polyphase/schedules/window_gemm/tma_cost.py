@@ -1,65 +1,89 @@
-"""What ``window_wgrad_tma`` costs, and how many splits its sums have."""
+"""What the TMA kernels of both gradients cost, and how many splits their sums have."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 from polyphase.costs import Costs, costs
-from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
+from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import five
-from polyphase.schedules.cost import norm, slower_of
+from polyphase.schedules.cost import slower_of
 from polyphase.schedules.tiles import affordable_planes, tiles_of
 from polyphase.schedules.window_gemm.tma_config import TmaConfig, block_windows, stage_bytes, tile_lanes
-from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch
+from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch, sectors_of
+
+_LEAST_STAGES = 4  # of a split of an input gradient
+
+
+def input_items(problem: ConvTransposeProblem, config: TmaConfig, tiles: int) -> int:
+    """Work tiles of an input gradient, without split-K."""
+    columns = math.ceil(problem.in_channels_per_group / config.columns)
+    return tiles * problem.groups * columns
 
 
 def weight_blocks(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[int, int]:
-    """M-tiles and N-tiles of a group."""
+    """M-tiles and N-tiles of a group of a weight gradient."""
     columns = math.ceil(config.windows.count(problem) / block_windows(problem, config))
     return math.ceil(problem.in_channels_per_group / config.rows), columns
 
 
-def estimate(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> tuple[float, str]:
+def depth_stages(problem: ConvTransposeProblem, config: TmaConfig) -> int:
+    """Stages of an input gradient: as many for each tap as its channels fill."""
+    pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
+    return problem.taps * math.ceil(pixel / config.depth_bytes)
+
+
+def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
+    return costs("window_dgrad_tma" if pass_ is Pass.INPUT_GRAD else "window_wgrad_tma", device)
+
+
+def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
-    terms = costs("window_wgrad_tma", device)
-    _, seconds, end = weight_splits(problem, config, _tiles(problem, config), device)
+    terms = _terms(pass_, device)
+    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile_lanes(problem, pass_, config)))
+    if pass_ is Pass.WEIGHT_GRAD:
+        _, seconds, end = weight_splits(problem, config, tiles, device)
+    else:
+        _, seconds, end = input_splits(problem, config, input_items(problem, config, tiles), device)
     moving = problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
-    return norm(seconds, moving, terms.beside) + end, slower_of(seconds, moving)[1]
+    _, bound = slower_of(seconds, moving)
+    return (seconds**terms.beside + moving**terms.beside) ** (1 / terms.beside) + end, bound
 
 
 def weight_planes(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> int:
-    """Planes of partial sums; 0 where the kernel writes the result itself."""
-    tiles = _tiles(problem, config)
+    """Planes of partial sums of a weight gradient; 0 where the kernel writes the result itself."""
+    lanes = tile_lanes(problem, Pass.WEIGHT_GRAD, config)
+    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
     splits = weight_splits(problem, config, tiles, device)[0]
-    flush = _flush(tile_lanes(problem, config))
-    return 0 if splits == 1 and (DTYPE_BYTES[problem.dtype] == 4 or tiles <= flush) else splits
-
-
-def _tiles(problem: ConvTransposeProblem, config: TmaConfig) -> int:
-    return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile_lanes(problem, config)))
+    return 0 if splits == 1 and (DTYPE_BYTES[problem.dtype] == 4 or tiles <= _flush(lanes)) else splits
 
 
 def _flush(lanes: tuple[int, ...]) -> int:
-    """Stages between flushes."""
+    """Stages of a weight gradient between flushes."""
     return max(1, FLUSH // math.prod(lanes))
 
 
-def _stage_cycles(problem: ConvTransposeProblem, config: TmaConfig, terms: Costs) -> float:
+def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a stage of a CTA."""
-    size = DTYPE_BYTES[problem.dtype]
-    if size == 4:
+    size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
+    operations = config.groups * config.row_tiles * config.lines * config.steps
+    if weights and size == 4:
         instructions, reads = _warp_work(problem, config)
         products = terms.threads_product * instructions + terms.threads_read * reads
         products *= 4 * config.groups * config.steps * (terms.third_group if config.groups > 2 else 1)
     else:
-        operations = config.groups * config.row_tiles * config.lines * config.steps
         products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
-    boxes = config.rows * size / channel_pitch(problem, problem.in_channels_per_group)
-    brought = terms.box * (boxes + block_windows(problem, config))
-    loading = max(terms.moved * stage_bytes(problem, config), brought)
-    return norm(products, loading, terms.overlap) + terms.stage
+    if weights:
+        boxes = config.rows * size / channel_pitch(problem, problem.in_channels_per_group)
+        brought = terms.box * (boxes + block_windows(problem, config))
+    else:
+        brought = terms.box_row * (config.rows + config.block_columns)
+    loading = max(terms.moved * stage_bytes(problem, pass_, config), brought)
+    both: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap)
+    return both + terms.stage
 
 
 def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float, float]:
@@ -72,27 +96,62 @@ def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float,
     return strips * columns / 8, 4 * strips + columns / 4
 
 
+def _result(problem: ConvTransposeProblem, config: TmaConfig, terms: Costs) -> float:
+    """Predicted cycles of a result of an input gradient: by sectors over those that it would fill, channels first."""
+    if not config.first:
+        return terms.result
+    size, (*_, rows, columns) = DTYPE_BYTES[problem.dtype], tile_lanes(problem, Pass.INPUT_GRAD, config)
+    sectors = sectors_of(problem, rows, columns)
+    return sectors * (terms.first_halves if size == 2 else terms.first)
+
+
+@lru_cache(maxsize=4096)
+def input_splits(
+    problem: ConvTransposeProblem, config: TmaConfig, items: int, device: DeviceInfo
+) -> tuple[int, float, float]:
+    """Split-K count of an input gradient, and predicted seconds of the kernel and of the reduction."""
+    terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * config.resident
+    stages, stage = depth_stages(problem, config), _stage_cycles(problem, Pass.INPUT_GRAD, config, terms)
+    once = config.rows * config.block_columns * _result(problem, config, terms) + terms.item / config.resident
+    moved = problem.elements[0]
+
+    def seconds(splits: int) -> tuple[float, float]:
+        rounds = items * splits / places
+        rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
+        cycles = rounds * (math.ceil(stages / splits) * stage + once) * config.resident
+        end = terms.reduce + moved * (8 * splits + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
+        return (cycles + terms.launch) / device.clock_hz, end if splits > 1 else 0.0
+
+    planes = affordable_planes(problem, Pass.INPUT_GRAD)
+    return _fastest(min(planes, stages // _LEAST_STAGES, 2 * places // max(1, items)), seconds)
+
+
 @lru_cache(maxsize=4096)
 def weight_splits(
     problem: ConvTransposeProblem, config: TmaConfig, tiles: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
-    """Split-K count, and predicted seconds of the kernel and of the reduction."""
+    """Split-K count of a weight gradient, and predicted seconds of the kernel and of the reduction."""
     blocks = math.prod(weight_blocks(problem, config)) * problem.groups
-    terms = costs("window_wgrad_tma", device)
-    stage = _stage_cycles(problem, config, terms)
+    places = device.multiprocessors * config.resident
+    terms = _terms(Pass.WEIGHT_GRAD, device)
+    stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, config, terms)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
     flush = _flush(config.lanes)
-    results, once = config.rows * config.block_columns, terms.item
+    results, once = config.rows * config.block_columns, terms.item / config.resident
 
     def seconds(splits: int) -> tuple[float, float]:
         stages = -(-tiles // splits)
         block = stages * stage + (-(-stages // flush) * results * terms.result + once)
-        cycles = -(-blocks * splits // device.multiprocessors) * block
+        cycles = -(-blocks * splits // places) * block * config.resident
         alone = splits == 1 and (size == 4 or stages <= flush)
         moved = weights * (4 if alone else 8 * splits + size)
         end = 0.0 if alone else terms.launch / 2 / device.clock_hz
         return (cycles + terms.launch) / device.clock_hz, end + terms.planes * moved / device.copy_bytes_per_second
 
-    most = max(1, min(affordable_planes(problem), tiles // 4, 4 * device.multiprocessors // blocks))
-    found = min(range(1, most + 1), key=lambda splits: (sum(seconds(splits)), splits))
+    return _fastest(min(affordable_planes(problem), tiles // 4, 4 * places // blocks), seconds)
+
+
+def _fastest(most: int, seconds: Callable[[int], tuple[float, float]]) -> tuple[int, float, float]:
+    """The fastest split-K count up to ``most``, and its ``seconds``: of the kernel and of the reduction."""
+    found = min(range(1, max(1, most) + 1), key=lambda splits: (sum(seconds(splits)), splits))
     return (found, *seconds(found))

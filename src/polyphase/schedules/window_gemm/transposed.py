@@ -1,4 +1,7 @@
-"""The weight gradient of channels-first tensors by ``window_wgrad_tma``: transposed to channels_last, and back."""
+"""Both gradients of channels-first tensors by the TMA kernels: transposed to channels_last before, and back.
+
+An input gradient may be stored channels first by the kernel itself (``first``).
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,25 @@ from dataclasses import replace
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.program.program import Program, between_transposes, transpose_reduces
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
-from polyphase.schedules.window_gemm.tma import WindowWgradTma
+from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import TmaConfig
 from polyphase.schedules.window_gemm.tma_cost import weight_planes
 from polyphase.schedules.window_gemm.window import Gradient
 
 _MOST_BYTES = 512 << 20  # of the transposed copies
+_PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these or, where it is larger, a multiple
 
 
-class WindowWgradTransposed(Gradient):
-    """Of the transposed input and the transposed gradient of the output."""
+class _Transposed(Gradient):
+    """What the two have in common."""
 
-    name = "window_wgrad_transposed"
-    passes = (Pass.WEIGHT_GRAD,)
     adapts = True
-    _tma = WindowWgradTma()
+    _tma: WindowDgradTma | WindowWgradTma
+    _reads: int  # tensors that are transposed before; the result is transposed back
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
         return False
@@ -33,57 +36,116 @@ class WindowWgradTransposed(Gradient):
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.channels_last:
             return "transposes tensors that are channels first"
-        return self._tma.supports(_last(problem), self.pass_, device)
+        return self._tma.supports(_last(problem, self.pass_), self.pass_, device)
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return self._tma.nothing_fits(problem, device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
         """None, too, where the transposed copies would take too much memory."""
-        last = _last(problem)
-        return None if _bytes(last) > _MOST_BYTES else self._tma.ranked_at(last, pass_, Layouts.dense(last))
+        written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
+        if _transposed_bytes(_last(problem, pass_), pass_) > _MOST_BYTES or not written_dense:
+            return None
+        return self._tma.ranked_at(_last(problem, pass_), pass_, self._layouts(problem, pass_, layouts))
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaConfig]:
-        return self._tma.configs(at, pass_, device)
-
-    def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
-        return self._tma.arranged(order)
+        found = self._tma.configs(at, pass_, device)
+        return [*(config._replace(first=True) for config in found), *found] if pass_ is Pass.INPUT_GRAD else found
 
     def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaConfig) -> float:
-        return self._tma.seconds(at, pass_, device, config)
+        back = 0.0
+        if pass_ is Pass.INPUT_GRAD and not config.first:
+            back = transpose_seconds(_back_bytes(at), device)
+        return self._tma.seconds(at, pass_, device, config) + back
+
+    def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
+        """Among the first some of an input gradient that are stored in either way: images decide which is better."""
+        if self.pass_ is Pass.WEIGHT_GRAD:
+            return self._tma.arranged(order)
+        chosen = order[: self.offered - 2]
+        for first in (False, True):
+            fastest = next((config for config in order if config.first is first), None)
+            chosen += [fastest] if fastest is not None and fastest not in chosen else []
+        return chosen + [config for config in order if config not in chosen]
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Cost:
         """What the TMA kernel costs, and the transposes around it."""
-        last = _last(problem)
-        moved, tensors = _bytes(problem) + _bytes(last), 3
-        if last.weight_shape == problem.weight_shape:
+        last = _last(problem, pass_)
+        moved = _transposed_bytes(problem, pass_) + _transposed_bytes(last, pass_)
+        tensors = self._reads + 1
+        if config.first:
+            moved -= _back_bytes(problem)
+            tensors -= 1
+        if pass_ is Pass.WEIGHT_GRAD and last.weight_shape == problem.weight_shape:
             planes = weight_planes(last, config, device)
             if planes and transpose_reduces(problem, planes):  # the reduction transposes
                 moved -= 2 * problem.elements[1] * DTYPE_BYTES[problem.dtype]
                 tensors -= 1
-        seconds, bound = self._tma.cost(last, pass_, device, Layouts.dense(last), config)
-        return seconds + transpose_seconds(moved, device, tensors), bound
+        transposes = transpose_seconds(moved, device, tensors)
+        seconds, bound = self._tma.cost(last, pass_, device, self._layouts(problem, pass_, layouts), config)
+        return seconds + transposes, bound
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Program:
-        last = _last(problem)
-        inner = self._tma.program(last, pass_, device, Layouts.dense(last), config)
-        return between_transposes(inner, problem, layouts, last)
+        last = _last(problem, pass_)
+        lie = self._layouts(problem, pass_, layouts)
+        if config.first:
+            lie = replace(lie, input=layouts.input)
+        inner = self._tma.program(last, pass_, device, lie, config, problem)
+        return between_transposes(inner, problem, pass_, layouts, last, back=not config.first)
+
+    def _layouts(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layouts:
+        """Layouts that the TMA kernel sees: transposed copies are dense and aligned, the weight is not copied."""
+        aligned = layouts.aligned or pass_ is Pass.WEIGHT_GRAD
+        dense = Layouts.dense(_last(problem, pass_))
+        return replace(dense, weight_channels_last=layouts.weight_channels_last, aligned=aligned)
 
 
-def _bytes(problem: ConvTransposeProblem) -> int:
-    """Bytes of the layer's tensors, each of which is transposed."""
-    return DTYPE_BYTES[problem.dtype] * sum(problem.elements)
+class WindowDgradTransposed(_Transposed):
+    """The input gradient: of the transposed gradient of the output."""
+
+    name = "window_dgrad_transposed"
+    passes = (Pass.INPUT_GRAD,)
+    _tma = WindowDgradTma()
+    _reads = 1
 
 
-def _last(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer in channels_last, with the channels of a group padded to whole pieces of 16 bytes, as TMA needs."""
-    piece = 16 // DTYPE_BYTES[problem.dtype]
-    inputs, outputs = (
-        problem.groups * round_up(channels // problem.groups, piece)
-        for channels in (problem.in_channels, problem.out_channels)
-    )
+class WindowWgradTransposed(_Transposed):
+    """The weight gradient: of the transposed input and the transposed gradient of the output."""
+
+    name = "window_wgrad_transposed"
+    passes = (Pass.WEIGHT_GRAD,)
+    _tma = WindowWgradTma()
+    _reads = 2
+
+
+def _transposed_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
+    """Bytes of the transposed copies of a layer."""
+    x, weight, y = problem.elements
+    return DTYPE_BYTES[problem.dtype] * (x + y + (weight if pass_ is Pass.WEIGHT_GRAD else 0))
+
+
+def _back_bytes(problem: ConvTransposeProblem) -> int:
+    """Bytes that the transpose of an input gradient's result reads and writes."""
+    return 2 * DTYPE_BYTES[problem.dtype] * problem.elements[0]
+
+
+def _last(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
+    """The layer in channels_last, with the channels of a group padded to whole pieces of 16 bytes, as TMA needs.
+
+    Output channels of an input gradient are padded so that its boxes touch few lines of memory.
+    """
+    size = DTYPE_BYTES[problem.dtype]
+
+    def padded(channels: int, pitch: int) -> int:
+        return problem.groups * round_up(channels // problem.groups, pitch // size)
+
+    if pass_ is Pass.INPUT_GRAD:
+        pixel = problem.out_channels_per_group * size
+        pitch = next((pitch for pitch in _PITCHES if pixel <= pitch), _PITCH)
+        return replace(problem, channels_last=True, out_channels=padded(problem.out_channels, pitch))
+    inputs, outputs = (padded(channels, 16) for channels in (problem.in_channels, problem.out_channels))
     return replace(problem, channels_last=True, in_channels=inputs, out_channels=outputs)

@@ -1,0 +1,259 @@
+// The input gradient in NHWC, by TMA and wgmma (mainloop/box_product.cuh):
+//
+//   gx[n, ci, i] = Σ over taps and output channels of   g[n, co, i·stride + tap·dilation - padding] · w[ci, co, tap]
+//
+// GEMM. M = batch x input positions, N = input channels of a group, K = (tap, output channel) pairs. A work tile is one
+// M x N tile, a tile of positions by COLUMNS input channels, and one split of K. A pipeline stage holds one K-tile: one
+// tap and as many output channels as STEPS k-steps take. For each tap TMA loads the tile's elements of the output
+// gradient anew, every stride-th one, and zeros beside the tensor; all but the first time they come from L2.
+//
+// CTAs are persistent: work tiles are dealt out round-robin (N fastest, then tile, group, split), and the next is
+// loaded while one is stored. Where work tiles are few, K is split `splits` times; each split writes a plane of
+// float32, and another kernel adds them up (steps/reduce_splits.cu).
+//
+// Results are stored in NHWC or, with CHANNELS_FIRST, in NCHW: then lanes of neighbouring rows exchange halves of their
+// accumulators, so that a thread has neighbouring positions.
+//
+// Tensor-core accumulation truncates at every step. So where K is long, accumulators are flushed every FLUSH stages:
+// they are added to a second set in registers, and start from zero.
+
+#include "specialisation.cuh"
+#include "core/geometry.cuh"
+#include "core/pipeline.cuh"
+#include "core/shared_address.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "mainloop/box_product.cuh"
+
+struct Params {
+  TensorMap grad_box, weight_box;
+  Tensor5 x;
+  int batch, groups;
+  int tile_extent[4];        // positions of a tile along n, d, h, w; their product is at most M of a CTA
+  int tiles[4];              // tiles along n, d, h, w
+  int splits, split_length;  // of K; K-tiles of each but the last, which may have fewer
+  long long plane;           // elements
+};
+
+constexpr int CHANNELS = STEPS * OPERATION;  // of a stage
+constexpr int CHUNKS = ceil_div(OUT_CHANNELS, CHANNELS), K_TILES = TAPS * CHUNKS;
+constexpr int GRID_N = ceil_div(IN_CHANNELS, COLUMNS);
+constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
+
+// How B lies in a stage, for `Sums::multiply`: the weights are one box.
+struct TapColumns {
+  static constexpr int BYTES = COLUMNS * COLUMN_PITCH, BESIDE = 0, EIGHT = 8 * COLUMN_PITCH;
+  static __host__ __device__ constexpr int line(int) { return 0; }
+  static __host__ __device__ constexpr int step(int index) { return 32 * index; }
+};
+
+// A tile of M x N, and a split of K.
+struct WorkTile {
+  int split, group, first_in;
+  int first[4];  // position along n, d, h, w
+
+  __device__ __forceinline__ WorkTile(const Params& params, int index) {
+    const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
+    first_in = index % GRID_N * COLUMNS;
+    index /= GRID_N;
+    split = index / (tiles * params.groups);
+    group = index / tiles % params.groups;
+    tile_origin(params.tiles, params.tile_extent, index % tiles, first);
+  }
+  static __device__ __forceinline__ int count(const Params& params) {
+    return params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3] * params.groups * GRID_N *
+           params.splits;
+  }
+  __device__ __forceinline__ int first_stage(const Params& params) const { return split * params.split_length; }
+  __device__ __forceinline__ int stages(const Params& params) const {
+    return min(params.split_length, K_TILES - first_stage(params));
+  }
+};
+
+// A row's position in its tile along n, d, h, w, a byte each; NOWHERE past the tile.
+constexpr unsigned NOWHERE = ~0u;
+__device__ __forceinline__ unsigned place_of(const Params& params, int row) {
+  int at[4];
+  decode(params.tile_extent, row, at);
+  return at[0] < params.tile_extent[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
+}
+
+// Row `i` of two that a thread stores of a tile of accumulators: its own or, with CHANNELS_FIRST, of 16 two neighbours.
+__device__ __forceinline__ int stored_row(int tile, int i) {
+  if (!CHANNELS_FIRST) return Sums::row(tile, 2 * i);
+  return (Sums::row(tile, 0) & ~1) + threadIdx.x % 8 / 4 * 8 + i;
+}
+
+// Stores the accumulators of a row in NHWC: `to` is its first column in memory, `columns` how many are valid, none or
+// some.
+template <class Stored>
+__device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int half, Stored* to, int columns) {
+  // Neighbouring channels that a thread stores at once: 32 bytes of four threads.
+  constexpr int AT_ONCE = 8 / sizeof(Stored), VECTOR = IN_CHANNELS % AT_ONCE == 0 ? AT_ONCE : 1;
+  constexpr int TOGETHER = VECTOR == 4 ? 2 : 1;  // tiles of 8 columns
+  const auto exists = [=](int column) { return WHOLE_BLOCKS ? columns > 0 : column < columns; };
+#pragma unroll
+  for (int tile = 0; tile < COLUMNS / 8; tile += TOGETHER) {
+    const float* const pair = sums + 4 * tile + 2 * half;
+    const int column = 8 * tile + fragment_column();
+    if constexpr (VECTOR == 4) {
+      const bool both = tile + 1 < COLUMNS / 8;
+      const Vector<unsigned, 2> found = exchanged(pair, both ? pair + 4 : pair);
+      const int first = 8 * tile + first_exchanged();
+      if ((both || threadIdx.x % 2 == 0) && exists(first)) *(Vector<unsigned, 2>*)(to + first) = found;
+    } else if constexpr (VECTOR == 2) {
+      if (exists(column)) *(Vector<float, 2>*)(to + column) = {pair[0], pair[1]};
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (exists(column + i)) narrow(pair[i], to[column + i]);
+    }
+  }
+}
+
+// Two columns of a row of the first eight, and of one of the second: lanes of neighbouring rows exchange one for
+// another, so that a lane has both columns of two neighbouring rows.
+template <class Stored>
+__device__ __forceinline__ void exchange(Vector<Stored, 2>& first, Vector<Stored, 2>& second) {
+  typedef Vector<unsigned, sizeof(first) / sizeof(unsigned)> Words;
+  const bool second_eight = threadIdx.x % 8 / 4;
+  Words a = *(const Words*)&first, b = *(const Words*)&second;
+#pragma unroll
+  for (int i = 0; i < (int)(sizeof(Words) / sizeof(unsigned)); ++i) {
+    const unsigned other = __shfl_xor_sync(~0u, second_eight ? a.value[i] : b.value[i], 4);
+    a.value[i] = second_eight ? other : a.value[i], b.value[i] = second_eight ? b.value[i] : other;
+  }
+  first = *(const Vector<Stored, 2>*)&a, second = *(const Vector<Stored, 2>*)&b;
+}
+
+// Stores the accumulators of 16 rows in NCHW, the thread's two (`stored_row`) from `to` on, null for none; `channel` is
+// the step from a column to the next, `columns` how many are valid. All lanes are here.
+template <class Stored>
+__device__ __forceinline__ void store_rows(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2], long long channel,
+                                           int columns) {
+  const bool together =
+      to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Vector<Stored, 2>) == 0;
+#pragma unroll
+  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
+    Vector<Stored, 2> first, second;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      narrow(sums[4 * tile + i], first.value[i]), narrow(sums[4 * tile + 2 + i], second.value[i]);
+    exchange(first, second);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = 8 * tile + fragment_column() + i;
+      if (!WHOLE_BLOCKS && column >= columns) continue;
+      if (together) {
+        *(Vector<Stored, 2>*)(to[0] + column * channel) = Vector<Stored, 2>{first.value[i], second.value[i]};
+      } else {
+        if (to[0]) to[0][column * channel] = first.value[i];
+        if (to[1]) to[1][column * channel] = second.value[i];
+      }
+    }
+  }
+}
+
+// Stores a work tile's results from `dst` on, which the tensor or a plane of sums begins at. All lanes are here.
+template <class Stored>
+__device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums,
+                                      const unsigned (&places)[ROW_TILES][2], Stored* dst) {
+  const long long channel = CHANNELS_FIRST ? params.x.stride[1] : 1;
+  dst += (work.group * IN_CHANNELS + work.first_in) * channel;
+#pragma unroll
+  for (int i = 0; i < ROW_TILES; ++i) {
+    Stored* to[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      int at[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) at[k] = work.first[k] + (int)(places[i][j] >> (24 - 8 * k) & 255);
+      const bool exists = places[i][j] != NOWHERE && at[0] < params.batch && at[1] < params.x.size[0] &&
+                          at[2] < params.x.size[1] && at[3] < params.x.size[2];
+      to[j] = exists ? dst + offset_of(params.x, at) : nullptr;
+    }
+    const int columns = IN_CHANNELS - work.first_in;
+    if constexpr (CHANNELS_FIRST) {
+      store_rows(sums.of[i], to, channel, columns);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) store_row(sums.of[i], j, to[j], to[j] ? columns : 0);
+    }
+  }
+}
+
+// By one thread: TMA loads of all stages of the CTA's work tiles.
+__device__ __forceinline__ void load_items(const Params& params, const scalar_t* grad, const scalar_t* weight,
+                                           PipelineBarriers<STAGES>& ring, const unsigned char* stage_memory) {
+  griddepcontrol_wait();
+  PipelineState<STAGES> state;
+  const int items = WorkTile::count(params), step = gridDim.x;
+  const int bytes =
+      params.tile_extent[0] * params.tile_extent[1] * params.tile_extent[2] * params.tile_extent[3] * ROW_PITCH;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < items; index += step) {
+    const WorkTile work(params, index);
+    const int first = work.first_stage(params), end = first + work.stages(params);
+    int chunk = first % CHUNKS, tap = first / CHUNKS;
+#pragma unroll 1
+    for (int stage = first; stage < end; ++stage) {
+      const int width = tap % AXIS_W.kernel, line = tap / AXIS_W.kernel;
+      const int height = line % AXIS_H.kernel, depth = line / AXIS_H.kernel;
+      const unsigned to = shared_address(stage_memory + state.index * stage_bytes<TapColumns>());
+      const unsigned full = shared_address(ring.full + state.index);
+      const int from[5] = {work.group * OUT_CHANNELS + chunk * CHANNELS,
+                           work.first[3] * AXIS_W.stride + src_offset(AXIS_W, width),
+                           work.first[2] * AXIS_H.stride + src_offset(AXIS_H, height),
+                           work.first[1] * AXIS_D.stride + src_offset(AXIS_D, depth), work.first[0]};
+      const int weights[5] = {chunk * CHANNELS, work.group * IN_CHANNELS + work.first_in, tap, 0, 0};
+      mbarrier_wait(shared_address(ring.empty + state.index), state.parity ^ 1);
+      tma_load_box(to, params.grad_box, grad, from, bytes, full);
+      tma_load_box(to + A_BYTES, params.weight_box, weight, weights, TapColumns::BYTES, full);
+      mbarrier_arrive(full);
+      state.next();
+      if (++chunk == CHUNKS) chunk = 0, ++tap;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    window_dgrad_tma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
+                     scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  __shared__ __align__(8) PipelineBarriers<STAGES> ring;
+  if (threadIdx.x == 0) ring.init(1, CONSUMER_THREADS / 32);
+  __syncthreads();
+
+  const int items = WorkTile::count(params), step = gridDim.x;
+  PipelineState<STAGES> state;
+  if (threadIdx.x < CONSUMER_THREADS) {
+    reallocate_registers<true>();
+    unsigned places[ROW_TILES][2];
+#pragma unroll
+    for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(params, stored_row(i / 2, i % 2));
+#pragma unroll 1
+    for (int index = blockIdx.x; index < items; index += step) {
+      const WorkTile work(params, index);
+      const int stages = work.stages(params);
+      Sums sums, total;
+      if (FLUSH < K_TILES) {
+#pragma unroll 1
+        for (int stage = 0; stage < stages; stage += FLUSH) {
+          sums.multiply<TapColumns>(min(FLUSH, stages - stage), ring, state, shared_memory);
+          total.take(sums, stage == 0);
+        }
+      } else {
+        sums.multiply<TapColumns>(stages, ring, state, shared_memory);
+      }
+      const Sums& all = FLUSH < K_TILES ? total : sums;
+      if (ELEMENT == sizeof(float) || params.splits > 1)
+        store(params, work, all, places, (float*)dst + work.split * params.plane);
+      else
+        store(params, work, all, places, dst);
+    }
+  } else {
+    reallocate_registers<false>();
+    if (threadIdx.x == CONSUMER_THREADS) load_items(params, grad, weight, ring, shared_memory);
+  }
+}
