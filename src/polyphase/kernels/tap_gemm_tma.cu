@@ -185,7 +185,7 @@ __device__ __forceinline__ void load_source(const Params& params, const scalar_t
                                             const Phase& phase, const TapWindow& at, int index, unsigned to,
                                             unsigned full) {
   const int box_bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * (params.lanes[3] + HALO) * PITCH;
-  if (RUNS) {
+  if constexpr (RUNS) {
     const RunPlace run(phase, index);
     const TensorMap& box = phase.w.count < RUN_TAPS ? params.second_box : params.source_box;
 #pragma unroll
@@ -195,15 +195,15 @@ __device__ __forceinline__ void load_source(const Params& params, const scalar_t
                            plane * params.batch + work.first[0]};
       tma_load_box(to + part * BOX_BYTES, box, src, from, box_bytes, full);
     }
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int part = 0; part < PARTS; ++part) {
-    const int from[5] = {(work.group * PARTS + part) * PADDED_CHANNELS + at.channel,
-                         work.first[3] * src_cell(AXIS_W) + phase.w.src + at.w(),
-                         work.first[2] * src_cell(AXIS_H) + phase.h.src + at.at_h * TapsH::SRC_STEP,
-                         work.first[1] * src_cell(AXIS_D) + phase.d.src + at.at_d * TapsD::SRC_STEP, work.first[0]};
-    tma_load_box(to + part * BOX_BYTES, params.source_box, src, from, box_bytes, full);
+    for (int part = 0; part < PARTS; ++part) {
+      const int from[5] = {(work.group * PARTS + part) * PADDED_CHANNELS + at.channel,
+                           work.first[3] * src_cell(AXIS_W) + phase.w.src + at.w(),
+                           work.first[2] * src_cell(AXIS_H) + phase.h.src + at.at_h * TapsH::SRC_STEP,
+                           work.first[1] * src_cell(AXIS_D) + phase.d.src + at.at_d * TapsD::SRC_STEP, work.first[0]};
+      tma_load_box(to + part * BOX_BYTES, params.source_box, src, from, box_bytes, full);
+    }
   }
 }
 
