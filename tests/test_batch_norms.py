@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import polyphase
@@ -156,6 +157,8 @@ def by_functions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, BatchNorm]]
 
     def backward(self: Any, x: Tensor, grad: Tensor, weight: Any, bias: Any, scratch: Tensor) -> Any:
         called.append((1, self.norm))
+        assert not grad.is_neg()
+        assert grad.data_ptr()  # a kernel reads it
         of = x.view(self.norm.shape)
         given = [each.detach().requires_grad_() for each in (of, weight, bias) if each is not None]
         with torch.enable_grad():
@@ -170,6 +173,8 @@ def by_functions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, BatchNorm]]
 
 
 def activated(norm: BatchNorm, v: Tensor) -> Tensor:
+    if norm.activation is not None and norm.activation.kind == "clamp":  # of another derivative at its ends
+        return F.hardtanh(v, *norm.activation.constants)
     return v if norm.activation is None else epilogue.apply(norm.activation, 0, lambda place: v, {})
 
 
@@ -345,3 +350,155 @@ def test_restored(by_functions: list[tuple[int, BatchNorm]]) -> None:
     polyphase.restore(model)
     trained(model, torch.randn(2, 3, 5, 6))
     assert not by_functions
+
+
+def split(act: nn.Module, run: Any) -> None:
+    """Compare models of which ``run`` makes the output by the layer and the norm, and the activation, by itself."""
+
+    def train(model: Any, x: Tensor) -> list[Tensor]:
+        y = run(model[:2], model[2], x.requires_grad_())
+        if y.requires_grad:
+            y.square().sum().backward()
+        found = [y, *(each.grad for each in (x, *model.parameters()) if each.grad is not None), *model.buffers()]
+        return [*found, torch.tensor(y.requires_grad)]
+
+    compare(chain(nn.BatchNorm2d(4), act), torch.randn(2, 3, 5, 6), train)
+
+
+class Scaled(torch.autograd.Function):
+    """A function in C++ and Python that scales gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0.5
+
+
+def _without_derivatives(before: Any, act: Any, x: Tensor) -> Tensor:
+    y = before(x)
+    with torch.no_grad():
+        return act(y)  # type: ignore[no-any-return]
+
+
+def _in_inference_mode_first(before: Any, act: Any, x: Tensor) -> Tensor:
+    y = before(x)
+    with torch.inference_mode():
+        act(y)
+    return act(y)  # type: ignore[no-any-return]
+
+
+def _twice(before: Any, act: Any, x: Tensor) -> Tensor:
+    y = before(x)
+    first = act(y)
+    second = act(y)
+    first.mul_(2)
+    return first * act(y) + second  # type: ignore[no-any-return]
+
+
+def _twice_without_derivatives(before: Any, act: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return _twice(before, act, x)
+
+
+def _both(before: Any, act: Any, x: Tensor) -> Tensor:
+    y = before(x)
+    return act(y) * act(Scaled.apply(y))  # type: ignore[no-any-return, no-untyped-call]
+
+
+BETWEEN = {
+    "the activation in a reentrant checkpoint": lambda before, act, x: checkpoint(act, before(x), use_reentrant=True),
+    "the activation in a checkpoint": lambda before, act, x: checkpoint(act, before(x), use_reentrant=False),
+    "a function of gradients": lambda before, act, x: act(Scaled.apply(before(x))),  # type: ignore[no-untyped-call]
+    "that and the activation": _both,
+    "the activation without derivatives": _without_derivatives,
+    "the activation in inference mode": _in_inference_mode_first,
+    "the activation several times": _twice,
+    "and without derivatives": _twice_without_derivatives,
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_norm_and_activation(name: str, by_functions: list[tuple[int, BatchNorm]]) -> None:
+    split(nn.SiLU(), BETWEEN[name])
+    assert by_functions
+
+
+def test_a_parents_hook_of_gradients(by_functions: list[tuple[int, BatchNorm]]) -> None:
+    def train(model: Any, x: Tensor) -> list[Tensor]:
+        model[0].register_full_backward_hook(lambda module, inputs, grads: None)
+        return trained(model, x.requires_grad_())
+
+    compare(nn.Sequential(chain(nn.BatchNorm2d(4)), nn.SiLU()), torch.randn(2, 3, 5, 6), train)
+    assert by_functions
+
+
+@pytest.mark.parametrize("given", [torch._neg_view, lambda grad: grad])
+def test_gradients_that_are_no_plain_tensors(given: Any, by_functions: list[tuple[int, BatchNorm]]) -> None:
+    """Several at once, and such as are negated when they are read."""
+
+    def train(model: Any, x: Tensor) -> list[Tensor]:
+        y, some = model(x.requires_grad_()), torch.linspace(-1, 1, 3 * 960, dtype=x.dtype).view(3, 2, 4, 10, 12)
+        (many,) = torch.autograd.grad(y, x, given(some), is_grads_batched=True, retain_graph=True)
+        return [many, *torch.autograd.grad(y, x, given(some[0]))]
+
+    compare(chain(nn.BatchNorm2d(4), nn.SiLU()), torch.randn(2, 3, 5, 6), train)
+    assert by_functions
+
+
+@pytest.mark.parametrize("act", [nn.ReLU6(), nn.Hardtanh(), nn.ReLU(), nn.Hardswish()], ids=str)
+def test_derivatives_where_they_jump(act: nn.Module, by_functions: list[tuple[int, BatchNorm]]) -> None:
+    """A norm with weights of 0 gives its bias; with a graph of the gradients as without."""
+
+    def train(model: Any, x: Tensor) -> list[Tensor]:
+        found = []
+        for value in (-3.0, -1.0, 0.0, 1.0, 3.0, 6.0):
+            nn.init.zeros_(model[1].weight)
+            nn.init.constant_(model[1].bias, value)
+            for graph in (False, True):
+                y = model(x)
+                found += torch.autograd.grad(y.square().sum() + y.sum(), [*model.parameters()], create_graph=graph)
+        return [each.detach() for each in found]
+
+    compare(chain(nn.BatchNorm2d(4), act), torch.randn(2, 3, 5, 6), train)
+    assert by_functions
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_norms_that_compute_for_themselves(by_functions: list[tuple[int, BatchNorm]]) -> None:
+    """What a norm has or is told between calls, which kernels do not know of."""
+
+    def frozen_statistics(model: Any, x: Tensor) -> list[Tensor]:
+        model[1].track_running_stats = False
+        return trained(model, x)
+
+    def parametrized(model: Any, x: Tensor) -> list[Tensor]:
+        nn.utils.parametrize.register_parametrization(model[1], "weight", Doubled())
+        return trained(model, x)
+
+    def followed(model: Any, x: Tensor) -> list[Tensor]:
+        graph = make_fx(model)(x)
+        assert "batch_norm" in str(graph.graph)
+        return [graph(x).detach()]
+
+    for change in (frozen_statistics, parametrized, followed):
+        compare(chain(nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 5, 6), change)
+    for name in ("weight", "running_var"):
+        model = chain(nn.BatchNorm2d(4), nn.ReLU())
+        polyphase.accelerate(model, fuse=True)
+        model(torch.randn(2, 3, 5, 6))
+        by_functions.clear()
+        setattr(
+            model[1],
+            name,
+            copy.deepcopy(getattr(model[1], name))[:2] if name != "weight" else nn.Parameter(torch.ones(2)),
+        )
+        with pytest.raises(RuntimeError, match=f"{name} should contain 4 elements not 2"):
+            model(torch.randn(2, 3, 5, 6))
+        assert not by_functions

@@ -26,6 +26,7 @@ from polyphase.problem.layouts import ALIGNMENT
 from polyphase.program.batch_norm import BUFFERS, GRADIENTS, BatchNorm, programs_of
 from polyphase.program.reduction import MOST_ELEMENTS
 from polyphase.torch_op import epilogue
+from polyphase.torch_op.operators import is_plain
 from polyphase.torch_op.validate import FLOATING
 from polyphase.versions import versions_of
 
@@ -44,6 +45,8 @@ def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
         return None
     if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
+    if torch._C._len_torch_dispatch_stack():  # what follows or counts the dispatcher's calls sees no launches
+        return None
     if x.dim() != len(chain.layer.stride) + 2:
         return None
     behind = _behind((*chain.modules, *chain.then), module)
@@ -53,18 +56,25 @@ def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
     prepared = _prepared(module, x, step)
     if prepared is None or not chain.is_whole():
         return None
-    result = _run(module, x, prepared)
+    records = step is not None and torch.is_grad_enabled()
+    result, alone = _run(module, x, prepared, records)
     if step is None:
         return result
     weight, bias = module._parameters["weight"], module._parameters["bias"]
+    given: list[int] = []
 
     def computed(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
         """The norm with its activation; alone, where that is read before the activation is called."""
-        return result if steps else _normalized(prepared.norm, x, weight, bias)
+        if steps and not given:
+            given.append(result._version)
+            return result
+        if steps and given[0] == result._version:  # the activation is called again
+            return result.clone()
+        v = _normalized(prepared.norm, x, weight, bias)
+        return _activated(prepared.norm, v) if steps else v
 
     reads = (x,) if weight is None else (x, weight, bias)
-    records = torch.is_grad_enabled()
-    waiting = Waiting(computed, reads, behind, lambda: tuple(x.shape), x.dtype, x.device, records)
+    waiting = Waiting(computed, reads, behind, lambda: tuple(x.shape), x.dtype, x.device, records, alone)
     if records:
         return Pending.of(waiting, [], versions_of(reads))
     return Marked.of(
@@ -84,10 +94,11 @@ def _behind(parts: Sequence[Any], norm: Any) -> Sequence[Any]:
 def _prepared(module: Any, x: Tensor, step: fused.Step | None) -> Prepared | None:
     """What computes a norm of a tensor with an activation, from memory; None where nothing does."""
     own = (*module._buffers.values(), *module._parameters.values())
-    about = tuple([each is None or (type(each), each.dtype, each.is_contiguous(), each.get_device()) for each in own])
+    about = tuple([each is None or (type(each), each.dtype, each.numel(), each.is_contiguous(), each.get_device())
+                   for each in own])  # fmt: skip
     aligned = x.data_ptr() % ALIGNMENT == 0
     key = (type(module), x.shape, x.dtype, x.get_device(), x.is_contiguous(), aligned, about, module.eps,
-           module.momentum, step)  # fmt: skip
+           module.momentum, module.track_running_stats, step)  # fmt: skip
     if key in _PREPARED:
         return _PREPARED[key]
     if len(_PREPARED) >= _MOST_PREPARED:
@@ -109,7 +120,12 @@ def _shape(module: Any, x: Tensor) -> tuple[int, ...]:
     """
     kind = type(module)._stands_for
     shape: tuple[int, ...] = ()
-    if kind in _BATCH and module.running_mean is not None and module.momentum is not None:
+    if (
+        kind in _BATCH
+        and module.running_mean is not None
+        and module.momentum is not None
+        and module.track_running_stats
+    ):
         shape = tuple(x.shape)
     elif kind in _INSTANCE and module.running_mean is None and module.weight is None:
         shape = (1, x.shape[0] * x.shape[1], *x.shape[2:])
@@ -120,6 +136,8 @@ def _shape(module: Any, x: Tensor) -> tuple[int, ...]:
 def _fits(module: Any, x: Tensor) -> bool:
     """Whether a tensor is dense and has the norm's channels, and the norm's own tensors are of the same kind."""
     module._check_input_dim(x)
+    if not {"weight", "bias"} <= module._parameters.keys():  # computed at every call by a parametrization
+        return False
     if not x.is_contiguous() or x.shape[1] != module.num_features or (module.weight is None) != (module.bias is None):
         return False
     kind = x.dtype if module.running_mean is None else module.running_mean.dtype
@@ -127,6 +145,7 @@ def _fits(module: Any, x: Tensor) -> bool:
         return False
     own = [each for each in (module.running_mean, module.running_var, module.weight, module.bias) if each is not None]
     plain = all(type(each) in (Tensor, torch.nn.Parameter) and each.is_contiguous() for each in own)
+    plain = plain and all(each.numel() == module.num_features for each in own)
     return plain and all(each.dtype == kind and each.device == x.device for each in own)
 
 
@@ -135,14 +154,15 @@ def is_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and torch.version.cuda is not None
 
 
-def _run(module: Any, x: Tensor, prepared: Prepared) -> Tensor:
-    """What a norm and the activation behind it give; moves the running statistics, as the module does."""
+def _run(module: Any, x: Tensor, prepared: Prepared, waits: bool) -> tuple[Tensor, Tensor | None]:
+    """What `_Function` gives, or that and None; moves the running statistics, as the module does."""
     buffers, parameters = module._buffers, module._parameters
     if (count := buffers.get("num_batches_tracked")) is not None:
         count.add_(1)
     mean, variance = buffers.get("running_mean"), buffers.get("running_var")
-    apply: Callable[..., Tensor] = _Function.apply
-    return apply(x, parameters["weight"], parameters["bias"], mean, variance, prepared)
+    apply: Callable[..., Any] = _Function.apply
+    found = apply(x, parameters["weight"], parameters["bias"], mean, variance, prepared, waits)
+    return found if waits else (found, None)
 
 
 class Prepared:
@@ -159,6 +179,7 @@ class Prepared:
         self._double = like.dtype == torch.float64
         self._stats_bytes = round_up(2 * norm.shape[1] * (8 if self._double else 4), ALIGNMENT)
         self._bytes = self._stats_bytes + self.programs[0].buffers[0].bytes
+        self._nothing: Tensor | None = None
 
     def forward(self, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any) -> tuple[Tensor, Tensor]:
         """The result, and what `backward` is given of it."""
@@ -175,6 +196,13 @@ class Prepared:
         of_weight, of_bias = (None, None) if weight is None else (torch.empty_like(weight), torch.empty_like(bias))
         self._launch(1, (x, grad, weight, bias, None, None), scratch, (of_weight, of_bias, result))
         return result, of_weight, of_bias
+
+    def nothing(self, x: Tensor) -> Tensor:
+        """A tensor as the result is, of NaN, in the memory of one."""
+        if self._nothing is None:
+            with torch.inference_mode(False):
+                self._nothing = torch.full((), torch.nan, dtype=x.dtype, device=x.device).expand(x.shape)
+        return self._nothing.detach()
 
     def _launch(self, way: int, reads: Sequence[Any], scratch: Tensor, writes: Sequence[Any]) -> None:
         """Forward (0) or backward (1), of tensors in the order of `BUFFERS`."""
@@ -203,23 +231,31 @@ class _Function(torch.autograd.Function):
     """The norm and its activation, differentiable any number of times."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, of: Prepared) -> Tensor:
-        """Two launches; ``mean`` and ``variance`` are changed."""
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, of: Prepared, waits: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Two launches; ``mean`` and ``variance`` are changed. ``waits``: also what stands for the norm alone."""
         result, scratch = of.forward(x, weight, bias, mean, variance)
         if mean is not None:
             torch.autograd.graph.increment_version(mean)
             torch.autograd.graph.increment_version(variance)
         ctx.of = of
         ctx.save_for_backward(x, weight, bias, scratch)
-        return result
+        ctx.set_materialize_grads(False)
+        return (result, of.nothing(x)) if waits else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Two launches; tensor operations where derivatives of it are asked for."""
+    def backward(ctx: Any, grad: Tensor | None, of_norm: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Two launches; tensor operations where derivatives of it are asked for, or several gradients at once.
+
+        ``of_norm``: what the gradient of the norm alone is besides.
+        """
+        if grad is None and of_norm is None:
+            return (None,) * 7
         x, weight, bias, scratch = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return _differentiable(ctx.of.norm, (x, weight, bias), grad, ctx.needs_input_grad[:3])
-        return (*ctx.of.backward(x, grad, weight, bias, scratch), None, None, None)
+        if grad is None or of_norm is not None or torch.is_grad_enabled() or not is_plain(grad):
+            return _differentiable(ctx.of.norm, (x, weight, bias), (grad, of_norm), ctx.needs_input_grad[:3])
+        return (*ctx.of.backward(x, grad, weight, bias, scratch), None, None, None, None)
 
 
 def _normalized(norm: BatchNorm, x: Tensor, weight: Any, bias: Any) -> Tensor:
@@ -228,15 +264,28 @@ def _normalized(norm: BatchNorm, x: Tensor, weight: Any, bias: Any) -> Tensor:
     return v.reshape(x.shape)
 
 
+def _activated(norm: BatchNorm, v: Tensor) -> Tensor:
+    """The activation behind the norm by PyTorch's function, with a module's derivative where that jumps."""
+    if norm.activation is None:
+        return v
+    if norm.activation.kind == "clamp":
+        least, most = norm.activation.constants
+        return F.hardtanh(v, least, most)
+    return epilogue.apply(norm.activation, 0, lambda place: v, {})
+
+
 def _differentiable(
-    norm: BatchNorm, tensors: Sequence[Tensor | None], grad: Tensor, needed: Sequence[bool]
+    norm: BatchNorm, tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients, with derivatives of their own."""
+    """The gradients, with derivatives of their own; ``grads``: of the activation and of the norm."""
     x, weight, bias = tensors
     assert x is not None
-    v = _normalized(norm, x, weight, bias)
-    y = v if norm.activation is None else epilogue.apply(norm.activation, 0, lambda place: v, {})
+    recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        v = _normalized(norm, x, weight, bias)
+        results = [(each, grad) for each, grad in zip((_activated(norm, v), v), grads) if grad is not None]
     asked = [each for each, wanted in zip(tensors, needed) if wanted and each is not None]
-    found = iter(torch.autograd.grad(y, asked, grad, create_graph=True))
+    outputs, given = [each for each, _ in results], [grad for _, grad in results]
+    found = iter(torch.autograd.grad(outputs, asked, given, create_graph=recorded))
     gradients = [next(found) if wanted and each is not None else None for each, wanted in zip(tensors, needed)]
-    return (*gradients, None, None, None)
+    return (*gradients, None, None, None, None)

@@ -59,7 +59,8 @@ class Waiting(NamedTuple):
     ``compute`` gives the tensor of the steps behind the layer, in ``out`` if there is one, from tensors that must not
     change before, ``reads`` and those of the steps; ``expected``: the kinds of the calls in order, or
     modules, which tell by ``pass_through`` that they are called; what the tensor will be. ``records``: autograd records
-    what is computed, as it would have when the layer was called.
+    what is computed, as it would have when the layer was called; ``graph``: a tensor without values that is then where
+    the first output is in the graph, for what does not ask for values, such as an `autograd.Function`.
     """
 
     compute: Callable[..., Tensor]
@@ -69,6 +70,7 @@ class Waiting(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     records: bool = False
+    graph: Tensor | None = None
 
 
 #: What a tensor that has no values yet is a view of: C++ code that reads it past the dispatcher finds nothing.
@@ -90,7 +92,7 @@ class Pending(Tensor):
         cls, waiting: Waiting, steps: list[fused.Step], versions: list[int], place: int = 0, found: Arranged = PLAIN
     ) -> Pending:
         """An output of the first ``place`` calls that are expected, ``steps``, which are computed as ``found`` says."""
-        pending = _NOTHING.as_subclass(cls)
+        pending = (_NOTHING if waiting.graph is None else waiting.graph).as_subclass(cls)
         pending._waiting, pending._steps, pending._versions = waiting, steps, versions
         pending._place, pending._found = place, found
         return pending
@@ -104,9 +106,11 @@ class Pending(Tensor):
     def compute(self, out: Tensor | None = None) -> Tensor:
         """The same anew, written to ``out`` where that is given."""
         check_versions(self._waiting, self._steps, self._versions)
-        if self._waiting.records == torch.is_grad_enabled():
+        records = self._waiting.records
+        if records == torch.is_grad_enabled():
             return compute(self._waiting, self._found, self._steps, out)
-        with torch.set_grad_enabled(self._waiting.records):  # as it was before
+        with torch.inference_mode(not records and torch.is_inference_mode_enabled()), torch.set_grad_enabled(records):
+            # as it was before
             return compute(self._waiting, self._found, self._steps, out)
 
     def _size(self) -> tuple[int, ...]:
@@ -114,8 +118,8 @@ class Pending(Tensor):
         return self._waiting.size() if self._found is PLAIN else self._found.shape
 
     def pass_through(self, module: Any) -> Pending | Tensor | None:
-        """What a module gives of it; None if another call is expected."""
-        if not self._expects(module):
+        """What a module gives of it; None if another call is expected, or without the derivatives that it has."""
+        if not self._expects(module) or (self._waiting.records and not torch.is_grad_enabled()):
             return None
         step, dims = step_of_module(module, len(self._size())), (len(self._size()), len(self._waiting.size()))
         found = self._follow(step) if is_step_of(module, step, *dims) else None
@@ -269,6 +273,7 @@ class Marked(Tensor):
     _mark: _Mark
     _place: int = 0  # how many of the modules have been called
     _value: Tensor | None = None  # what was called for so far, if that was read
+    _is_given: bool = False  # the output itself, which its reader may have changed
 
     @classmethod
     def of(cls, output: Tensor, waiting: Waiting, steps: Sequence[fused.Step | None]) -> Marked:
@@ -289,7 +294,7 @@ class Marked(Tensor):
         """What a module gives of it; None if it is not the next one, or is to have derivatives that were not."""
         mark, place = self._mark, self._place
         expected = mark.waiting.expected
-        if self._value is not None or expected[place] is not module:
+        if self._value is not None or self._is_given or expected[place] is not module:
             return None
         recorded = torch.is_grad_enabled()
         if recorded and module._parameters and not self._is_recorded():
@@ -298,7 +303,8 @@ class Marked(Tensor):
                 return None
         in_place = vars(module).get("inplace")
         if place + 1 == len(expected):  # as a view where a checkpoint gives it another place in the graph
-            last = self.as_subclass(Tensor) if recorded or mark.output.requires_grad else mark.output
+            self._is_given = not (recorded or mark.output.requires_grad)
+            last = mark.output if self._is_given else self.as_subclass(Tensor)
             self._value = last if in_place else None
             return last
         marked = self if in_place else self.as_subclass(Marked)
