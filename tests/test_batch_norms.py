@@ -6,6 +6,8 @@ Results lie amid guards of NaN. Sizes are odd, so that vectors, shares and threa
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -408,7 +410,15 @@ def _both(before: Any, act: Any, x: Tensor) -> Tensor:
     return act(y) * act(Scaled.apply(y))  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _changed_weight(before: Any, act: Any, x: Tensor) -> Tensor:
+    y = before(x)
+    with torch.no_grad():
+        before[1].weight.mul_(2)
+    return act(y).detach()  # type: ignore[no-any-return]
+
+
 BETWEEN = {
+    "a weight that changes": _changed_weight,
     "the activation in a reentrant checkpoint": lambda before, act, x: checkpoint(act, before(x), use_reentrant=True),
     "the activation in a checkpoint": lambda before, act, x: checkpoint(act, before(x), use_reentrant=False),
     "a function of gradients": lambda before, act, x: act(Scaled.apply(before(x))),  # type: ignore[no-untyped-call]
@@ -482,12 +492,23 @@ def test_norms_that_compute_for_themselves(by_functions: list[tuple[int, BatchNo
         nn.utils.parametrize.register_parametrization(model[1], "weight", Doubled())
         return trained(model, x)
 
+    def replicated(model: Any, x: Tensor) -> list[Tensor]:
+        """As by `torch.nn.DataParallel`: parameters are plain attributes."""
+        for part in model:
+            copied = part._replicate_for_data_parallel()
+            copied._buffers = dict(part._buffers)
+            for name, each in part._parameters.items():
+                setattr(copied, name, 1 * each)
+            x = copied(x)
+        x.square().sum().backward()
+        return [x, *(each.grad for each in model.parameters()), *model.buffers()]
+
     def followed(model: Any, x: Tensor) -> list[Tensor]:
         graph = make_fx(model)(x)
         assert "batch_norm" in str(graph.graph)
         return [graph(x).detach()]
 
-    for change in (frozen_statistics, parametrized, followed):
+    for change in (frozen_statistics, parametrized, replicated, followed):
         compare(chain(nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 5, 6), change)
     for name in ("weight", "running_var"):
         model = chain(nn.BatchNorm2d(4), nn.ReLU())
@@ -502,3 +523,22 @@ def test_norms_that_compute_for_themselves(by_functions: list[tuple[int, BatchNo
         with pytest.raises(RuntimeError, match=f"{name} should contain 4 elements not 2"):
             model(torch.randn(2, 3, 5, 6))
         assert not by_functions
+
+
+def test_no_cycles(by_functions: list[tuple[int, BatchNorm]]) -> None:
+    """Memory is free when the last reader is gone, not at the next collection of garbage."""
+    model = chain(nn.BatchNorm2d(4), nn.SiLU())
+    polyphase.accelerate(model, fuse=True)
+    given = model[0](torch.randn(2, 3, 5, 6))
+    kept = weakref.ref(given)
+    gc.disable()
+    try:
+        for read in (lambda y: model[2](y), lambda y: y + 1):
+            read(model[1](given))
+            with torch.no_grad():
+                read(model[1](given))
+        del given
+        assert kept() is None
+    finally:
+        gc.enable()
+    assert by_functions

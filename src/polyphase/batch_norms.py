@@ -28,7 +28,7 @@ from polyphase.program.reduction import MOST_ELEMENTS
 from polyphase.torch_op import epilogue
 from polyphase.torch_op.operators import is_plain
 from polyphase.torch_op.validate import FLOATING
-from polyphase.versions import versions_of
+from polyphase.versions import check_versions, versions_of
 
 _BATCH = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 _INSTANCE = (torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)
@@ -70,16 +70,17 @@ def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
             return result
         if steps and given[0] == result._version:  # the activation is called again
             return result.clone()
+        check_versions(reads, (), versions)
         v = _normalized(prepared.norm, x, weight, bias)
         return _activated(prepared.norm, v) if steps else v
 
     reads = (x,) if weight is None else (x, weight, bias)
-    waiting = Waiting(computed, reads, behind, lambda: tuple(x.shape), x.dtype, x.device, records, alone)
+    versions = versions_of(reads)
+    waiting = Waiting(computed, (), behind, lambda: tuple(x.shape), x.dtype, x.device, records, alone)
     if records:
-        return Pending.of(waiting, [], versions_of(reads))
-    return Marked.of(
-        result, waiting, (step,)
-    )  # a reentrant checkpoint may be told of the norm's result, and needs a tensor
+        return Pending.of(waiting, [], [])
+    # A reentrant checkpoint may be told of the norm's result, and needs a tensor.
+    return Marked.of(result, waiting, (step,))
 
 
 def _behind(parts: Sequence[Any], norm: Any) -> Sequence[Any]:

@@ -105,7 +105,7 @@ class Pending(Tensor):
 
     def compute(self, out: Tensor | None = None) -> Tensor:
         """The same anew, written to ``out`` where that is given."""
-        check_versions(self._waiting, self._steps, self._versions)
+        check_versions(self._waiting.reads, self._steps, self._versions)
         records = self._waiting.records
         if records == torch.is_grad_enabled():
             return compute(self._waiting, self._found, self._steps, out)
@@ -129,7 +129,7 @@ class Pending(Tensor):
         """What a layer is given that is to compute the steps itself, which are of its input; None where it is not."""
         if not self._expects(layer) or torch.is_grad_enabled():
             return None
-        check_versions(self._waiting, self._steps, self._versions)
+        check_versions(self._waiting.reads, self._steps, self._versions)
         return self._waiting.reads[0], self._steps
 
     def _expects(self, part: Any) -> bool:
@@ -321,7 +321,7 @@ class Marked(Tensor):
                     f"modules that the layer computes are called: {REMEDY}"
                 )
             _, waiting, steps, versions = self._mark
-            check_versions(waiting, steps, versions)
+            check_versions(waiting.reads, steps, versions)
             with torch._C.DisableTorchFunctionSubclass():
                 through = recorded and not self.is_leaf
             with torch.set_grad_enabled(through):

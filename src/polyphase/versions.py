@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +24,9 @@ def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()
     return [0 if each.is_inference() else each._version for each in tensors]
 
 
-def check_versions(waiting: Any, steps: Sequence[fused.Step | None], versions: list[int]) -> None:
-    """Raise RuntimeError where a tensor has changed that is to be read; ``waiting``: a `polyphase.pending.Waiting`."""
-    if versions != versions_of(waiting.reads, steps):
+def check_versions(reads: Sequence[Tensor], steps: Sequence[fused.Step | None], versions: list[int]) -> None:
+    """Raise RuntimeError where a tensor has changed that is to be read."""
+    if versions != versions_of(reads, steps):
         raise RuntimeError(
             "a tensor that a fused layer reads (its input, a parameter, what is added) has changed in place "
             "before the functions behind the layer were called"
