@@ -421,6 +421,7 @@ BETWEEN = {
     "a weight that changes": _changed_weight,
     "the activation in a reentrant checkpoint": lambda before, act, x: checkpoint(act, before(x), use_reentrant=True),
     "the activation in a checkpoint": lambda before, act, x: checkpoint(act, before(x), use_reentrant=False),
+    "the activation compiled": lambda before, act, x: torch.compile(act, backend="eager")(before(x)),
     "a function of gradients": lambda before, act, x: act(Scaled.apply(before(x))),  # type: ignore[no-untyped-call]
     "that and the activation": _both,
     "the activation without derivatives": _without_derivatives,

@@ -59,8 +59,8 @@ class Waiting(NamedTuple):
     ``compute`` gives the tensor of the steps behind the layer, in ``out`` if there is one, from tensors that must not
     change before, ``reads`` and those of the steps; ``expected``: the kinds of the calls in order, or
     modules, which tell by ``pass_through`` that they are called; what the tensor will be. ``records``: autograd records
-    what is computed, as it would have when the layer was called; ``graph``: a tensor without values that is then where
-    the first output is in the graph, for what does not ask for values, such as an `autograd.Function`.
+    what is computed, as it would have when the layer was called; ``graph``: a tensor that is then where the first
+    output is in the graph, of other values, for what does not ask for values, such as an `autograd.Function`.
     """
 
     compute: Callable[..., Tensor]
