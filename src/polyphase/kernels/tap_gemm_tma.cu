@@ -221,15 +221,15 @@ __device__ __forceinline__ void load_weights(const Params& params, const unsigne
       const int from[5] = {at.channel, first, line * AXIS_W.kernel + of_row, 0, 0};
       tma_load_box(to + tap * TAP_BYTES, params.second_box, (const scalar_t*)weights, from, TAP_BYTES, full);
     }
-    return;
-  }
-  weights += COUNTER_BYTES + (long long)packed * TAP_BYTES;
-  if (TapWindow::STEP == 1) {
-    tma_load_bytes(to, weights, taps * TAP_BYTES, full);
   } else {
+    weights += COUNTER_BYTES + (long long)packed * TAP_BYTES;
+    if (TapWindow::STEP == 1) {
+      tma_load_bytes(to, weights, taps * TAP_BYTES, full);
+    } else {
 #pragma unroll 1
-    for (int tap = 0; tap < taps; ++tap)
-      tma_load_bytes(to + tap * TAP_BYTES, weights + tap * (TapWindow::STEP * TAP_BYTES), TAP_BYTES, full);
+      for (int tap = 0; tap < taps; ++tap)
+        tma_load_bytes(to + tap * TAP_BYTES, weights + tap * (TapWindow::STEP * TAP_BYTES), TAP_BYTES, full);
+    }
   }
 }
 
