@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from helpers import random_problem, refusals
 from kernel_harness import formats, offers, params
 from polyphase import UnsupportedError, runtime
-from polyphase.bench.layers import NamedLayer, Suite, every_layer, suite
+from polyphase.bench.layers import NamedLayer, Suite, every_layer, parse_layer, suite
 from polyphase.bench.operands import Operands, make_operands
 from polyphase.jit.source import KernelSource
 from polyphase.plan import planner as plan
@@ -713,3 +713,19 @@ def test_vast_strides_are_not_unrolled(layout: bool) -> None:
     stride, dilation = (200, 200, 32), (1, 8, 30)
     problem = ConvTransposeProblem.make((2, 1, 8, 8, 8), 2, (2, 9, 1), stride, dilation=dilation, channels_last=layout)
     assert plan.plan(problem, Pass.FORWARD, H200).schedule == "direct_general"
+
+
+@pytest.mark.parametrize(
+    ("layer", "schedule"),
+    [
+        ("1×256×32×24 → 256, k=4, s=2, p=1, bfloat16, channels_last", "window_dgrad_tma"),
+        ("64×768×16×12 → 256, k=4, s=2, p=1, bfloat16, channels_last", "window_dgrad_tma"),
+        ("3×37×61×83 → 29, k=(4, 5), s=(3, 2), bfloat16", "window_dgrad_transposed"),
+        ("4×240×4×32×32 → 240, k=4, s=2, p=1, bias, bfloat16, channels_last", "tap_gemm_tma"),
+        ("16×512×4×4×4 → 256, k=4, s=2, p=1, float32, tf32", "tap_gemm_tma"),
+    ],
+)
+def test_input_gradients_by_boxes_of_taps(layer: str, schedule: str) -> None:
+    """The faster by benchmarks/experiments/025-boxes-of-taps."""
+    chosen = plan.plan(parse_layer(layer), Pass.INPUT_GRAD, DeviceInfo.for_arch("sm_90a"), by_prediction=True)
+    assert chosen.schedule == schedule

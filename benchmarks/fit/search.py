@@ -30,7 +30,7 @@ _AS_GOOD = 1e-7  # of the loss: a step is taken only where it is less by more
 _FORECASTS = {
     "tma_cost": ("weight_splits", "input_splits"),
     "..direct_wgrad.windows": ("_tiling",),
-    "..tap_gemm.tma": ("_splits",),
+    "..tap_gemm.tma_cost": ("splits_of",),
     "..tap_gemm.wgrad_tma": ("_splits",),
 }
 _TILES = {"wgmma": ("tiling_of",)}

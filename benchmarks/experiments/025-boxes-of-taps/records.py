@@ -1,4 +1,4 @@
-"""Writes `ways.csv` as a record of `tune`, which ``benchmarks/fit`` reads: ``python records.py RECORD``."""
+"""Writes ``tap_gemm_tma``'s rows of `ways.csv` as a record for ``benchmarks/fit``: ``python records.py RECORD``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _COMMAND = "python benchmarks/experiments/025-boxes-of-taps/ways.py --csv ways.c
 
 
 def main() -> None:
-    """One record for each config of a layer."""
+    """One record for each config of a layer by ``tap_gemm_tma``: the other's are in the record of the suites."""
     with (Path(__file__).parent / "ways.csv").open(newline="") as file:
-        write_csv(Path(sys.argv[1]), list(map(_record, csv.DictReader(file))))
+        rows = [row for row in csv.DictReader(file) if row["schedule"] == "tap_gemm_tma"]
+        write_csv(Path(sys.argv[1]), list(map(_record, rows)))
 
 
 def _record(row: dict[str, str]) -> Record:

@@ -10,6 +10,8 @@ whatever its sizes, and the fastest prediction may lose.
    batch's. The first of the list is taken; in the forward pass, and in gradients of schedules that adapt, another of
    the list where its prediction at the size at hand is less than `CLEARLY` of the first's.
 3. Another schedule's first is taken where its prediction at the size at hand is less than `CLEARLY_BY_OTHERS` of that.
+4. A schedule comes after those that it is `BEHIND`, unless its prediction is less than `FAR_AHEAD` of theirs
+   at the typical size, or less by `AHEAD` at the size at hand.
 
 Nothing is tried at run time; what `polyphase.plan.measured` has measured beforehand goes before predictions.
 """
@@ -44,7 +46,13 @@ from polyphase.schedules.schedule import Candidate, Schedule
 #: Margins of gradients: benchmarks/experiments/024-narrow-groups-and-choices.
 CLEARLY = 0.97
 CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
+#: What computes a gradient as others do, but takes longer for small layers than is predicted, and how far ahead it must
+#: be. benchmarks/experiments/025-boxes-of-taps: no layer that is recorded 3 % slower is predicted so far ahead.
+BEHIND = {"tap_gemm_tma": ("window_dgrad_tma", "window_dgrad_transposed")}
+AHEAD = 6e-6
+FAR_AHEAD = 0.75
 LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
+_Offer = tuple[Schedule, Candidate]
 _LONG = 2048  # taps, from which on frames are faster in weight gradients, too; in forward passes col2im is
 
 
@@ -136,10 +144,8 @@ def plan(
     if measured is None:
         by_size = pass_ is not Pass.FORWARD
         others = [(each, _by_size(each, found, pass_)[0] if by_size else next(found)) for each, found in offers]
-        other, taken = min(others, key=lambda each: each[1].seconds, default=kernels[0])
-        unseen = LAUNCH if pass_ is Pass.FORWARD else 0.0
-        if taken.seconds + unseen < CLEARLY_BY_OTHERS[pass_] * (kernels[0][1].seconds + unseen):
-            kernels = [(other, taken), kernels[-1]]
+        faster = _clearly_faster(kernels[0], others, pass_)
+        kernels = kernels if faster is None else [faster, kernels[-1]]
     if not any(each.any_size(problem, pass_, device) for each, _ in kernels):
         for_others = (each for each in schedules if each.any_size(problem, pass_, device))
         other, offered = next(_offers(for_others, problem, pass_, device, layouts))
@@ -254,8 +260,31 @@ def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> lis
         return min((_by_size(schedule, found, pass_)[0].seconds for _, found in offers), default=math.inf)
 
     about = f"schedules for the {pass_.value} of {sized!r} on {device!r}"
-    order = kept(about, lambda: SCHEDULES, lambda: sorted(SCHEDULES, key=seconds))
+    order = kept(about, lambda: SCHEDULES, lambda: _in_order({each: seconds(each) for each in SCHEDULES}))
     return [*order, *(schedule for schedule in SCHEDULES if schedule not in order)]  # whatever the disk says
+
+
+def _in_order(seconds: dict[Schedule, float]) -> list[Schedule]:
+    """In rising order, but those that another is behind right before it, unless that is far ahead."""
+    keys = {schedule: (own, 1) for schedule, own in seconds.items()}
+    for (schedule, own), (before, its) in itertools.product(seconds.items(), repeat=2):
+        if before.name in BEHIND.get(schedule.name, ()) and own < its and not own < FAR_AHEAD * its < math.inf:
+            keys[before] = (own, 0)
+    return sorted(seconds, key=lambda schedule: keys[schedule])
+
+
+def _clearly_faster(first: _Offer, others: list[_Offer], pass_: Pass) -> _Offer | None:
+    """The fastest of ``others``, if it is taken before what is first at the typical size."""
+
+    def is_behind(schedule: Schedule, seconds: float) -> bool:
+        before = [each.seconds for other, each in (first, *others) if other.name in BEHIND.get(schedule.name, ())]
+        return seconds + AHEAD > min(before, default=math.inf)
+
+    others = [(schedule, each) for schedule, each in others if not is_behind(schedule, each.seconds)]
+    other, taken = min(others, key=lambda each: each[1].seconds, default=first)
+    unseen = LAUNCH if pass_ is Pass.FORWARD else 0.0
+    enough = 1.0 if first[0].name in BEHIND.get(other.name, ()) else CLEARLY_BY_OTHERS[pass_]
+    return (other, taken) if taken.seconds + unseen < enough * (first[1].seconds + unseen) else None
 
 
 def _measured(offers: Iterator[tuple[Schedule, Iterator[Candidate]]], choice: str) -> tuple[Schedule, Candidate] | None:
