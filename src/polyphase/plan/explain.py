@@ -94,7 +94,7 @@ def _rule(chosen: Plan, computed: ConvTransposeProblem) -> str:
         config = (
             f"; configs of {schedule.name} are not chosen again by size: its first is kept, even if another is faster"
         )
-    which = "fastest" if chosen.pass_ is Pass.WEIGHT_GRAD else "best-ranked"
+    which = "best-ranked" if chosen.pass_ is Pass.FORWARD else "fastest"
     both = f" ({LAUNCH * 1e6:.0f} µs for the launch added to both)" if chosen.pass_ is Pass.FORWARD else ""
     return (
         f"kernels are ranked at a typical size ({size}), so that a layer has few, whatever the size of its images; at "
