@@ -30,7 +30,7 @@ LAYERS: dict[str, ConvTransposeProblem] = {
     "implicit_gemm, transposed gradient": make((1, 512, 16, 16), 256, 3, 2, 1, bias=True),
     "overlap_gemm": make((1, 16, 8, 8), 16, 3, 2, 1, bias=True),
     "overlap_gemm, channels_last": make((1, 128, 16, 16), 3, 4, 2, 1, bias=True, channels_last=True),
-    "tap_gemm, inverse STFT": make((1, 514, 50), 1, 512, 128),
+    "tap_gemm, inverse STFT": make((1, 514, 50), 1, 1024, 256),
     "phase_gemm, kernel = stride": make((1, 64, 16, 16), 32, 2, 2, bias=True),
     "grouped_gemm": make((4, 64, 128, 128), 64, 4, 2, 1, groups=8, bias=True),
     "direct, depthwise": make((1, 64, 16, 16), 64, 4, 2, 1, groups=64, bias=True),
