@@ -27,8 +27,9 @@ else:
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-#: Seconds of processor time that `import polyphase` may take beyond PyTorch's own; 0.05 on a busy server's core.
-IMPORT = 0.15
+#: Seconds of processor time that `import polyphase` may take beyond PyTorch's own: 0.05 on a fast core, 0.25 on a slow
+#: one that is shared.
+IMPORT = 0.4
 
 
 def test_importing_takes_little_beside_torch() -> None:

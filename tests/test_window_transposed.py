@@ -148,10 +148,16 @@ def test_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
             assert bool(offers(SCHEDULES[pass_], layer, pass_)) == offered
 
 
-@pytest.mark.parametrize("pass_", SCHEDULES)
-def test_planner_takes_it(pass_: Pass) -> None:
-    """Small images of odd rows that TMA does not bring as they lie, and many channels."""
-    chosen = plan.plan(make((8, 512, 5, 5), 256, 5, 2, 1, dtype="bfloat16"), pass_, H200)
+@pytest.mark.parametrize(
+    ("pass_", "layer"),
+    [
+        (Pass.INPUT_GRAD, make((8, 512, 5, 5), 256, 5, 2, 1, dtype="bfloat16")),
+        (Pass.WEIGHT_GRAD, make((12, 64, 32, 32), 768, 3, dtype="bfloat16")),
+    ],
+)
+def test_planner_takes_it(pass_: Pass, layer: ConvTransposeProblem) -> None:
+    """Small images with many channels on a side."""
+    chosen = plan.plan(layer, pass_, H200)
     assert chosen.schedule == SCHEDULES[pass_].name
     assert chosen.other is not None
     assert {source.kernel for source in plan.kernel_sources(chosen.problem, pass_, H200)} >= {"transpose"}
