@@ -46,8 +46,8 @@
 #include "core/shared_address.cuh"
 #include "core/tap_window.cuh"
 #include "core/types.cuh"
-#include "epilogue/exchange.cuh"
 #include "epilogue/finish.cuh"
+#include "epilogue/store_gradient.cuh"
 #include "mainloop/k_major_product.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
@@ -298,61 +298,6 @@ __device__ __forceinline__ int stored_row(int i) {
   return ROW_PAIRS ? (Sums::row(i & ~1) & ~1) + threadIdx.x % 8 / 4 * 8 + i % 2 : Sums::row(i);
 }
 
-// Whether a column of the work tile exists, of `columns` from its first on: none where its row does not exist.
-__device__ __forceinline__ bool has(int columns, int column) {
-  return DST_CHANNELS % COLUMNS == 0 ? columns > 0 : column < columns;
-}
-
-// The results of a row of an input gradient in NHWC. Eight bytes of neighbouring channels are stored TOGETHER.
-template <bool TOGETHER, class Stored>
-__device__ __forceinline__ void store_pixel(const float (&sums)[COLUMNS / 2], int half, Stored* to, int columns) {
-  constexpr int VECTOR = TOGETHER ? 8 / (int)sizeof(Stored) : 1;
-#pragma unroll
-  for (int tile = 0; tile < COLUMNS / 8; tile += VECTOR == 4 ? 2 : 1) {
-    const float* const pair = sums + 4 * tile + 2 * half;
-    const int column = 8 * tile + fragment_column();
-    if constexpr (VECTOR == 4) {
-      const bool both = tile + 1 < COLUMNS / 8;
-      const Vector<unsigned, 2> found = exchanged(pair, both ? pair + 4 : pair);
-      const int first = 8 * tile + first_exchanged();
-      if ((both || threadIdx.x % 2 == 0) && has(columns, first)) *(Vector<unsigned, 2>*)(to + first) = found;
-    } else if constexpr (VECTOR == 2) {
-      if (has(columns, column)) *(Vector<float, 2>*)(to + column) = {pair[0], pair[1]};
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (has(columns, column + i)) narrow(pair[i], to[column + i]);
-    }
-  }
-}
-
-// The results of 16 rows of an input gradient in NCHW, the thread's two (`stored_row`) from `to` on, null for none.
-template <class Stored>
-__device__ __forceinline__ void store_row_pair(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2],
-                                               long long channel, int columns) {
-  const bool together =
-      to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Vector<Stored, 2>) == 0;
-#pragma unroll
-  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
-    Vector<Stored, 2> first, second;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      narrow(sums[4 * tile + i], first.value[i]), narrow(sums[4 * tile + 2 + i], second.value[i]);
-    exchange_rows(first, second);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int column = 8 * tile + fragment_column() + i;
-      if (!has(columns, column)) continue;
-      if (together) {
-        *(Vector<Stored, 2>*)(to[0] + column * channel) = Vector<Stored, 2>{first.value[i], second.value[i]};
-      } else {
-        if (to[0]) to[0][column * channel] = first.value[i];
-        if (to[1]) to[1][column * channel] = second.value[i];
-      }
-    }
-  }
-}
-
 // The results of a work tile of an input gradient, which `targets` are the rows of; `dst` is its first column's. All
 // lanes of a warp are here.
 template <class Stored>
@@ -360,18 +305,19 @@ __device__ __forceinline__ void store_gradient(const Params& params, const Sums&
                                                const long long (&targets)[2 * ROW_TILES], int columns, Stored* dst) {
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i) {
+    constexpr bool WHOLE = DST_CHANNELS % COLUMNS == 0;
     Stored* to[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) to[j] = targets[2 * i + j] < 0 ? nullptr : dst + targets[2 * i + j];
     if constexpr (ROW_PAIRS) {
-      store_row_pair(sums.of[i], to, params.dst.stride[1], columns);
+      store_row_pair<WHOLE>(sums.of[i], to, params.dst.stride[1], columns);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j)
         if (params.vector)
-          store_pixel<true>(sums.of[i], j, to[j], to[j] ? columns : 0);
+          store_pixel<WHOLE, true>(sums.of[i], j, to[j], to[j] ? columns : 0);
         else
-          store_pixel<false>(sums.of[i], j, to[j], to[j] ? columns : 0);
+          store_pixel<WHOLE, false>(sums.of[i], j, to[j], to[j] ? columns : 0);
     }
   }
 }

@@ -24,6 +24,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
+#include "epilogue/store_gradient.cuh"
 #include "mainloop/box_product.cuh"
 
 struct Params {
@@ -85,76 +86,6 @@ __device__ __forceinline__ int stored_row(int tile, int i) {
   return (Sums::row(tile, 0) & ~1) + threadIdx.x % 8 / 4 * 8 + i;
 }
 
-// Stores the accumulators of a row in NHWC: `to` is its first column in memory, `columns` how many are valid, none or
-// some.
-template <class Stored>
-__device__ __forceinline__ void store_row(const float (&sums)[COLUMNS / 2], int half, Stored* to, int columns) {
-  // Neighbouring channels that a thread stores at once: 32 bytes of four threads.
-  constexpr int AT_ONCE = 8 / sizeof(Stored), VECTOR = IN_CHANNELS % AT_ONCE == 0 ? AT_ONCE : 1;
-  constexpr int TOGETHER = VECTOR == 4 ? 2 : 1;  // tiles of 8 columns
-  const auto exists = [=](int column) { return WHOLE_BLOCKS ? columns > 0 : column < columns; };
-#pragma unroll
-  for (int tile = 0; tile < COLUMNS / 8; tile += TOGETHER) {
-    const float* const pair = sums + 4 * tile + 2 * half;
-    const int column = 8 * tile + fragment_column();
-    if constexpr (VECTOR == 4) {
-      const bool both = tile + 1 < COLUMNS / 8;
-      const Vector<unsigned, 2> found = exchanged(pair, both ? pair + 4 : pair);
-      const int first = 8 * tile + first_exchanged();
-      if ((both || threadIdx.x % 2 == 0) && exists(first)) *(Vector<unsigned, 2>*)(to + first) = found;
-    } else if constexpr (VECTOR == 2) {
-      if (exists(column)) *(Vector<float, 2>*)(to + column) = {pair[0], pair[1]};
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (exists(column + i)) narrow(pair[i], to[column + i]);
-    }
-  }
-}
-
-// Two columns of a row of the first eight, and of one of the second: lanes of neighbouring rows exchange one for
-// another, so that a lane has both columns of two neighbouring rows.
-template <class Stored>
-__device__ __forceinline__ void exchange(Vector<Stored, 2>& first, Vector<Stored, 2>& second) {
-  typedef Vector<unsigned, sizeof(first) / sizeof(unsigned)> Words;
-  const bool second_eight = threadIdx.x % 8 / 4;
-  Words a = *(const Words*)&first, b = *(const Words*)&second;
-#pragma unroll
-  for (int i = 0; i < (int)(sizeof(Words) / sizeof(unsigned)); ++i) {
-    const unsigned other = __shfl_xor_sync(~0u, second_eight ? a.value[i] : b.value[i], 4);
-    a.value[i] = second_eight ? other : a.value[i], b.value[i] = second_eight ? b.value[i] : other;
-  }
-  first = *(const Vector<Stored, 2>*)&a, second = *(const Vector<Stored, 2>*)&b;
-}
-
-// Stores the accumulators of 16 rows in NCHW, the thread's two (`stored_row`) from `to` on, null for none; `channel` is
-// the step from a column to the next, `columns` how many are valid. All lanes are here.
-template <class Stored>
-__device__ __forceinline__ void store_rows(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2], long long channel,
-                                           int columns) {
-  const bool together =
-      to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Vector<Stored, 2>) == 0;
-#pragma unroll
-  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
-    Vector<Stored, 2> first, second;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      narrow(sums[4 * tile + i], first.value[i]), narrow(sums[4 * tile + 2 + i], second.value[i]);
-    exchange(first, second);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int column = 8 * tile + fragment_column() + i;
-      if (!WHOLE_BLOCKS && column >= columns) continue;
-      if (together) {
-        *(Vector<Stored, 2>*)(to[0] + column * channel) = Vector<Stored, 2>{first.value[i], second.value[i]};
-      } else {
-        if (to[0]) to[0][column * channel] = first.value[i];
-        if (to[1]) to[1][column * channel] = second.value[i];
-      }
-    }
-  }
-}
-
 // Stores a work tile's results from `dst` on, which the tensor or a plane of sums begins at. All lanes are here.
 template <class Stored>
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums,
@@ -174,11 +105,12 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
       to[j] = exists ? dst + offset_of(params.x, at) : nullptr;
     }
     const int columns = IN_CHANNELS - work.first_in;
+    constexpr bool TOGETHER = IN_CHANNELS % (8 / sizeof(Stored)) == 0;  // 32 bytes of four threads
     if constexpr (CHANNELS_FIRST) {
-      store_rows(sums.of[i], to, channel, columns);
+      store_row_pair<WHOLE_BLOCKS>(sums.of[i], to, channel, columns);
     } else {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) store_row(sums.of[i], j, to[j], to[j] ? columns : 0);
+      for (int j = 0; j < 2; ++j) store_pixel<WHOLE_BLOCKS, TOGETHER>(sums.of[i], j, to[j], to[j] ? columns : 0);
     }
   }
 }

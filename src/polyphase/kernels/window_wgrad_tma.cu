@@ -25,6 +25,7 @@
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
 #include "operand/tap_windows.cuh"
+#include "epilogue/exchange.cuh"
 #include "mainloop/box_product.cuh"
 
 struct Params {

@@ -195,16 +195,3 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
   }
 #endif
 };
-
-// A row's two sums of each of two tiles of eight columns, in half precision. Two lanes exchange halves: each has four
-// neighbours then, of one of both tiles, from column `first_exchanged()` of the sixteen on. All lanes are here.
-__device__ __forceinline__ Vector<unsigned, 2> exchanged(const float* first, const float* second) {
-  Vector<scalar_t, 2> words[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) narrow(first[i], words[0].value[i]), narrow(second[i], words[1].value[i]);
-  const unsigned mine[2] = {*(const unsigned*)&words[0], *(const unsigned*)&words[1]};
-  const bool odd = threadIdx.x % 2;
-  const unsigned other = __shfl_xor_sync(~0u, odd ? mine[0] : mine[1], 1);
-  return {odd ? other : mine[0], odd ? mine[1] : other};
-}
-__device__ __forceinline__ int first_exchanged() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
