@@ -116,9 +116,8 @@ def test_half_types_are_rounded_once(dtype: torch.dtype) -> None:
     a = (torch.rand(32, generator=generator) + 0.3).to(dtype)
     found = fused.conv_transpose1d(x, w, None, 2, prologue=[fused.snake(a)])
     read = snake(x.float(), a, a).to(dtype)
-    once = F.conv_transpose1d(read.float(), w.float(), None, 2)  # whose sums a CPU may have in another order
-    assert float((found != once.to(dtype)).double().mean()) < 0.01
-    torch.testing.assert_close(found.float(), once, rtol=torch.finfo(dtype).eps, atol=1e-3)
+    # Not of PyTorch's function: which order its sums have differs between CPUs.
+    assert torch.equal(found, polyphase.conv_transpose1d(read.float(), w.float(), None, 2).to(dtype))
     wanted = F.conv_transpose1d(snake(x.double(), a, a), w.double(), None, 2)
     theirs = F.conv_transpose1d(snake(x, a, a), w, None, 2)
     assert (found.double() - wanted).norm() <= 1.001 * (theirs.double() - wanted).norm()

@@ -27,27 +27,28 @@ else:
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
-#: Seconds of processor time that `import polyphase` may take beyond PyTorch's own: 0.05 on a fast core, 0.25 on a slow
-#: one that is shared.
-IMPORT = 0.4
+#: Processor time that `import polyphase` may take beyond PyTorch's own, as a share of that: 0.15 seconds on a core that
+#: imports PyTorch in one.
+IMPORT = 0.15
 
 
 def test_importing_takes_little_beside_torch() -> None:
-    """In new processes, the fastest of several: other processes can only make it slower."""
+    """In new processes, the least of several: other processes can only make it slower."""
     script = """
-import sys, time, torch
-before = set(sys.modules)
+import sys, time
 start = time.process_time()
+import torch
+before, middle = set(sys.modules), time.process_time()
 import polyphase
-seconds = time.process_time() - start
+end = time.process_time()
 assert {"polyphase.functional", "polyphase.convert"} <= set(sys.modules) - before
-print(seconds)
+print((end - middle) / (middle - start))
 """
     command = [sys.executable, "-c", script]
-    seconds = []
-    while len(seconds) < 5 and min(seconds, default=IMPORT) >= IMPORT:
-        seconds.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-    assert 1e-3 < min(seconds) < IMPORT, seconds  # less than a millisecond imports nothing
+    shares = []
+    while len(shares) < 5 and min(shares, default=IMPORT) >= IMPORT:
+        shares.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    assert 1e-3 < min(shares) < IMPORT, shares  # less than a thousandth imports nothing
 
 
 @pytest.mark.parametrize("first", ["polyphase", "torch.utils.flop_counter"])
