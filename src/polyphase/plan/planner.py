@@ -10,7 +10,7 @@ whatever its sizes, and the fastest prediction may lose.
    batch's. The first of the list is taken; in the forward pass, and in gradients of schedules that adapt, another of
    the list where its prediction at the size at hand is less than `CLEARLY` of the first's.
 3. Another schedule's first is taken where its prediction at the size at hand is less than `CLEARLY_BY_OTHERS` of that.
-4. A schedule comes after those that it is `BEHIND`, unless its prediction is less than `FAR_AHEAD` of theirs
+4. A schedule comes after those that it is `behind`, unless its prediction is less than `FAR_AHEAD` of theirs
    at the typical size, or less by `AHEAD` at the size at hand.
 
 Nothing is tried at run time; what `polyphase.plan.measured` has measured beforehand goes before predictions.
@@ -46,9 +46,8 @@ from polyphase.schedules.schedule import Candidate, Schedule
 #: Margins of gradients: benchmarks/experiments/024-narrow-groups-and-choices.
 CLEARLY = 0.97
 CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
-#: What computes a gradient as others do, but takes longer for small layers than is predicted, and how far ahead it must
-#: be. benchmarks/experiments/025-boxes-of-taps: no layer that is recorded 3 % slower is predicted so far ahead.
-BEHIND = {"tap_gemm_tma": ("window_dgrad_tma", "window_dgrad_transposed")}
+#: How far a schedule's prediction must be ahead of those that it is `Schedule.behind`, in seconds and as a share of
+#: theirs. benchmarks/experiments/025-boxes-of-taps: no layer that is recorded 3 % slower is predicted so far ahead.
 AHEAD = 6e-6
 FAR_AHEAD = 0.75
 LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
@@ -268,7 +267,7 @@ def _in_order(seconds: dict[Schedule, float]) -> list[Schedule]:
     """In rising order, but those that another is behind right before it, unless that is far ahead."""
     keys = {schedule: (own, 1) for schedule, own in seconds.items()}
     for (schedule, own), (before, its) in itertools.product(seconds.items(), repeat=2):
-        if before.name in BEHIND.get(schedule.name, ()) and own < its and not own < FAR_AHEAD * its < math.inf:
+        if before.name in schedule.behind and own < its and not own < FAR_AHEAD * its < math.inf:
             keys[before] = (own, 0)
     return sorted(seconds, key=lambda schedule: keys[schedule])
 
@@ -277,13 +276,13 @@ def _clearly_faster(first: _Offer, others: list[_Offer], pass_: Pass) -> _Offer 
     """The fastest of ``others``, if it is taken before what is first at the typical size."""
 
     def is_behind(schedule: Schedule, seconds: float) -> bool:
-        before = [each.seconds for other, each in (first, *others) if other.name in BEHIND.get(schedule.name, ())]
+        before = [each.seconds for other, each in (first, *others) if other.name in schedule.behind]
         return seconds + AHEAD > min(before, default=math.inf)
 
     others = [(schedule, each) for schedule, each in others if not is_behind(schedule, each.seconds)]
     other, taken = min(others, key=lambda each: each[1].seconds, default=first)
     unseen = LAUNCH if pass_ is Pass.FORWARD else 0.0
-    enough = 1.0 if first[0].name in BEHIND.get(other.name, ()) else CLEARLY_BY_OTHERS[pass_]
+    enough = 1.0 if first[0].name in other.behind else CLEARLY_BY_OTHERS[pass_]
     return (other, taken) if taken.seconds + unseen < enough * (first[1].seconds + unseen) else None
 
 

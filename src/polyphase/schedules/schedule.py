@@ -49,8 +49,9 @@ class Schedule:
     the length of the list, at most. ``kept``: whether making it takes longer than reading it from the disk.
     ``compared``: how many of the first are compared at `others`, too. ``best``: how many are taken before those that
     are best at one of the sizes of `own`. ``prunes``: whether `search` leaves out what is not asked for.
-    ``any_constants``: whether strides, dilations and paddings may be huge; kernels that list phases, or compute whole
-    tiles of cells, do not count that far.
+    ``behind``: schedules, by name, that compute a gradient as this one does, which takes longer for small layers than
+    is predicted: it comes after them, unless it is far ahead. ``any_constants``: whether strides, dilations and
+    paddings may be huge; kernels that list phases, or compute whole tiles of cells, do not count that far.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Schedule:
     compared = 0
     best = 0
     prunes = False
+    behind: tuple[str, ...] = ()
     any_constants = False
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:

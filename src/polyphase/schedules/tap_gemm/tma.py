@@ -64,6 +64,7 @@ class TapGemmTma(Schedule):
     """Rows are a tile of cells of one phase, columns are destination channels; TMA loads a box for each tap group."""
 
     name = "tap_gemm_tma"
+    behind = ("window_dgrad_tma", "window_dgrad_transposed")
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     on_tensor_cores = True
     adapts = True
