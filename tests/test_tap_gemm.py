@@ -508,9 +508,10 @@ WEIGHT_BOXES = (
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("problem", WEIGHT_BOXES, ids=str)
 def test_boxes_of_weights(problem: ConvTransposeProblem) -> None:
-    """Every config, and tensors that lie otherwise: the weight is transposed before, and padded."""
+    """A dozen configs, and tensors that lie otherwise: the weight is transposed before, and padded."""
     pass_, number = Pass.INPUT_GRAD, 0
     found = [config for config in TMA.configs(problem, pass_, H200) if config.boxes]
+    found = found[:: math.ceil(len(found) / 12)]
     lies = problem.out_channels // problem.groups * (4 if problem.tf32 else 2) % 16 == 0
     lies = lies and (problem.channels_last or problem.taps == 1)
     for layouts in strange_layouts(problem):
