@@ -22,13 +22,13 @@ torch.backends.cuda.matmul.allow_tf32 = False
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
-#: Files whose tests one process takes, as they share what takes long to make.
-TOGETHER = ("tests/test_emit.py", "tests/test_emitted.py")
+#: Files whose tests one process takes, as they share what takes long to make: by the name of what they share.
+TOGETHER = {"tests/test_emit.py": "emitted", "tests/test_emitted.py": "emitted", "tests/test_params.py": "sources"}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Shares tests out among processes one by one, and those of `TOGETHER` first, to a single one.
+    """Shares tests out among processes one by one, and those that share something to a single one.
 
     pytest-xdist's own groups (3.8) are lost on pytest 9.2: its items do not take the names that carry them.
     """
@@ -36,7 +36,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "together" if nodeid.startswith(TOGETHER) else nodeid
+            return TOGETHER.get(nodeid.partition("::")[0], nodeid)
 
     return Scheduler(config, log)
 

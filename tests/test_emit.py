@@ -190,7 +190,7 @@ def kernels_of(module: Any, arch: str) -> str:
     return source.partition("#define POLYPHASE_KERNELS")[0]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_its_kernels_compile_together(arch: str) -> None:
     """Their names do not meet. That each compiles, on every architecture, is for `compile` to find."""
@@ -209,7 +209,7 @@ def test_its_kernels_for_sm_80_compile_with_cuda_11(name: str) -> None:
     nvrtc11.compile_kernels(kernels_of(load(emitted(name)), "sm_80"), "sm_80")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, 2)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_whole_source_compiles_with_nvcc(arch: str, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_files_keep_the_rules() -> None:
 
 
 @needs_emulator
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6, 2)
 @pytest.mark.parametrize("name", sorted(path.stem for path in LEVEL2.glob("*.py")))
 def test_it_computes_the_model(name: str) -> None:
     """In both modes, without derivatives, of the file's inputs and of other sizes."""

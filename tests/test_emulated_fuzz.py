@@ -43,7 +43,7 @@ def draw(seed: int) -> tuple[ConvTransposeProblem, Pass, random.Random]:
 
 
 @pytest.mark.skipif(not available(), reason="needs Linux and g++")
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 8)
 @pytest.mark.parametrize("seed", range(120))
 def test_a_layer_by_a_config(seed: int) -> None:
     problem, pass_, draws = draw(seed)

@@ -233,7 +233,7 @@ ACTIVATIONS: list[Callable[[], nn.Module]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6, 2)
 @pytest.mark.parametrize("make", ACTIVATIONS)
 def test_every_module(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

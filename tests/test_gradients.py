@@ -234,7 +234,7 @@ OPERATORS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16, 4)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("problem", [*TINY, make((0, 2, 2, 3), 2, 3)], ids=str)

@@ -637,7 +637,7 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     assert 1 <= report.source.min_blocks < source.min_blocks
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "problem",
@@ -747,7 +747,7 @@ def test_long_pieces_leave_sums_in_registers(
     assert report.clean, (most, report)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4, 2)
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("layer", "dtype", "kinds"),

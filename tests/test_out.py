@@ -102,7 +102,7 @@ def test_what_kernels_write_to() -> None:
 
 
 @pytest.mark.skipif(not available(), reason="needs Linux and g++")
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_schedule_leaves_what_lies_between_images(name: str, dtype: str) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
 
 import pytest
 
 import emulator
-from kernel_harness import Emulator, assert_exact, formats
+from kernel_harness import Emulator, assert_exact
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.schedules.implicit_gemm.config import Taps
-from test_implicit_gemm import H200, GemmCase, gemm_configs
+from test_implicit_gemm import H200, GemmCase, gemm_configs, gemm_problems
 from test_implicit_gemm import items_to_take as items_to_take  # a fixture, of these tests as well
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -34,32 +33,24 @@ LAYERS = {
 }
 
 
-def cases(most: int) -> Iterator[object]:
-    """Of each layer, format and dtype some configs, with other splits, instructions and numbers of lines."""
-    for index, (name, layer) in enumerate(LAYERS.items()):
-        for last, formatted in enumerate(formats(layer)):
-            bits16 = ("float16", "bfloat16")[index % 2]
-            for dtype, tf32 in (("float32", False), ("float32", True), (bits16, False)):
-                problem = replace(formatted, dtype=dtype, tf32=tf32)
-                found = gemm_configs(problem, rng=random.Random(str(problem)))
-                stacked = (case for case in found if case.config.stacked > 1)
-                met: set[object] = set()
-                for i in range(most):
-                    some = list(islice(stacked, 40))
-                    if not some:
-                        break
-                    case = max(some, key=lambda case: len(case.kinds() - met))
-                    met |= case.kinds()
-                    order = "last" if last else "first"
-                    yield pytest.param(case, id=f"{name}-{order}-{dtype}{'-tf32' if tf32 else ''}-{i}")
+def cases(problem: ConvTransposeProblem, most: int) -> Iterator[GemmCase]:
+    """Some configs of a problem, with other splits, instructions and numbers of lines."""
+    stacked = (case for case in gemm_configs(problem, rng=random.Random(str(problem))) if case.config.stacked > 1)
+    met: set[object] = set()
+    for _ in range(most):
+        if (case := max(islice(stacked, 40), key=lambda case: len(case.kinds() - met), default=None)) is None:
+            return
+        met |= case.kinds()
+        yield case
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("case", list(cases(2)))
-def test_stacked_lines(case: GemmCase) -> None:
+@pytest.mark.sampled(12, 4)
+@pytest.mark.parametrize("problem", list(gemm_problems(LAYERS)))
+def test_stacked_lines(problem: ConvTransposeProblem) -> None:
     """Whatever the instruction, the split and the way that operands are loaded."""
-    ((candidate, program),) = case.offers(H200)
-    assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(1))
+    for case in cases(problem, 2):
+        ((candidate, program),) = case.offers(H200)
+        assert_exact(problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(1))
 
 
 @pytest.mark.parametrize(
