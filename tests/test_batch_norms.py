@@ -90,8 +90,8 @@ def operands(norm: BatchNorm, dtype: str, seed: int = 0) -> dict[str, Tensor]:
     return of | {name: each.to(own).double() for name, each in vectors.items()}
 
 
-def check(norm: BatchNorm, dtype: str, executor: Executor | None = None) -> None:
-    of = operands(norm, dtype)
+def check(norm: BatchNorm, dtype: str, executor: Executor | None = None, of: dict[str, Tensor] | None = None) -> None:
+    of = operands(norm, dtype) if of is None else of
     found, expected = computed(norm, dtype, of, executor or Emulator(None)), wanted(norm, of)
     for name, value in expected.items():
         kind = torch.float32 if norm.wide and name not in ("y", "dx") else DTYPES[dtype]
@@ -115,6 +115,20 @@ def test_shapes(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_activations(activation: Operation | None) -> None:
     check(BatchNorm((2, 3, 4, 6), 1e-3, 0.3, activation), "float64")
     check(BatchNorm((2, 3, 4, 6), 1e-3, 0.3, activation), "float32")
+
+
+@needs_emulator
+@pytest.mark.parametrize("kind", ["relu", "clamp", "hardswish"])
+def test_infinite_gradients_where_an_activation_is_constant(kind: str) -> None:
+    """As a square root's behind a ReLU: PyTorch does not multiply them by zero."""
+    norm = BatchNorm((2, 3, 4, 6), 1e-3, 0.3, Operation(kind, CONSTANTS.get(kind, ())))
+    of = operands(norm, "float32")
+    of["weight"] = of["weight"] * 4
+    v = F.batch_norm(of[X], None, None, of["weight"], of["bias"], True, 0.0, norm.epsilon).requires_grad_()
+    (slope,) = torch.autograd.grad(activated(norm, v).sum(), v)
+    assert (slope == 0).any()
+    of[GRAD][slope == 0] = float("inf")
+    check(norm, "float32", of=of)
 
 
 @needs_emulator
@@ -154,6 +168,7 @@ def by_functions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, BatchNorm]]
 
     def forward(self: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any) -> tuple[Tensor, Tensor]:
         called.append((0, self.norm))
+        assert not x.is_neg()
         of = x.view(self.norm.shape)
         v = F.batch_norm(of, mean, variance, weight, bias, True, self.norm.momentum, self.norm.epsilon)
         return activated(self.norm, v).view(x.shape).clone(), torch.empty(1)
@@ -478,6 +493,57 @@ def test_derivatives_where_they_jump(act: nn.Module, by_functions: list[tuple[in
     assert by_functions
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_hooks_of_tensors_are_called_once(frozen: bool, by_functions: list[tuple[int, BatchNorm]]) -> None:
+    """With a graph of the gradients, too: these are computed by a graph of their own."""
+
+    def train(model: Any, x: Tensor) -> list[Tensor]:
+        called, given = [], model[0](x.requires_grad_())
+        given.register_hook(lambda grad: grad * 0.5)
+        for each in model[1].parameters():
+            each.register_hook(called.append)
+        y = model[2](model[1](given))
+        model[1].weight.requires_grad_(not frozen)
+        found = torch.autograd.grad(y.square().sum(), [x, model[1].bias], create_graph=True)
+        found += torch.autograd.grad(found[0].square().sum(), [x])
+        return [*(each.detach() for each in found), torch.tensor(len(called))]
+
+    compare(chain(nn.BatchNorm2d(4), nn.SiLU()), torch.randn(2, 3, 5, 6), train)
+    assert by_functions
+
+
+def test_saved_tensors_that_come_back_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks keep them elsewhere, and bring them back with other strides and alignment."""
+
+    def launch(self: Any, way: int, reads: Any, scratch: Tensor, writes: Any) -> None:
+        assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (*reads[:2], scratch, writes[2]))
+        found.extend([*reads[:2], scratch])
+
+    found: list[Tensor] = []
+    monkeypatch.setattr(batch_norms.Prepared, "_launch", launch)
+    x, grad, scratch = torch.randn(2, 4, 6, 8), torch.randn(2, 4, 6, 8), torch.arange(64, dtype=torch.uint8)
+    prepared = batch_norms.Prepared(BatchNorm((2, 4, 6, 8), 1e-5, 0.1), x, True)
+    moved = torch.cat([torch.zeros(1), x.flatten()])[1:].view(x.shape)
+    bytes_moved = torch.cat([scratch[:1], scratch])[1:]
+    for one, kept in ((x.mT.contiguous().mT, scratch), (moved, bytes_moved)):
+        prepared.backward(one, grad, None, None, kept)
+    for one, other in zip(found, [x, grad, scratch] * 2, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_another_thread_forgets_norms(
+    monkeypatch: pytest.MonkeyPatch, by_functions: list[tuple[int, BatchNorm]]
+) -> None:
+    class Emptied(dict[Any, Any]):
+        def __contains__(self, key: Any) -> bool:
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+    monkeypatch.setattr(batch_norms, "_PREPARED", Emptied())
+    compare(chain(nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 5, 6))
+
+
 class Doubled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
@@ -485,6 +551,10 @@ class Doubled(nn.Module):
 
 def test_norms_that_compute_for_themselves(by_functions: list[tuple[int, BatchNorm]]) -> None:
     """What a norm has or is told between calls, which kernels do not know of."""
+
+    def negated_view(model: Any, x: Tensor) -> list[Tensor]:
+        y = model[2](model[1](torch._neg_view(model[0](x).detach())))
+        return [y.detach(), *model.buffers()]
 
     def frozen_statistics(model: Any, x: Tensor) -> list[Tensor]:
         model[1].track_running_stats = False
@@ -510,7 +580,7 @@ def test_norms_that_compute_for_themselves(by_functions: list[tuple[int, BatchNo
         assert "batch_norm" in str(graph.graph)
         return [graph(x).detach()]
 
-    for change in (frozen_statistics, parametrized, replicated, followed):
+    for change in (negated_view, frozen_statistics, parametrized, replicated, followed):
         compare(chain(nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 5, 6), change)
     for name in ("weight", "running_var"):
         model = chain(nn.BatchNorm2d(4), nn.ReLU())

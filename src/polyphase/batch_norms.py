@@ -41,7 +41,9 @@ def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
 
     Every line is host time of every call: what depends on types alone is in `_prepared`.
     """
-    if torch.compiler.is_compiling() or "running_mean" not in module._buffers or type(x) is not Tensor:
+    if torch.compiler.is_compiling() or "running_mean" not in module._buffers:
+        return None
+    if type(x) is not Tensor or x.is_neg():
         return None
     if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
@@ -100,8 +102,9 @@ def _prepared(module: Any, x: Tensor, step: fused.Step | None) -> Prepared | Non
     aligned = x.data_ptr() % ALIGNMENT == 0
     key = (type(module), x.shape, x.dtype, x.get_device(), x.is_contiguous(), aligned, about, module.eps,
            module.momentum, module.track_running_stats, step)  # fmt: skip
-    if key in _PREPARED:
-        return _PREPARED[key]
+    known: Prepared | None = _PREPARED.get(key, _UNKNOWN)  # another thread may empty it between two look-ups
+    if known is not _UNKNOWN:
+        return known
     if len(_PREPARED) >= _MOST_PREPARED:
         _PREPARED.clear()
     prepared, shape = None, _shape(module, x)
@@ -188,14 +191,18 @@ class Prepared:
         return result, scratch
 
     def backward(self, x: Tensor, grad: Tensor, weight: Any, bias: Any, scratch: Tensor) -> tuple[Any, Any, Any]:
-        """The gradients."""
-        grad = grad.contiguous()
-        if self._aligned and grad.data_ptr() % ALIGNMENT:
-            grad = grad.clone()
+        """The gradients. Who keeps saved tensors elsewhere may bring them back with other strides and alignment."""
+        x, grad = self._as_read(x), self._as_read(grad)
+        if scratch.data_ptr() % ALIGNMENT:
+            scratch = scratch.clone()
         result = torch.empty_like(x)
         of_weight, of_bias = (None, None) if weight is None else (torch.empty_like(weight), torch.empty_like(bias))
         self._launch(1, (x, grad, weight, bias, None, None), scratch, (of_weight, of_bias, result))
         return result, of_weight, of_bias
+
+    def _as_read(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        return tensor.clone() if self._aligned and tensor.data_ptr() % ALIGNMENT else tensor
 
     def _launch(self, way: int, reads: Sequence[Any], scratch: Tensor, writes: Sequence[Any]) -> None:
         """Forward (0) or backward (1), of tensors in the order of `BUFFERS`."""
@@ -217,6 +224,7 @@ class Prepared:
 
 
 _PREPARED: dict[Any, Prepared | None] = {}
+_UNKNOWN: Any = object()
 _MOST_PREPARED = 1024
 
 
@@ -270,11 +278,17 @@ def _activated(norm: BatchNorm, v: Tensor) -> Tensor:
 def _differentiable(
     norm: BatchNorm, tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients, with derivatives of their own; ``grads``: of the activation and of the norm."""
-    x, weight, bias = tensors
-    assert x is not None
+    """The gradients, with derivatives of their own; ``grads``: of the activation and of the norm.
+
+    They are taken of views: hooks of the tensors are called by the graph that they are in, and no second time here.
+    """
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
+        x, weight, bias = tensors = [None if each is None else each.view_as(each) for each in tensors]
+        for each, wanted in zip(tensors, needed):
+            if wanted and each is not None and not each.requires_grad:  # it was frozen since
+                each.requires_grad_()
+        assert x is not None
         v = _normalized(norm, x, weight, bias)
         results = [(each, grad) for each, grad in zip((_activated(norm, v), v), grads) if grad is not None]
     asked = [each for each, wanted in zip(tensors, needed) if wanted and each is not None]

@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const accum_t normal = of.normal(value), v = normal * of.weight + of.bias;
         if (STAGE == NORMALISE) value = operate(v, terms, dst);
         if (!IS_BACKWARD) continue;
-        const accum_t h = gradients[i][j] * activation_gradient(v, first_constant, second_constant);
+        const accum_t h = activation_gradient(gradients[i][j], v, first_constant, second_constant);
         if (STAGE == SUMS) found.center += h, found.spread += h * normal;
         if (STAGE == BACKWARD) value = slope * (h - mean_bias - normal * mean_weight);
       }
