@@ -383,6 +383,18 @@ def split(act: nn.Module, run: Any) -> None:
     compare(chain(nn.BatchNorm2d(4), act), torch.randn(2, 3, 5, 6), train)
 
 
+class ScaledCopy(torch.autograd.Function):
+    """A function that scales gradients, and gives a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0.5
+
+
 class Scaled(torch.autograd.Function):
     """A function in C++ and Python that scales gradients."""
 
@@ -399,6 +411,14 @@ def _without_derivatives(before: Any, act: Any, x: Tensor) -> Tensor:
     y = before(x)
     with torch.no_grad():
         return act(y)  # type: ignore[no-any-return]
+
+
+def _copy_without_derivatives(before: Any, act: Any, x: Tensor) -> Tensor:
+    y = before(x)
+    with torch.no_grad():
+        copied, detached = y.clone(), y.detach()
+    assert not copied.requires_grad
+    return act(copied) + act(detached)  # type: ignore[no-any-return]
 
 
 def _in_inference_mode_first(before: Any, act: Any, x: Tensor) -> Tensor:
@@ -439,6 +459,8 @@ BETWEEN = {
     "the activation in a checkpoint": lambda before, act, x: checkpoint(act, before(x), use_reentrant=False),
     "the activation compiled": lambda before, act, x: torch.compile(act, backend="eager")(before(x)),
     "a function of gradients": lambda before, act, x: act(Scaled.apply(before(x))),  # type: ignore[no-untyped-call]
+    "a function that copies": lambda before, act, x: act(ScaledCopy.apply(before(x))),  # type: ignore[no-untyped-call]
+    "a copy without derivatives": _copy_without_derivatives,
     "that and the activation": _both,
     "the activation without derivatives": _without_derivatives,
     "the activation in inference mode": _in_inference_mode_first,

@@ -157,7 +157,7 @@ class Pending(Tensor):
         """A function of it: recorded if it is the next one expected, else computed of tensors."""
         name = (own := name_of(function)) or reduction_steps.name_of(function)
         copied = name in COPIES and self._value is None and not torch.is_grad_enabled()
-        if copied and self._read(name, args, kwargs) is not None:
+        if copied and not self._waiting.records and self._read(name, args, kwargs) is not None:
             if name == "clone":
                 return Pending.of(self._waiting, self._steps, self._versions, self._place, self._found)
             return self  # detached: who changes the one in place changes the other
