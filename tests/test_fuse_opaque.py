@@ -48,6 +48,34 @@ class Decoder(nn.Module):
         return self.last(x)
 
 
+class Keeping(nn.Module):
+    """A module that keeps what it computes, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+        self.steps, self.seen = 0, list[Tensor]()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.other = x * torch.ones(1)
+        self.seen.append(x)
+        self.steps += 1
+        self.count = self.count + 1
+        return self.last
+
+
+def test_tracing_leaves_modules_as_they_are() -> None:
+    for behind in (nn.Identity(), Branching()):
+        model = nn.Sequential(Keeping(), behind, nn.ConvTranspose1d(4, 4, 4, 2, 1), nn.ReLU()).train()
+        blocks = polyphase.accelerate(model, fuse=True).blocks
+        assert [block.fused for block in blocks] == [("3",)]
+        assert all(module.training for module in model.modules())
+        kept: Any = copy.deepcopy(model)[0]
+        assert (kept.last, kept.steps, kept.seen, float(kept.count)) == (None, 0, [], 0)
+        assert not {"other", "_tensor_constant0"} & (vars(kept).keys() | vars(model).keys())
+
+
 def compare(model: nn.Module, x: Tensor) -> list[str]:
     """What is fused; the results are those of the model by itself."""
     plain = copy.deepcopy(model).double().eval()

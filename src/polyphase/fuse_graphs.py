@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,18 +85,29 @@ def graphs(
         yield from graphs(child, f"{prefix}{name}.", opaque)
 
 
+@contextmanager
+def _left_as_it_is(model: Module) -> Iterator[None]:
+    """Modules keep no attributes that are set meanwhile, and their lists and dictionaries no items."""
+    held: list[Any] = [vars(module) for module in model.modules()]
+    held += [each for own in held for each in own.values() if type(each) in (dict, OrderedDict, list)]
+    before = [each.copy() for each in held]
+    try:
+        yield
+    finally:
+        for each, items in zip(held, before):
+            each.clear()
+            (each.extend if type(each) is list else each.update)(items)
+
+
 def _traced(model: Module, opaque: Sequence[Module] = ()) -> torch.fx.Graph | None:
     """The graph of a module in evaluation mode; None where it cannot be traced."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        return _Tracer(model, opaque).trace(model)
-    except Exception:  # whatever a model does with a proxy
-        return None
-    finally:
-        for module, training in modes:
-            module.training = training
+    with _left_as_it_is(model):
+        try:
+            for module in model.modules():
+                module.training = False
+            return _Tracer(model, opaque).trace(model)
+        except Exception:  # whatever a model does with a proxy
+            return None
 
 
 def _opaque(model: Module, known: dict[Module, bool]) -> list[Module]:
