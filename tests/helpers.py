@@ -266,3 +266,12 @@ def refusals(text: str) -> list[tuple[str, str]]:
     """The schedules that an explanation says do not compute a pass, and why."""
     lines = [line.removeprefix("  not ").split(": ", 1) for line in text.splitlines() if line.startswith("  not ")]
     return [(name, reason) for names, reason in lines for name in names.split(", ")]
+
+
+class EmptiedMeanwhile(dict[Any, Any]):
+    """A cache that another thread empties after it was asked whether it has a key."""
+
+    def __contains__(self, key: Any) -> bool:
+        found = super().__contains__(key)
+        self.clear()
+        return found

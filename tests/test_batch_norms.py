@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polyphase
 from emulator import available
+from helpers import EmptiedMeanwhile
 from kernel_harness import DTYPES, Buffer, Emulator, Executor
 from polyphase import batch_norms
 from polyphase.jit.compiler import resources_of
@@ -556,13 +557,7 @@ def test_saved_tensors_that_come_back_otherwise(monkeypatch: pytest.MonkeyPatch)
 def test_another_thread_forgets_norms(
     monkeypatch: pytest.MonkeyPatch, by_functions: list[tuple[int, BatchNorm]]
 ) -> None:
-    class Emptied(dict[Any, Any]):
-        def __contains__(self, key: Any) -> bool:
-            found = super().__contains__(key)
-            self.clear()
-            return found
-
-    monkeypatch.setattr(batch_norms, "_PREPARED", Emptied())
+    monkeypatch.setattr(batch_norms, "_PREPARED", EmptiedMeanwhile())
     compare(chain(nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 5, 6))
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyphase
+from helpers import EmptiedMeanwhile
 from polyphase import reductions
 from polyphase.problem.reduction import Reduction
 
@@ -245,6 +246,14 @@ def test_indices_that_no_trace_has_seen(computed: list[Reduction]) -> None:
             torch.testing.assert_close(model(x), plain(x), equal_nan=True)
             assert model(x).isnan().any()
     assert computed
+
+
+def test_another_thread_forgets_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, _ = models(lambda m, y: F.max_pool2d(y, 2))
+    monkeypatch.setattr(reductions, "_FOUND", EmptiedMeanwhile())
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(X), plain(X))
 
 
 def test_changes_in_place() -> None:

@@ -70,13 +70,14 @@ def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step:
         if output_channels_last(*waiting.reads[:2]):
             return None
         key = (waiting.size(), waiting.dtype, waiting.device, len(steps), *about)
-    if key not in _FOUND:
+    found = _FOUND.get(key)
+    if found is None:
         if len(_FOUND) >= _MOST_FOUND:
             _FOUND.clear()
         plain = kind not in KINDS or all(type(each) in (Tensor, nn.Parameter) for _, each in tensors)
         own = len(steps) if before is PLAIN else before.own
-        _FOUND[key] = before, _arranged(waiting.size(), own, [*steps, step], waiting) if plain else None
-    return _FOUND[key][1]
+        found = _FOUND[key] = before, _arranged(waiting.size(), own, [*steps, step], waiting) if plain else None
+    return found[1]
 
 
 def _is_apart(waiting: Any) -> bool:
