@@ -67,7 +67,8 @@ class Keeping(nn.Module):
 
 def test_tracing_leaves_modules_as_they_are() -> None:
     for behind in (nn.Identity(), Branching()):
-        model = nn.Sequential(Keeping(), behind, nn.ConvTranspose1d(4, 4, 4, 2, 1), nn.ReLU()).train()
+        scripted = torch.jit.script(nn.Sequential(nn.Hardtanh()))
+        model = nn.Sequential(Keeping(), behind, nn.ConvTranspose1d(4, 4, 4, 2, 1), nn.ReLU(), scripted).train()
         blocks = polyphase.accelerate(model, fuse=True).blocks
         assert [block.fused for block in blocks] == [("3",)]
         assert all(module.training for module in model.modules())

@@ -88,6 +88,7 @@ def graphs(
 @contextmanager
 def _left_as_it_is(model: Module) -> Iterator[None]:
     """Modules keep no attributes that are set meanwhile, and their lists and dictionaries no items."""
+    modes = [(module, module.training) for module in model.modules()]  # of scripted modules no attribute of Python's
     held: list[Any] = [vars(module) for module in model.modules()]
     held += [each for own in held for each in own.values() if type(each) in (dict, OrderedDict, list)]
     before = [each.copy() for each in held]
@@ -97,6 +98,8 @@ def _left_as_it_is(model: Module) -> Iterator[None]:
         for each, items in zip(held, before):
             each.clear()
             (each.extend if type(each) is list else each.update)(items)
+        for module, training in modes:
+            module.training = training
 
 
 def _traced(model: Module, opaque: Sequence[Module] = ()) -> torch.fx.Graph | None:

@@ -125,7 +125,8 @@ def normalized_dims(module: Any) -> tuple[int, ...]:
     branches on tensors, which give the norm of random numbers.
     """
     vectors = [each for each in module._parameters.values() if each is not None]
-    has_more = module._modules or module._buffers or set(module._parameters) != {"weight", "bias"}
+    names = set(module._parameters.keys())  # scripted modules have a dictionary of their own kind
+    has_more = module._modules or module._buffers or names != {"weight", "bias"}
     if has_more or type(getattr(module, "eps", None)) is not float or "forward" in vars(module):
         return ()
     if type(module).__module__.startswith("torch.") or hasattr(type(module), "_stands_for"):
