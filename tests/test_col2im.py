@@ -134,8 +134,8 @@ def test_where_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             replace(layer, out_channels=80): "are many",
             replace(layer, out_channels=40): "at most 32",
             replace(layer, in_channels=24): "are few",
-            replace(layer, kernel_size=(1, 1)): "one tap",
-            replace(layer, dtype="float64"): "do not take float64",
+            replace(layer, kernel_size=(1, 1)): "several taps",
+            replace(layer, dtype="float64"): "tensor cores for float64",
         }
         for problem, reason in wanted.items():
             assert reason in (refusal(schedule, problem, Pass.FORWARD, H200) or "")
@@ -143,13 +143,13 @@ def test_where_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refusal(schedule, layer, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) is not None
     few = make((1, 64, 2, 2), 32, 4, 2, 1, tf32=True)
     for problem, reason in {
-        replace(few, kernel_size=(1, 1)): "one tap",
-        replace(few, groups=2): "2 groups",
+        replace(few, kernel_size=(1, 1)): "several taps",
+        replace(few, groups=2): "one group, not 2",
         replace(few, tf32_as_pytorch=True): "round",
-        replace(few, batch=17): "lie",
-        replace(few, batch=0): "lie",
+        replace(few, batch=17): "size of these tensors",
+        replace(few, batch=0): "size of these tensors",
     }.items():
         assert reason in (refusal(Col2imDirect(), problem, Pass.FORWARD, H200) or "")
     assert refusal(Col2imDirect(), few, Pass.FORWARD, DeviceInfo.for_arch("sm_75")) is None
     monkeypatch.setattr(col2im, "MOST_BYTES", 4 * 2 * 64 * 3 * 16 - 1)
-    assert "lie" in (refusal(Col2im(), layer, Pass.FORWARD, H200) or "")
+    assert "size of these tensors" in (refusal(Col2im(), layer, Pass.FORWARD, H200) or "")

@@ -68,6 +68,8 @@ def test_swaps_in_place_and_restores() -> None:
 
     restored = polyphase.restore(model)
     assert [entry.names for entry in restored.swapped] == [("0.up",), ("1.up",), ("2",)]
+    assert str(restored).startswith("polyphase.restore: 3 restored, 0 already done, 0 left alone")
+    assert str(restored).count(" restored") == 4
     assert {type(m).__module__.split(".")[0] for m in model.modules() if m is not model} == {"torch", __name__}
     assert str(model) == before
     assert torch.equal(model(x), expected)
@@ -181,7 +183,7 @@ def test_subclasses_are_left_alone() -> None:
     assert "Custom is a subclass of ConvTranspose2d" in report.left[0].reason
     assert type(model[0]) is Custom
     restored = polyphase.restore(model)
-    assert [entry.outcome for entry in restored.entries] == [Outcome.LEFT, Outcome.LEFT, Outcome.SWAPPED]
+    assert [entry.outcome for entry in restored.entries] == [Outcome.LEFT, Outcome.LEFT, Outcome.RESTORED]
     assert type(model[1]) is Later
 
 
@@ -220,7 +222,7 @@ def test_a_filter_that_cannot_be_called(filter: Any) -> None:
 
 
 def test_report_says_where_the_portable_path_computes() -> None:
-    words = "On cpu the portable path computes"
+    words = "On cpu polyphase uses its portable path"
     report = polyphase.accelerate(nn.Sequential(nn.ConvTranspose1d(2, 2, 3), nn.LazyConvTranspose1d(2, 3)))
     assert report.note.startswith(words)
     assert words in str(report)
@@ -245,12 +247,15 @@ def test_report_reads_well() -> None:
     assert "\x1b" not in text
     assert report.__rich__().row_count == 5
     assert repr(report) == text
+    with pytest.warns(UserWarning, match="nothing was swapped in Sequential"):
+        nothing = polyphase.accelerate(nn.Sequential(nn.ReLU(), AlreadyOurs()))
+    assert str(nothing) == "polyphase.accelerate: no ConvTranspose1d/2d/3d module found"
 
 
 def test_a_report_s_notes_have_lines_of_their_own() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(4, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 2, 3)).eval()
     lines = str(polyphase.accelerate(model, fuse=True)).splitlines()
-    assert any(line.startswith("On cpu the portable path computes") for line in lines)
+    assert any(line.startswith("On cpu polyphase uses its portable path") for line in lines)
     assert any(
         line.startswith("0: fused with 1 (ReLU); ends there: 2 is a ConvTranspose2d, which is not fused")
         for line in lines
@@ -295,6 +300,7 @@ def test_tells_of_calls_of_the_function() -> None:
         polyphase.accelerate(nn.Sequential(Functional(), nn.ReLU()))
     report = polyphase.accelerate(nn.Sequential(Functional(), nn.ConvTranspose2d(2, 2, 3)))
     assert "Functional.up calls conv_transpose2d" in report.note
+    assert ('polyphase.override("cpu")' in report.note) is not torch.cuda.is_available()
     assert len(report.swapped) == 1
     assert function_calls(AlreadyOurs()) == []
 

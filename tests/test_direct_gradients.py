@@ -336,8 +336,8 @@ MANY_TAPS = make((8, 21, 16, 16), 21, 64, 32, 16)
             LONG_WGRAD,
             LONG_LAYER,
             {
-                make((2, 4, 30), 4, 32, 8, dilation=2): "lie apart",
-                make((2, 4, 30), 4, 32, 4): "within a stride",
+                make((2, 4, 30), 4, 32, 8, dilation=2): "without dilation",
+                make((2, 4, 30), 4, 32, 4): "at least 8 along the width",
             },
         ),
         (CHANNELS_WGRAD, GROUPED, {make((2, 64, 9, 11), 64, 3): "not few"}),
@@ -348,9 +348,9 @@ MANY_TAPS = make((8, 21, 16, 16), 21, 64, 32, 16)
                 replace(NARROW, dtype="bfloat16"): "float32",
                 replace(NARROW, out_channels=16): "tensor cores",
                 replace(NARROW, out_channels=33, tf32=False): "528 pairs",
-                replace(NARROW, in_channels=64, out_channels=4, groups=2, channels_last=True): "side by side",
+                replace(NARROW, in_channels=64, out_channels=4, groups=2, channels_last=True): "in channels_last needs",
                 replace(NARROW, out_channels=4, groups=4): "at most 16 input channels",
-                replace(NARROW, channels_last=True, dilation=(1, 2)): "side by side",
+                replace(NARROW, channels_last=True, dilation=(1, 2)): "in channels_last needs",
                 replace(NARROW, stride=(2, 20000)): "no tile",
             },
         ),
@@ -359,7 +359,7 @@ MANY_TAPS = make((8, 21, 16, 16), 21, 64, 32, 16)
             MANY_TAPS,
             {
                 make((8, 21, 16, 16), 21, 4, 2, 1): "fewer taps than a warp has lanes",
-                make((8, 21, 16, 16), 21, 8, 4, 2, dilation=3, channels_last=True): "side by side",
+                make((8, 21, 16, 16), 21, 8, 4, 2, dilation=3, channels_last=True): "in channels_last needs",
             },
         ),
     ],
@@ -547,7 +547,7 @@ def test_columns_beyond_32_bits_are_not_offered() -> None:
     assert offers(DOT_DGRAD, make((2**26, 1, 32), 1, 33, 2), Pass.INPUT_GRAD)
     assert not offers(DOT_DGRAD, make((2**31, 1, 32), 1, 33, 2), Pass.INPUT_GRAD)
     wide = make((1, 8, 1, 180_000_000), 3, (1, 40), (1, 4), channels_last=True)
-    assert "side by side" in (refusal(DOT_DGRAD, wide, Pass.INPUT_GRAD, H200) or "")
+    assert "in channels_last needs" in (refusal(DOT_DGRAD, wide, Pass.INPUT_GRAD, H200) or "")
 
 
 def test_tiles_narrower_than_a_step_read_no_further_channel() -> None:

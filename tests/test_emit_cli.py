@@ -161,7 +161,7 @@ def test_check_emitted_needs_a_gpu_and_one_model(tmp_path: Path) -> None:
     output.write_text("")
     result = invoke("check", "--emitted", output, example, "--device", "cpu")
     assert result.exit_code == 2
-    assert "an emitted file runs on a GPU alone, and the device is cpu" in told(result)
+    assert "an emitted file runs on a GPU only, and the device is cpu" in told(result)
     result = invoke("check", "--emitted", output, example, example)
     assert "compared with one model, got 2" in told(result)
     result = invoke("check", "--emitted", tmp_path / "none.py", example)

@@ -233,8 +233,8 @@ def test_where_it_refuses() -> None:
         replace(layer, out_channels=3): "are few",
         replace(layer, kernel_size=(20, 20)): "too many for straight-line code",
         replace(layer, stride=(32, 32)): "too many for straight-line code",
-        replace(layer, dtype="float64"): "do not take float64",
-        replace(layer, channels_last=True): "channels come last",
+        replace(layer, dtype="float64"): "tensor cores for float64",
+        replace(layer, channels_last=True): "needs NCHW",
     }
     for problem, reason in wanted.items():
         assert reason in (refusal(GroupedGemm(), problem, Pass.FORWARD, H200) or "")

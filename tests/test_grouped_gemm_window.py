@@ -189,14 +189,14 @@ def test_configs_do_not_depend_on_the_size() -> None:
 def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, groups=4, dtype="bfloat16")
     wanted = {
-        replace(layer, dtype="float32"): "not split in parts",
-        replace(layer, groups=1): "one group",
+        replace(layer, dtype="float32"): "left to direct_tiled",
+        replace(layer, groups=1): "only for grouped layers and 3-D",
         replace(layer, groups=32): "are few",
         replace(layer, in_channels=160): "are many",
         replace(layer, kernel_size=(40, 40)): "too long",
         replace(layer, stride=(32, 32)): "too many",
         replace(layer, kernel_size=(1, 65)): "along a dimension",
-        replace(layer, dtype="float64"): "do not take float64",
+        replace(layer, dtype="float64"): "tensor cores for float64",
     }
     for problem, reason in wanted.items():
         assert reason in (refusal(WINDOW, problem, Pass.FORWARD, H200) or "")

@@ -116,7 +116,7 @@ def test_where_it_refuses() -> None:
         replace(layer, out_channels=40): "are many",
         replace(layer, kernel_size=(12, 12)): "too many columns",
         replace(layer, stride=(32, 32)): "too many for straight-line code",
-        replace(layer, dtype="float64"): "do not take float64",
+        replace(layer, dtype="float64"): "tensor cores for float64",
     }
     for problem, reason in wanted.items():
         assert reason in (refusal(OverlapGemm(), problem, Pass.FORWARD, H200) or "")

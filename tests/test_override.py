@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,6 +147,20 @@ def test_transforms_and_other_layouts_are_pytorchs() -> None:
         if torch.backends.mkldnn.is_available():
             assert F.conv_transpose2d(x.to_mkldnn(), weight).shape == (2, 4, 7, 7)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_default_that_does_nothing_here_is_warned_of(seen: list[int]) -> None:
+    layer, x = nn.ConvTranspose1d(1, 1, 2), torch.ones(1, 1, 3)
+    with pytest.warns(UserWarning, match=r'finds no CUDA device here: it changes nothing.*override\("cpu"\)') as caught:
+        undo = polyphase.override()
+    assert caught[0].filename == __file__
+    with undo:
+        layer(x)
+    assert not seen
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        polyphase.override("cpu").undo()
 
 
 def test_a_device_that_is_none_is_named() -> None:

@@ -186,13 +186,13 @@ def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 2, 2, dtype="bfloat16")
     assert refusal(PhaseGemmPixels(), layer, Pass.FORWARD, H200) is None
     wanted = {
-        replace(layer, dtype="float32"): "not split in two",
-        replace(layer, dtype="float64"): "do not take float64",
-        replace(layer, channels_last=True): "channels last",
-        replace(layer, padding=(1, 1)): "not the stride",
-        replace(layer, kernel_size=(3, 3)): "not the stride",
+        replace(layer, dtype="float32"): "exact float32",
+        replace(layer, dtype="float64"): "tensor cores for float64",
+        replace(layer, channels_last=True): "needs NCHW",
+        replace(layer, padding=(1, 1)): "equal to the stride",
+        replace(layer, kernel_size=(3, 3)): "equal to the stride",
         replace(layer, output_padding=(1, 1)): "output padding",
-        replace(layer, kernel_size=(3, 3), stride=(3, 3)): "is odd",
+        replace(layer, kernel_size=(3, 3), stride=(3, 3)): "an even stride",
         replace(layer, in_channels=1024): "1024 input channels do not fit",
     }
     for problem, reason in wanted.items():

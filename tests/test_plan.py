@@ -648,7 +648,7 @@ def test_other_devices_are_portable() -> None:
     for pass_ in Pass:
         chosen = plan.plan(problem, pass_, PORTABLE)
         assert (chosen.schedule, chosen.describe(), chosen.program) == ("portable", "portable", None)
-    assert "own kernels need an NVIDIA GPU" in explain(problem, PORTABLE)
+    assert "polyphase's kernels need an NVIDIA GPU" in explain(problem, PORTABLE)
 
 
 # Devices

@@ -471,8 +471,8 @@ def test_a_layer_of_one_output_channel_has_two_kernels(pass_: Pass) -> None:
 
 def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 3)
-    assert "do not take float64" in (refusal(TMA, replace(layer, dtype="float64"), Pass.FORWARD, H200) or "")
-    assert "tap_gemm_tma" in (refusal(TapGemm(), layer, Pass.FORWARD, H200) or "")
+    assert "tensor cores for float64" in (refusal(TMA, replace(layer, dtype="float64"), Pass.FORWARD, H200) or "")
+    assert "superseded here by tap_gemm_tma" in (refusal(TapGemm(), layer, Pass.FORWARD, H200) or "")
     assert "too many" in (refusal(TapGemmWgrad(), replace(layer, kernel_size=(512, 512)), Pass.WEIGHT_GRAD, H200) or "")
     assert "only" in (refusal(TMA, layer, Pass.WEIGHT_GRAD, H200) or "")
     assert "has no wgmma" in (refusal(WGRAD_TMA, layer, Pass.WEIGHT_GRAD, A100) or "")

@@ -154,10 +154,10 @@ def test_where_it_refuses() -> None:
     """Exact arithmetic stays exact: float64, float32 without TF32, and layers that PyTorch does not round either."""
     layer = make((2, 32, 8, 8), 32, 3)
     wanted = {
-        layer: "stays exact",
-        replace(layer, tf32=True, groups=8): "stays exact",
-        replace(layer, tf32=True, out_channels=8): "stays exact",
-        replace(layer, dtype="float64"): "do not take float64",
+        layer: "PyTorch would not use TF32",
+        replace(layer, tf32=True, groups=8): "PyTorch would not use TF32",
+        replace(layer, tf32=True, out_channels=8): "PyTorch would not use TF32",
+        replace(layer, dtype="float64"): "tensor cores for float64",
         replace(layer, dtype="bfloat16", kernel_size=(25, 25)): "too many",
     }
     for pass_, schedule in SCHEDULES.items():

@@ -204,11 +204,11 @@ def assert_planes_are_added_up(planes: int, elements: int, dtype: str, executor:
 def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
     wanted = {
-        replace(layer, dtype="float32"): "stays exact",
-        replace(layer, dtype="float64"): "do not take float64",
+        replace(layer, dtype="float32"): "PyTorch would not use TF32",
+        replace(layer, dtype="float64"): "tensor cores for float64",
         replace(layer, channels_last=False): "needs NHWC",
         replace(layer, out_channels=20): "output channels, 40 bytes",
-        replace(layer, stride=(9, 2), kernel_size=(9, 4)): "not every 9th",
+        replace(layer, stride=(9, 2), kernel_size=(9, 4)): "element stride of 9 is too large for TMA",
     }
     for pass_, schedule in SCHEDULES.items():
         for problem, reason in wanted.items():

@@ -299,8 +299,8 @@ def test_float32_is_rounded_to_nearest(pass_: Pass, padding: int) -> None:
 def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
     wanted = {
-        replace(layer, dtype="float32"): "stays exact",
-        replace(layer, dtype="float64"): "do not take float64",
+        replace(layer, dtype="float32"): "PyTorch would not use TF32",
+        replace(layer, dtype="float64"): "tensor cores for float64",
         replace(layer, dtype="float32", tf32=True, channels_last=True): "needs NCHW",
     }
     last = replace(layer, channels_last=True)

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.nn.utils import parametrize
 
 from polyphase import modules
-from polyphase.functional_calls import function_calls
+from polyphase.functional_calls import NO_MODULES, function_calls, override_call
 from polyphase.fuse import Block, unfuse
 from polyphase.fuse import fuse as fuse_modules
 from polyphase.text_table import text_table
@@ -30,12 +30,14 @@ _PAIRS = [(getattr(torch.nn, name), getattr(modules, name)) for name in _NAMES]
 # By id, as the classes of a pair are equal (`polyphase.modules.StandIn`).
 _TO_POLYPHASE: dict[int, type] = {id(theirs): ours for theirs, ours in _PAIRS}
 _TO_TORCH: dict[int, type] = {id(ours): theirs for theirs, ours in _PAIRS}
+_RESTORE = "polyphase.restore"
 
 
 class Outcome(Enum):
     """What became of a module."""
 
     SWAPPED = "swapped"
+    RESTORED = "restored"
     ALREADY = "already done"
     LEFT = "left alone"
 
@@ -48,7 +50,7 @@ class Entry:
         names: its qualified names, more than one where it is shared; "" is the model itself.
         module: the module's class and arguments.
         outcome: what became of it.
-        reason: why, unless it was swapped.
+        reason: why, unless it was swapped or restored.
         device: the device that its parameters are on.
     """
 
@@ -63,8 +65,8 @@ class Entry:
 class Report:
     """What `accelerate` or `restore` found and did. Printing it gives a table, and the ``note`` below it.
 
-    ``model`` is the model that it is about, for those who want it in one line: ``accelerate(build()).model``.
-    ``blocks``: what each layer computes of what follows it, if that was asked for.
+    ``model`` is the model that was given, so that one line can build and accelerate it: ``accelerate(build()).model``.
+    ``blocks``: what was fused into each layer, with ``fuse=True``.
     """
 
     title: str
@@ -75,8 +77,8 @@ class Report:
 
     @property
     def swapped(self) -> tuple[Entry, ...]:
-        """The modules that were swapped."""
-        return self._of(Outcome.SWAPPED)
+        """The modules that were swapped, or restored."""
+        return self._of(Outcome.SWAPPED, Outcome.RESTORED)
 
     @property
     def already(self) -> tuple[Entry, ...]:
@@ -88,8 +90,8 @@ class Report:
         """The modules that were left alone, each with a reason."""
         return self._of(Outcome.LEFT)
 
-    def _of(self, outcome: Outcome) -> tuple[Entry, ...]:
-        return tuple(entry for entry in self.entries if entry.outcome is outcome)
+    def _of(self, *outcomes: Outcome) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.outcome in outcomes)
 
     def __rich__(self) -> Table | str:
         from rich.table import Table
@@ -106,7 +108,8 @@ class Report:
         return table
 
     def _counts(self) -> str:
-        counts = f"{len(self.swapped)} swapped, {len(self.already)} already done, {len(self.left)} left alone"
+        done = Outcome.RESTORED.value if self.title == _RESTORE else Outcome.SWAPPED.value
+        counts = f"{len(self.swapped)} {done}, {len(self.already)} already done, {len(self.left)} left alone"
         return f"{self.title}: {counts}"
 
     def _rows(self) -> list[tuple[str, str, str]]:
@@ -121,8 +124,8 @@ class Report:
         return str(self)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raise TypeError: who calls it took it for the model."""
-        raise TypeError(f"{self._not_the_model()}: call the model")
+        """Raise TypeError: the caller took the report for the model."""
+        raise TypeError(f"{self._not_the_model()}. A report cannot be called")
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise AttributeError, for the same reason."""
@@ -138,7 +141,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.entries:
-            return "\n".join(filter(None, (f"{self.title}: there is no module of transposed convolution", self.note)))
+            return "\n".join(filter(None, (f"{self.title}: {NO_MODULES}", self.note)))
         return text_table(self._counts(), self._rows(), self.note)
 
 
@@ -149,17 +152,18 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
         model: any module; it may itself be a transposed convolution.
         filter: asked for each transposed convolution, with its qualified name ("" for the model itself) and the module;
             where it answers False the module is left alone.
-        fuse: also have them compute the batch norms, layer norms over channels, activations, dropouts and sums that
-            alone read their outputs, modules and, without derivatives, functions, in evaluation mode, and write slices
-            of concatenations (see the guide "Inference"); in training, batch and instance norms behind them and their
-            activations are computed by faster kernels (the guide "Training"). `restore` undoes that.
+        fuse: also fuse into each layer the operations that are the only readers of its output: batch norms, layer
+            norms over channels, activations, dropouts, sums, and concatenations, into which layers write directly. This
+            holds in evaluation mode: for modules always, for functions where no gradients are recorded (see the guide
+            "Inference"). In training, faster kernels compute the batch and instance norms behind layers, with their
+            activations (the guide "Training"). `restore` undoes both.
 
     Returns:
         A `Report` of every transposed convolution: swapped, or why not. Subclasses of PyTorch's modules are left alone,
         as they may compute something else; so are quantized and scripted modules, and those whose ``forward`` was
-        replaced on the instance. It says where the portable path computes, as on a CPU, and which methods call
-        PyTorch's function themselves, which this does not reach. Its ``model`` is the one that was given, and its
-        ``blocks`` say what was fused.
+        replaced on the instance. It says on which devices the portable path computes, such as a CPU, and which methods
+        call PyTorch's function themselves, which `accelerate` does not reach. Its ``model`` is the one that was given,
+        and its ``blocks`` say what was fused.
 
     Raises:
         TypeError: ``model`` is no module, or ``filter`` cannot be called.
@@ -187,7 +191,7 @@ def restore(model: Module) -> Report:
     """
     if isinstance(model, Module):
         unfuse(model)
-    return _convert("polyphase.restore", model, None, _TO_TORCH)
+    return _convert(_RESTORE, model, None, _TO_TORCH)
 
 
 def _convert(
@@ -208,7 +212,7 @@ def _convert(
         device = next((parameter.device for parameter in module.parameters()), None)
         entries.append(Entry(tuple(paths), described, outcome, reason, device))
     for module, entry in zip(names, entries):  # all or, where a filter raises, none
-        if entry.outcome is Outcome.SWAPPED:
+        if entry.outcome in (Outcome.SWAPPED, Outcome.RESTORED):
             module.__class__ = _rebased(module, type(module), classes)
     return Report(title, tuple(entries), model=model)
 
@@ -221,7 +225,7 @@ def _about_devices(entries: Iterable[Entry]) -> str:
         return ""
     on = " and ".join(sorted(places))
     return (
-        f"On {on} the portable path computes, so that everything runs there; most layers are slower than PyTorch's. "
+        f"On {on} polyphase uses its portable path: everything runs, and most layers are slower than PyTorch's. "
         "polyphase's kernels need an NVIDIA GPU."
     )
 
@@ -234,7 +238,7 @@ def _about_functions(model: Module) -> str:
     more = f", and {len(calls) - 3} more do" if len(calls) > 3 else ""
     return (
         f"Modules are swapped, calls of functions are not: {', '.join(calls[:3])}{more}. Call polyphase's function of "
-        "that name there, its arguments are the same, or run the model within polyphase.override()."
+        f"that name there (its arguments are the same), or run the model within {override_call()}."
     )
 
 
@@ -256,7 +260,7 @@ def _outcome(
         return Outcome.LEFT, "its forward was replaced on the instance, so its class does not decide what it computes"
     if filter is not None and not filter(name, module):
         return Outcome.LEFT, "the filter answered False"
-    return Outcome.SWAPPED, ""
+    return (Outcome.RESTORED if classes is _TO_TORCH else Outcome.SWAPPED), ""
 
 
 def _class_of(module: Module) -> type:
@@ -295,7 +299,7 @@ def _rebased(module: Module, cls: type, classes: Mapping[int, type]) -> type:
 
 def _why_not(module: Module, cls: type, classes: Mapping[int, type]) -> str:
     if isinstance(module, torch.jit.ScriptModule):
-        return "compiled by TorchScript, which takes PyTorch's own layers alone"
+        return "compiled by TorchScript, which takes PyTorch's own layers only"
     if "quantized" in cls.__module__:
         return f"quantized ({cls.__module__})"
     for ancestor in cls.__mro__:

@@ -6,7 +6,11 @@ import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 
+import torch
 from torch.nn import Module
+
+#: What is said of a model without a module to swap.
+NO_MODULES = "no ConvTranspose1d/2d/3d module found"
 
 _HERE = __name__.partition(".")[0]
 _FUNCTIONS = {f"conv_transpose{dims}d" for dims in (1, 2, 3)}
@@ -21,6 +25,12 @@ def function_calls(model: Module) -> list[str]:
             if isinstance(value, FunctionType) and (value.__module__ or "").partition(".")[0] not in ("torch", _HERE):
                 found.update((f"{value.__qualname__} calls {function}", None) for function in sorted(_called(value)))
     return list(found)
+
+
+def override_call() -> str:
+    """The call of `polyphase.override` to recommend on this machine."""
+    cuda = "polyphase.override()"
+    return cuda if torch.cuda.is_available() else f'{cuda} (on a CPU: polyphase.override("cpu"))'
 
 
 def _called(function: FunctionType) -> set[str]:

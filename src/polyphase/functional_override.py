@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -47,7 +48,7 @@ class Override:
 
 
 def override(device: str = "cuda") -> Override:
-    """Has polyphase compute every transposed convolution of the process on a kind of device, whoever calls it.
+    """Have polyphase compute every transposed convolution of this process on CUDA devices, or on the CPU.
 
     It reaches what `accelerate` cannot: calls of ``torch.nn.functional``'s functions in anyone's code, and modules of
     models that are not built yet. PyTorch's operators ``aten::conv_transpose1d/2d/3d`` get polyphase as their kernel in
@@ -61,17 +62,27 @@ def override(device: str = "cuda") -> Override:
             audio = third_party_vocoder(mel)
 
     Args:
-        device: ``"cuda"``, or ``"cpu"`` for the portable path, to test with.
+        device: ``"cuda"`` for tensors on CUDA devices, or ``"cpu"`` for tensors on the CPU, where the portable path
+            computes: to test with.
 
     Returns:
         what undoes it: a context manager with a method ``undo``. Overrides may be nested; the last one that is undone
         restores PyTorch's.
 
     Raises:
-        ValueError: polyphase computes nothing on such a device.
+        ValueError: ``device`` is neither of these.
+
+    Warns:
+        UserWarning: ``device`` is ``"cuda"`` and PyTorch finds no CUDA device, so that nothing changes.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be 'cuda' or 'cpu', not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        warnings.warn(
+            "polyphase.override() acts on CUDA tensors, and PyTorch finds no CUDA device here: it changes nothing. On "
+            'a CPU use polyphase.override("cpu")',
+            stacklevel=2,
+        )
     return Override(device)
 
 

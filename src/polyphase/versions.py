@@ -1,4 +1,4 @@
-"""How often tensors were changed in place: what is computed later must read what was there before."""
+"""How often tensors were changed in place: a fused layer, computed later, must read the values of its call."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()
 
 
 def check_versions(reads: Sequence[Tensor], steps: Sequence[fused.Step | None], versions: list[int]) -> None:
-    """Raise RuntimeError where a tensor has changed that is to be read."""
+    """Raise RuntimeError where a tensor that is to be read has changed since."""
     if versions != versions_of(reads, steps):
         raise RuntimeError(
-            "a tensor that a fused layer reads (its input, a parameter, what is added) has changed in place "
-            "before the functions behind the layer were called"
+            "a tensor that a fused layer reads (its input, a parameter, or the tensor that is added) was changed in "
+            "place between the calls that are fused into one kernel. Change a clone instead, or call "
+            "polyphase.restore(model)"
         )

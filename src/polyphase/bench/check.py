@@ -17,10 +17,11 @@ import polyphase
 from polyphase.bench.model_file import Cut, ModelFile, copied, find_cut
 from polyphase.bench.runner import CPU_FLOPS
 from polyphase.bench.trial import CheckResult, Options, Trial, quiet_dropout, shapes_of
+from polyphase.functional_calls import NO_MODULES
 
 
 def check_model(file: ModelFile, options: Options, progress: Callable[[str], None] = lambda stage: None) -> CheckResult:
-    """Check one model file; ``progress`` is told what happens next.
+    """Check one model file; ``progress`` is called with what is done next.
 
     Raises `ModelFileError` with the model's own line where PyTorch does not run it either.
     """
@@ -30,15 +31,14 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
     quiet_dropout(model)
     fast = copied(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing matched is said below
+        warnings.simplefilter("ignore")  # `result.problems` says it where nothing was swapped
         swapped = polyphase.accelerate(fast)
 
     first = file.inputs(options.device, options.dtype)
     result = CheckResult(_cut(model, first, options), swapped)
     if not swapped.swapped:
-        result.problems.append(
-            "nothing to check: the model has no module ConvTranspose1d, 2d or 3d that polyphase replaces"
-        )
+        nothing = f"{len(swapped.left)} left alone, none swapped" if swapped.left else NO_MODULES
+        result.problems.append(f"nothing to check: {nothing}")
         return result
     trial = Trial(file.path, model, fast, options, result, progress)
     inputs, shapes = first, shapes_of(first)
@@ -54,7 +54,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
         progress(f"making the inputs of trial {number + 1}")
         inputs = file.inputs(options.device, options.dtype)
         if number == 2 and shapes_of(inputs) == shapes:
-            result.remarks.append("get_inputs returns one size: two trials, the second with everything compiled")
+            result.remarks.append("get_inputs returns one size: two trials, the second with warm caches")
             break
     trial.conclude()
     return result

@@ -69,7 +69,7 @@ def _forecast(layer: NamedLayer, pass_: Pass, card: Card) -> Forecast:
     except UnsupportedError:
         return Forecast(layer.name, problem, pass_, "none", math.inf, floor)
     assert chosen.candidate is not None
-    candidate = plan.at_rates_of(card, chosen.candidate, problem, pass_)
+    candidate = plan.as_shown(card, chosen.candidate, problem, pass_)
     enough = min(problem.in_channels_per_group, problem.out_channels_per_group) >= _FEW
     wanted = enough and problem.flops >= _LARGE_FLOPS and not chosen.selected[0].schedule.on_tensor_cores
     lacking = wanted and not _on_tensor_cores(problem, pass_, card.device)

@@ -1,4 +1,4 @@
-"""What polyphase does for a model: its layers, how long each takes, what is gained, and how to apply it.
+"""What polyphase does for a model: its layers, how long each takes, the gain, and the code to add.
 
 On a GPU layers are measured one by one against PyTorch and the whole model is timed both ways; elsewhere the times are
 the planner's forecasts for a card that is named. Accuracy is `polyphase.bench.check`'s, on this machine.
@@ -25,7 +25,7 @@ from polyphase.bench.records import FAILED, Record
 from polyphase.bench.runner import Runner, make_cases
 from polyphase.bench.trial import CheckResult, Options
 from polyphase.errors import UnsupportedError
-from polyphase.plan.planner import at_rates_of, plan
+from polyphase.plan.planner import as_shown, plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.ceilings import about_rates, floor_ms
 from polyphase.problem.device import Card, DeviceInfo
@@ -105,8 +105,8 @@ class ModelReport:
             return ""
         taken = sum(layer.total(lambda record: record.ms) or 0.0 for layer in self.layers)
         return (
-            f"{', '.join(lost)}: slower, though no layer is. All passes of the layers take {taken:.3f} ms; what is "
-            "longer is the host's time for calls: larger inputs, torch.compile or a CUDA graph leave the layers' gain"
+            f"{', '.join(lost)}: slower, though no layer is. All passes of the layers take {taken:.3f} ms; the rest is "
+            "the host's time for calls. With larger inputs, torch.compile or a CUDA graph the layers' gain shows"
         )
 
     @property
@@ -117,18 +117,18 @@ class ModelReport:
 
     @property
     def recipe(self) -> str:
-        """The lines that apply it: to modules, and to calls of PyTorch's function; "" where there are neither."""
+        """The code to add to a program, for modules and for calls of PyTorch's function; "" where there are neither."""
         swap = ["polyphase.accelerate(model)"] if self.check.swapped.swapped else []
         if self.fused:
             swap.append("# or, for inference: polyphase.accelerate(model.eval(), fuse=True)")
         if self.slower:
             names = ", ".join(map(repr, self.slower))
             swap = [
-                f"leave = {{{names}}}  # slower here than PyTorch's",
+                f"leave = {{{names}}}  # measured to be slower than PyTorch's",
                 "polyphase.accelerate(model, filter=lambda name, module: name not in leave)",
             ]
         if self.functional:
-            swap += ["with polyphase.override():  # for calls outside modules", "    y = model(x)"]
+            swap += ["with polyphase.override():  # for calls outside modules, on CUDA devices", "    y = model(x)"]
         return "\n".join(["import polyphase", "", *swap]) if swap else ""
 
 
@@ -206,7 +206,7 @@ def _measured(
 ) -> list[Layer]:
     if not grouped:
         return []
-    progress("measuring what this machine can do at most")
+    progress("measuring this machine's peak bandwidth and rates")
     found: list[Layer] = []
     with closing(Runner(options.device, [problem.dtype for problem in grouped], quick=True)) as runner:
         for problem, names in grouped.items():
@@ -248,7 +248,7 @@ def _forecast(name: str, problem: ConvTransposeProblem, pass_: Pass, card: Card)
     assert chosen.candidate is not None
     assert chosen.program is not None
     record.algorithm, record.config = chosen.schedule, chosen.describe()
-    record.predicted_ms = 1e3 * at_rates_of(card, chosen.candidate, problem, pass_).seconds
+    record.predicted_ms = 1e3 * as_shown(card, chosen.candidate, problem, pass_).seconds
     record.times_floor = record.predicted_ms / record.floor_ms
     record.workspace_megabytes = sum(buffer.bytes for buffer in chosen.program.buffers) / 1e6
     return record
@@ -260,7 +260,7 @@ def _facts(options: Options, card: str, measured: bool) -> list[tuple[str, str]]
     machine = environment.device_name(options.device.type)
     return [
         ("times", f"measured on {machine}" if measured else f"forecasts for {card}; no GPU was used"),
-        ("accuracy", f"measured on {machine}{'' if measured else ', of the portable path'}"),
+        ("accuracy", f"measured on {machine}{'' if measured else ', with the portable path'}"),
         *((name, facts[name]) for name in kept if name in facts),
     ]
 

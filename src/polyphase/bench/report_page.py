@@ -9,6 +9,7 @@ from pathlib import Path
 from polyphase.bench.model_report import Layer, ModelReport
 from polyphase.bench.records import PASS_TITLES, Record
 from polyphase.bench.report import OF_VANISHING, errors, factor, milliseconds
+from polyphase.functional_calls import NO_MODULES, override_call
 
 NUMBER = ' class="n"'  # of a cell
 _STYLE = """
@@ -38,12 +39,13 @@ code { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: .875rem
 """
 
 
-_FLOOR = (
-    "floor: the least time that the layers' bytes and flops take on the card, without launches of kernels, some µs "
-    "each, which are most of a small layer's time"
+_LAUNCHES = (
+    "without the launches of kernels: some µs each, which are most of a small layer's time, so that small layers are "
+    "many times over their floor"
 )
+_FLOOR = f"floor: the least time that the layers' bytes and flops take on the card, {_LAUNCHES}"
 _SHOWN = 6  # layers that the short version names
-_NO_GPU = "PyTorch's times, and so the gain, are not known without a GPU: run the same command on one"
+_NO_GPU = "PyTorch's times, and so the gain, are not known without a GPU: run the same command on a GPU"
 _SORT = Path(__file__).with_name("sort.js")  # the tables' headings sort
 _MARKS = {True: '<span class="good">✓</span>', False: '<span class="bad">✗</span>'}
 
@@ -54,7 +56,7 @@ def summary(report: ModelReport) -> list[str]:
     share = "" if report.share_of_flops is None else f", {report.share_of_flops:.0%} of the model's flops"
     about = f"{report.target} on {report.inputs}, {report.dtype}"
     if not report.check.swapped.swapped:
-        nothing = "no module ConvTranspose1d, 2d or 3d that polyphase replaces"
+        nothing = "no module is swapped" if report.check.swapped.left else NO_MODULES
         return [f"{about}: {nothing}", *(f"left alone: {what}" for what in _left(report))]
     lines = [f"{about}: {_counted(calls, 'call')} of transposed convolutions{share}"]
     if report.measured:
@@ -74,25 +76,25 @@ def summary(report: ModelReport) -> list[str]:
     if report.host_bound:
         lines.append(report.host_bound)
     if report.slower:
-        lines.append(f"slower than PyTorch's, to be left alone: {', '.join(report.slower)}")
+        lines.append(f"slower than PyTorch's, leave them out: {', '.join(report.slower)}")
     lines.append("accuracy: " + _verdict(report))
     lines += [f"left alone: {what}" for what in _left(report)]
     return lines
 
 
 def _fused(report: ModelReport) -> list[str]:
-    """What is fused with layers, and why not with others: those with which something is come first."""
+    """What is fused with which layers, and why nothing is with others; fused layers come first."""
     blocks = sorted(
         report.check.fused.blocks if report.check.fused else (), key=lambda block: block not in report.fused
     )
     if not blocks:
         return []
-    more = [f"  and {len(blocks) - _SHOWN} layers more, on the page"] if len(blocks) > _SHOWN else []
+    more = [f"  and {len(blocks) - _SHOWN} more layers, on the page"] if len(blocks) > _SHOWN else []
     return ["with fuse=True, in evaluation mode:", *(f"  {block}" for block in blocks[:_SHOWN]), *more]
 
 
 def page(report: ModelReport) -> str:
-    """The page, in which everything of the model's is escaped."""
+    """The page. All text that comes from the model is escaped."""
     title = f"polyphase for {report.target}"
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -105,8 +107,8 @@ def page(report: ModelReport) -> str:
         "" if report.measured else f"<p>{escape(report.rates)}. {escape(_NO_GPU)}.</p>",
         _cards(report),
         f'<p class="soft">{escape(report.host_bound)}</p>' if report.host_bound else "",
-        "<h2>How to apply it</h2>",
-        f"<pre><code>{escape(report.recipe)}</code></pre>" if report.recipe else "<p>There is nothing to apply.</p>",
+        "<h2>Code to add</h2>",
+        f"<pre><code>{escape(report.recipe)}</code></pre>" if report.recipe else "<p>Nothing to add.</p>",
         "<h2>Layers</h2>",
         _layers(report),
         *(["<h2>Fusion</h2>", _fusion(report)] if report.check.fused else []),
@@ -171,7 +173,7 @@ def _floor(record: Record) -> float | None:
 
 def _layers(report: ModelReport) -> str:
     if not report.layers:
-        return "<p>The model calls no module of transposed convolution that polyphase has kernels for.</p>"
+        return "<p>The model calls no transposed convolution module that polyphase has kernels for.</p>"
     times = [time for layer in report.layers for record in layer.records for time in _times(report, record)]
     longest = max((time for time in times if time is not None), default=1.0)
     rows: list[list[str] | str] = []
@@ -184,9 +186,9 @@ def _layers(report: ModelReport) -> str:
     head += ["PyTorch, ms", "speed-up", "memory, MB", "PyTorch's"] if report.measured else ["memory, MB"]
     note = "Bars are polyphase (blue) and PyTorch (grey). " if report.measured else ""
     note += (
-        "The floor is what a layer's bytes take at the copy bandwidth, or its flops at the rate of the tensor "
-        "cores, whichever is longer; launches are not in it. Memory is what a call allocates beside its result. A "
-        "click on a heading sorts."
+        "The floor is the time of a layer's bytes at the copy bandwidth, or of its flops at the rate of the tensor "
+        f"cores, whichever is longer, {_LAUNCHES}. Memory is what a call allocates in addition to its result. Click a "
+        "heading to sort."
     )
     return f'{_table((*head, "kernel"), rows, numbers=range(2, len(head)))}<p class="soft">{note}</p>'
 
@@ -195,8 +197,8 @@ def _fusion(report: ModelReport) -> str:
     """What each layer computes with fuse=True."""
     fused = report.check.fused
     lead = (
-        "What each layer's kernel also computes after <code>polyphase.accelerate(model, fuse=True)</code>, in "
-        "evaluation mode; where functions are called, without derivatives."
+        "What <code>polyphase.accelerate(model, fuse=True)</code> fuses into each layer's kernel in evaluation mode; "
+        "functions only where no gradients are recorded."
     )
     return f'<p class="soft">{lead}</p>{_list(map(str, fused.blocks if fused else ()))}'
 
@@ -236,7 +238,7 @@ def _megabytes(value: float | None) -> str:
 def _verdict(report: ModelReport) -> str:
     problems = [*report.check.problems, *report.faults]
     compared = len(report.check.findings)
-    here = "" if report.measured else f" (of the portable path on this machine, not of {report.card}'s kernels)"
+    here = "" if report.measured else f" (tested: the portable path on this machine, not {report.card}'s kernels)"
     return "; ".join(problems) or f"{compared} outputs and gradients agree with float64 as PyTorch's do{here}"
 
 
@@ -262,7 +264,7 @@ def _left(report: ModelReport) -> list[str]:
     ]
     if report.functional:
         calls = f"{_counted(report.functional, 'call')} outside modules"
-        found.append(f"{calls}: run it within polyphase.override(), or call polyphase's function there")
+        found.append(f"{calls}: run it within {override_call()}, or call polyphase's function there")
     return found
 
 

@@ -1,4 +1,4 @@
-"""``bench``: how fast, against what the machine allows and against PyTorch."""
+"""``bench``: how fast layers are, against their floor and against PyTorch."""
 
 from __future__ import annotations
 
@@ -25,51 +25,53 @@ _DTYPES = {False: "float32", True: "float32,bfloat16"}  # by --graphs
 def bench(
     suite: Annotated[
         str | None,
-        typer.Option(help=f"Suites: {SUITES}. Without, reference.", show_default=False),
+        typer.Option(help=f"Suites: {SUITES}. Default: reference.", show_default=False),
     ] = None,
     layer: LayerTexts = None,
     passes: Annotated[str, typer.Option(help="forward, input_grad, weight_grad.")] = "forward",
     dtypes: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16, float16, float64. Without, float32; with --graphs bfloat16, too.",
+            help="float32, bfloat16, float16, float64. Default: float32; with --graphs also bfloat16.",
             show_default=False,
         ),
     ] = None,
     layouts: Annotated[str, typer.Option(help="nchw, channels_last.")] = "nchw",
     against: Annotated[str, typer.Option(help="PyTorch as: default, benchmark, channels_last, compile.")] = "default",
-    device: Annotated[str | None, typer.Option(help="Without, the GPU where there is one.", show_default=False)] = None,
-    strict_fp32: Annotated[bool, typer.Option("--strict-fp32", help="No TF32, in either and in the floor.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Five repetitions at most.")] = False,
+    device: Annotated[str | None, typer.Option(help="Default: the GPU, if there is one.", show_default=False)] = None,
+    strict_fp32: Annotated[
+        bool, typer.Option("--strict-fp32", help="No TF32, for polyphase, PyTorch and the floor.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="At most five repetitions.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the results here.", show_default=False)] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the results here.", show_default=False)] = None,
     plot_from: Annotated[
         list[Path] | None,
-        typer.Option(help="Measure nothing: draw this CSV into --png, or several.", show_default=False),
+        typer.Option(help="Measure nothing: draw this CSV into --png. May be given again.", show_default=False),
     ] = None,
     host: Annotated[
-        bool, typer.Option("--host", help="Measure the host's time per call, which --csv keeps, and first calls.")
+        bool, typer.Option("--host", help="Measure the host's time per call, which --csv stores, and first calls.")
     ] = False,
     graphs: Annotated[
         bool,
         typer.Option(
             "--graphs",
-            help="GPU time alone, by CUDA graphs: all passes and the training step, against PyTorch's default and "
-            "benchmark mode.",
+            help="Time CUDA graphs, without the host's time: all passes and the training step, against PyTorch's "
+            "default and benchmark mode.",
         ),
     ] = False,
-    random: Annotated[int, typer.Option(min=0, help="So many layers drawn at random, by --graphs.")] = 0,
+    random: Annotated[int, typer.Option(min=0, help="Number of random layers; implies --graphs.")] = 0,
     seed: Seed = 0,
     least: Least = 20.0,
     seconds: Annotated[
-        float | None, typer.Option(help="With --graphs: begin no layer after so many seconds.", show_default=False)
+        float | None, typer.Option(help="With --graphs: start no layer after SECONDS.", show_default=False)
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="With --graphs: keep what --csv has, and measure the other layers.")
+        bool, typer.Option("--resume", help="With --graphs: keep the rows of --csv, and measure the other layers.")
     ] = False,
     summarise: Annotated[
         list[Path] | None,
-        typer.Option(help="Measure nothing: sum up this CSV of --graphs, or several.", show_default=False),
+        typer.Option(help="Measure nothing: summarise this CSV of --graphs. May be given again.", show_default=False),
     ] = None,
 ) -> None:
     """Check and time layers, against their floor and against PyTorch.
@@ -80,7 +82,7 @@ def bench(
 
     console = make_console()
     if png is not None:
-        _require_matplotlib()  # before an hour of measurements
+        _require_matplotlib()  # before measuring for an hour
     if plot_from:
         _draw_again(console, plot_from, png)
         return
@@ -150,7 +152,7 @@ def _not_too_large(layers: list[NamedLayer], place: torch.device, console: Conso
 def _draw_again(console: Console, paths: list[Path], png: Path | None) -> None:
     """Draws records that were measured before."""
     if png is None:
-        raise typer.BadParameter("say with --png where the picture goes", param_hint="--plot-from")
+        raise typer.BadParameter("give the picture's file with --png", param_hint="--plot-from")
     _draw(console, _read(paths, "--plot-from"), png)
 
 

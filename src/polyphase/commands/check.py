@@ -1,4 +1,4 @@
-"""``check``: does a model give the same with polyphase as without, and how much sooner?"""
+"""``check``: does a model give the same results with polyphase as without, and how much faster?"""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ if TYPE_CHECKING:
 def check(
     files: ModelTargets,
     device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1, cpu. Without, the GPU where there is one.", show_default=False)
+        str | None, typer.Option(help="cuda, cuda:1, cpu. Default: the GPU, if there is one.", show_default=False)
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and inputs.")] = Dtype.FLOAT32,
     scale: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Cut the batch and the image sides to 1/SCALE. Without, whole on a GPU, and on a CPU cut to seconds.",
+            help="Cut the batch and the image sides to 1/SCALE. Default: 1 on a GPU; on a CPU the smallest that takes seconds.",
             show_default=False,
         ),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Sets of inputs; two are enough where their size is fixed.")] = 5,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Sets of inputs. Two are used where get_inputs() returns one size.")
+    ] = 5,
     grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Compare and time gradients too.")] = True,
-    time: Annotated[bool, typer.Option("--time/--no-time", help="Time both.")] = True,
+    time: Annotated[bool, typer.Option("--time/--no-time", help="Time polyphase and PyTorch.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of weights, inputs and projections.")] = 42,
     fuse: Annotated[
         bool,
         typer.Option(
-            "--fuse/--no-fuse", help="Compare and time a fused copy too, in evaluation mode and without derivatives."
+            "--fuse/--no-fuse", help="Compare and time a fused copy too, in evaluation mode and without gradients."
         ),
     ] = True,
     emitted: Annotated[
         Path | None,
         typer.Option(
-            help="Check what `emit` made of FILE: by KernelBench's rules, and against float64. Needs a GPU.",
+            help="Check OUT.py, which `emit` wrote for FILE, by KernelBench's rules and against float64. Needs a GPU.",
             metavar="OUT.py",
             show_default=False,
         ),
@@ -81,7 +83,7 @@ def check(
             console.print(f"✗ {failure}", style="bold red", markup=False)
             wrong.append(target)
             continue
-        except (Exception, SystemExit):  # the model's own, as PyTorch runs it: what polyphase does not run is a finding
+        except (Exception, SystemExit):  # raised by the model in PyTorch: where polyphase fails, the result says so
             console.print_exception(max_frames=4)
             wrong.append(target)
             continue
@@ -109,7 +111,7 @@ def _check_emitted(console: Console, emitted: Path, targets: list[str], options:
     model_files([emitted], "--emitted")
     if options.device.type != "cuda":
         raise typer.BadParameter(
-            f"an emitted file runs on a GPU alone, and the device is {options.device}", param_hint="--emitted"
+            f"an emitted file runs on a GPU only, and the device is {options.device}", param_hint="--emitted"
         )
     if options.scale is not None:
         raise typer.BadParameter("an emitted file is checked on whole inputs", param_hint="--scale")

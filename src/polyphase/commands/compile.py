@@ -1,4 +1,4 @@
-"""``compile``: every kernel the planner can choose, compiled without a GPU and held to what a kernel may need."""
+"""``compile``: every kernel that the planner can choose, compiled without a GPU; spills are errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compile_kernels(
     ] = "sm_80,sm_90a,sm_100a,sm_120",
     suite: Annotated[
         str | None,
-        typer.Option(help=f"Suites: {SUITES}. Without, every layer of each.", show_default=False),
+        typer.Option(help=f"Suites: {SUITES}. Default: every layer of each suite.", show_default=False),
     ] = None,
     layer: LayerTexts = None,
     dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,bfloat16,float16,float64",
@@ -28,22 +28,23 @@ def compile_kernels(
     passes: Annotated[str, typer.Option(help="Passes, comma-separated.")] = "forward,input_grad,weight_grad",
     functions: Annotated[
         str,
-        typer.Option(help="What kernels compute beside the layer: none, residual, norm, style, layer_norm, prologue."),
+        typer.Option(help="What is fused into the kernels: none, residual, norm, style, layer_norm, prologue."),
     ] = "none",
     variants: Annotated[
         bool,
         typer.Option(
-            "--variants", help="The planner's choices, and of other kernels one of those that differ in sizes alone."
+            "--variants",
+            help="Compile the planner's choices, and one kernel of each other code variant. Default: every config.",
         ),
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Compilations at a time.")] = os.cpu_count() or 1,
-    every: Annotated[bool, typer.Option("--every", help="Print a line for every kernel.")] = False,
-    csv: Annotated[Path | None, typer.Option(help="Write a line for every kernel here.", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--every", help="Print one line per kernel.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write one line per kernel here.", show_default=False)] = None,
     digests: Annotated[
         Path | None, typer.Option(help="Write digests of machine code here, for `diff`.", show_default=False)
     ] = None,
 ) -> None:
-    """Compile every kernel the planner can choose for the suites, without a GPU, and print what each one needs.
+    """Compile every kernel that the planner can choose for the suites, without a GPU, and print the resources of each.
 
     The exit status is 1 if a kernel spills, has a stack frame, makes the assembler warn, or does not compile.
     """

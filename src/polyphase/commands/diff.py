@@ -1,4 +1,4 @@
-"""``diff``: what two files of digests or of plans differ in."""
+"""``diff``: the differences between two files of digests or of plans."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def diff(
         list[str] | None, typer.Option(help="A column that may differ. May be given again.", show_default=False)
     ] = None,
     names: Annotated[
-        Path | None, typer.Option(help="New names of the second file: lines `old,new`.", show_default=False)
+        Path | None, typer.Option(help="A file of new names in the second file: lines `old,new`.", show_default=False)
     ] = None,
     part: Annotated[
-        bool, typer.Option("--part", help="The second file is about some of the first one's problems only.")
+        bool, typer.Option("--part", help="The second file has only some of the first one's problems.")
     ] = False,
-    show: Annotated[int, typer.Option(min=0, help="Problems to show that differ.")] = 20,
+    show: Annotated[int, typer.Option(min=0, help="How many of the problems that differ to show.")] = 20,
 ) -> None:
-    """Print what two files of machine-code digests, or of plans, differ in. The exit status is 1 if they do.
+    """Print the differences between two files of machine-code digests, or of plans. The exit status is 1 if any.
 
-    Kernels are known by the problem that asks for them, so that they may be renamed; the names of algorithms and of a
-    config's settings in plans count, unless they are ignored or given new names.
+    Kernels are identified by their problem, so they may be renamed. In plans the names of algorithms and of a config's
+    settings are compared, unless they are ignored or given new names.
     """
     from polyphase.bench import gates
     from polyphase.bench.report import make_console

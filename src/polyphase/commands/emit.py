@@ -1,4 +1,4 @@
-"""``emit``: a model with its kernels as one file that needs PyTorch alone."""
+"""``emit``: a model with its kernels as one file that needs only PyTorch."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ def emit(
     arch: Annotated[
         str | None,
         typer.Option(
-            help="Architectures, comma-separated, such as sm_80,sm_90a. Without, this machine's GPU or sm_90a.",
+            help="Architectures, comma-separated, such as sm_80,sm_90a. Default: this machine's GPU, or sm_90a.",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype of weights and inputs. Without, float32 or the layer's.")
+        Dtype | None, typer.Option(help="Dtype of weights and inputs. Default: float32, or the layer's.")
     ] = None,
     strict_fp32: Annotated[
         bool,
-        typer.Option("--strict-fp32", help="No TF32. Without, forward passes round where PyTorch does by default."),
+        typer.Option("--strict-fp32", help="No TF32. Default: forward passes round where PyTorch does by default."),
     ] = False,
     fuse: Annotated[
         bool,
-        typer.Option("--fuse/--no-fuse", help="Without derivatives, layers compute what follows them in their kernel."),
+        typer.Option("--fuse/--no-fuse", help="Fuse what follows each layer into its kernel (used without gradients)."),
     ] = True,
 ) -> None:
-    """Write a model with its kernels as one file: no dependency but PyTorch, which builds it with nvcc when it runs.
+    """Write a model with its kernels as one file. It needs only PyTorch, which builds it with nvcc when it runs.
 
     The file holds the CUDA source of the kernels that the planner chooses for each transposed convolution of the model
     (forward, and both gradients), the host code that launches them for inputs of any size, and a class ModelNew with
@@ -95,7 +95,7 @@ def emit(
     for remark in emitted.remarks:
         console.print(remark, markup=False)
     for rule in broken(emitted.text):
-        console.print(f"KernelBench's static check will refuse the file, which {rule}: see the model's source")
+        console.print(f"KernelBench's static check will refuse the file, because it {rule}: see the model's source")
     console.print(f"written to {output}: {len(emitted.text.splitlines())} lines", markup=False)
 
 

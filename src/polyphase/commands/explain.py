@@ -1,4 +1,4 @@
-"""``explain``: which kernel computes a layer, which ones lost, and why."""
+"""``explain``: which kernel computes a layer, which ones lose, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from polyphase.bench.layers import NamedLayer
     from polyphase.problem.device import Card
 
-_OVER = 3.0  # times the floor: what of layers drawn at random is shown
+_OVER = 3.0  # times the floor, above which passes of random layers are shown
 
 
 def explain(
@@ -25,32 +25,32 @@ def explain(
     device: Annotated[
         str | None,
         typer.Option(
-            help="A card such as h100, an architecture or a device. Without, this machine's GPU, or sm_90a.",
+            help="A card such as h100, an architecture or a device. Default: this machine's GPU, or sm_90a.",
             show_default=False,
         ),
     ] = None,
     strict_fp32: Annotated[
         bool, typer.Option("--strict-fp32", help="No TF32: plans as with PyTorch's switch off.")
     ] = False,
-    random: Annotated[int, typer.Option(min=0, help="So many layers drawn at random.")] = 0,
+    random: Annotated[int, typer.Option(min=0, help="Number of random layers.")] = 0,
     seed: Seed = 0,
     least: Least = 20.0,
     over: Annotated[
         float | None,
         typer.Option(
-            help="Only passes that are predicted to take more than so many times their floor, and their kinds; "
-            "3 for layers drawn at random.",
+            help="Show only passes that are predicted to take more than OVER times their floor, and kinds of layers. "
+            "Default with --random: 3.",
             show_default=False,
         ),
     ] = None,
     dtypes: Annotated[str, typer.Option(help="With --over: float32, bfloat16, float16, float64.")] = "float32,bfloat16",
     layouts: Annotated[str, typer.Option(help="With --over: nchw, channels_last, or both.")] = "nchw",
-    show: Annotated[int, typer.Option(min=0, help="With --over: passes to show.")] = 100,
+    show: Annotated[int, typer.Option(min=0, help="With --over: how many passes to show.")] = 100,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that plan.")] = os.cpu_count() or 1,
 ) -> None:
     """Print the plan of a layer for all three passes: winner, losers, reasons. Needs no GPU.
 
-    With --random or --over, what is predicted for many layers beside their floors.
+    With --random or --over, compare the predictions for many layers with their floors.
     """
     from dataclasses import replace
 
@@ -70,17 +70,28 @@ def explain(
     console = make_console()
     if drawn or over is not None:
         if not card.device.is_cuda:
-            raise typer.BadParameter("forecasts are of NVIDIA GPUs, such as sm_90a", param_hint="--device")
+            raise typer.BadParameter("forecasts are for NVIDIA GPUs, such as sm_90a", param_hint="--device")
         _tell_forecasts(console, _in_forms(layers, dtypes, layouts, strict_fp32), card, over, show, jobs)
         return
     tf32 = tf32_allowed() and not strict_fp32
     for index, named in enumerate(layers):
         if index:
             console.rule()
-        console.print(named.name, style="bold", markup=False)
+        if not _is_notation(named):
+            console.print(named.name, style="bold", markup=False)
         console.print(explain_text(replace(named.problem, tf32=tf32), card), markup=False, soft_wrap=True)
     if explanation.is_for_elsewhere(device):
         console.print(f"\n{explanation.NO_GPU}", markup=False)
+
+
+def _is_notation(named: NamedLayer) -> bool:
+    """Whether the layer's name is its notation, which the explanation begins with."""
+    from polyphase.bench.layers import LayerSyntaxError, parse_layer
+
+    try:
+        return parse_layer(named.name) == named.problem
+    except LayerSyntaxError:
+        return False
 
 
 def _in_forms(layers: list[NamedLayer], dtypes: str, layouts: str, strict_fp32: bool) -> list[NamedLayer]:
@@ -113,6 +124,6 @@ def _tell_forecasts(
         console.print()
         console.print(table(found, over))
     lacking = [each for each in found if each.lacks_tensor_cores]
-    console.print(f"\n{len(lacking)} passes have no schedule on tensor cores, of 8 channels a side and a GFLOP or more")
+    console.print(f"\n{len(lacking)} passes with at least 8 channels and 1 GFLOP have no schedule on tensor cores")
     for each in lacking:
         console.print(f"  {each.pass_.value}, {each.problem}", markup=False)

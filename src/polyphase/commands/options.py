@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 Choice = TypeVar("Choice", bound=Enum)
 
 NOTATION = (
-    "A layer: the input's shape N x C_in x image, an arrow, output channels, then k (kernel) and what differs from "
-    "PyTorch's defaults: s (stride), p (padding), op (output padding), d (dilation), each one number or one per "
-    'dimension, g (groups), bias. Such as "16x32x128x256 -> 64, k=(3, 5), s=(2, 3), p=1, g=4, bias".'
+    "A layer: the input's shape N x C_in x image, an arrow, output channels, then k (kernel) and the arguments that "
+    "differ from PyTorch's defaults: s (stride), p (padding), op (output padding), d (dilation), each one number or "
+    'one per dimension, g (groups), bias. Example: "16x32x128x256 -> 64, k=(3, 5), s=(2, 3), p=1, g=4, bias".'
 )
-"""What an option ``--layer`` takes."""
+"""The notation of the option ``--layer``."""
 
 LayerTexts = Annotated[
     list[str] | None,
@@ -31,7 +31,7 @@ LayerTexts = Annotated[
 
 SUITES = (
     "reference (five models), kernelbench, all (the 22 layers of the record), models (64 layers of further ones), "
-    "volumes (3-D), batch1 (20 layers of one image or second), holes (21 layers that were far from their floor)"
+    "volumes (3-D), batch1 (20 layers at batch size 1), holes (21 layers that were far from their floor)"
 )
 """The values of ``--suite``, several of which may be given, separated by commas."""
 
@@ -47,10 +47,8 @@ ModelTargets = Annotated[
 ]
 """Models on the command line."""
 
-Seed = Annotated[int, typer.Option(help="What layers are drawn at random from.")]
-Least = Annotated[
-    float, typer.Option(help="The least work of layers drawn at random: µs of an H200's floor in float32.")
-]
+Seed = Annotated[int, typer.Option(help="Seed of the random layers.")]
+Least = Annotated[float, typer.Option(help="Skip random layers whose H200 float32 floor is below this many µs.")]
 """Options that go with ``--random``."""
 
 
@@ -80,7 +78,7 @@ def choices(text: str, kind: type[Choice], option: str) -> list[Choice]:
             known = ", ".join(str(member.value) for member in kind)
             raise typer.BadParameter(f"{word!r} is not one of {known}", param_hint=option) from None
     if not found:
-        raise typer.BadParameter("nothing is named", param_hint=option)
+        raise typer.BadParameter("no value is given", param_hint=option)
     return list(dict.fromkeys(found))
 
 
@@ -102,7 +100,7 @@ def device_of(text: str | None) -> torch.device:
     except Exception:  # a page of the dispatcher's, or what a backend says
         raise typer.BadParameter(f"PyTorch has no device {text} here", param_hint="--device") from None
     if has_no_numbers:
-        raise typer.BadParameter("tensors on meta have no numbers", param_hint="--device")
+        raise typer.BadParameter("tensors on the meta device have no values", param_hint="--device")
     return device
 
 
@@ -198,7 +196,7 @@ def _layers_of_model(target: str) -> list[NamedLayer]:
         shown, module = f"{target}: {name or 'the model itself'}", modules[name]
         if problem is None:
             raise typer.BadParameter(
-                f"the input of {shown} is of a dtype without kernels: not real, or not floating-point",
+                f"the input of {shown} has a dtype without kernels: not real, or not floating-point",
                 param_hint="FILE",
             )
         if problem.in_channels != module.in_channels:
@@ -209,8 +207,8 @@ def _layers_of_model(target: str) -> list[NamedLayer]:
         found.append(NamedLayer(shown, problem))
     if not found:
         message = (
-            f"{target} calls no module ConvTranspose1d, 2d or 3d. Where it calls torch.nn.functional's functions, give "
-            "their sizes by --layer"
+            f"{target} calls no ConvTranspose1d/2d/3d module. For calls of torch.nn.functional's functions, give the "
+            "sizes with --layer"
         )
         raise typer.BadParameter(message, param_hint="FILE")
     return found

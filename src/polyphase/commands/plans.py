@@ -1,4 +1,4 @@
-"""``plans``: every choice of the planner, one line each, in a file that another can be compared with."""
+"""``plans``: every choice of the planner, one line each, in a file that `diff` compares with another."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from polyphase.commands.options import SUITES, LayerTexts
 
 
 def plans(
-    csv: Annotated[Path, typer.Option(help="Write a line for every plan here.", show_default=False)],
+    csv: Annotated[Path, typer.Option(help="Write one line per plan here.", show_default=False)],
     arch: Annotated[
         str, typer.Option(help="Architectures, comma-separated, as the compiler calls them.")
     ] = "sm_80,sm_90a",
     suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
     layer: LayerTexts = None,
     random: Annotated[
-        int, typer.Option(min=0, help="Layers drawn at random, each in one of the dtypes and formats.")
+        int, typer.Option(min=0, help="Number of random layers, each in one of the dtypes and formats.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="What they are drawn from.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random layers.")] = 0,
     dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,bfloat16,float16,float64",
     layouts: Annotated[str, typer.Option(help="nchw, channels_last, or both.")] = "nchw,channels_last",
     passes: Annotated[str, typer.Option(help="Passes, comma-separated.")] = "forward,input_grad,weight_grad",
     cold: Annotated[
         bool,
-        typer.Option("--cold", help="Plan each as in a new process, and write the seconds of a core."),
+        typer.Option("--cold", help="Plan each as in a new process, and write the CPU seconds that it takes."),
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that plan.")] = os.cpu_count() or 1,
 ) -> None:
     """Write what the planner chooses for layers, without a GPU: algorithm, config, prediction, launch.
 
-    Without suites, layers and random ones: every layer of each suite. Float32 is planned with TF32 forbidden and
-    allowed. What was measured, and what lies on disk, counts for nothing. Two such files are compared by `diff`.
+    Default: every layer of each suite. Float32 is planned with TF32 forbidden and allowed. Ignores tuning results and
+    caches on disk. `diff` compares two such files.
     """
     from rich.progress import Progress
 

@@ -25,29 +25,35 @@ def report(
     input: Annotated[
         list[str] | None,
         typer.Option(
-            help="A class's: the shape of an input, such as 1x3x64x64. May be given again.", show_default=False
+            help="With MODULE:CLASS: the shape of an input, such as 1x3x64x64. May be given again.", show_default=False
         ),
     ] = None,
     config: Annotated[
         str,
-        typer.Option(help="A class's: what its constructor takes, as JSON or a file NAME.json.", show_default=False),
+        typer.Option(
+            help="With MODULE:CLASS: the constructor's arguments, as JSON or a file NAME.json.", show_default=False
+        ),
     ] = "",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The page. Without, NAME-report.html here.", show_default=False),
+        typer.Option(
+            "--output", "-o", help="The page to write. Default: NAME-report.html in this folder.", show_default=False
+        ),
     ] = None,
     card: Annotated[
         str,
-        typer.Option(help="Without a GPU: whose times are predicted. A card such as h100 or a100, or an architecture."),
+        typer.Option(
+            help="Without a GPU: the card that times are predicted for, such as h100 or a100, or an architecture."
+        ),
     ] = "h200",
     device: Annotated[
-        str | None, typer.Option(help="cuda, cuda:1, cpu. Without, the GPU where there is one.", show_default=False)
+        str | None, typer.Option(help="cuda, cuda:1, cpu. Default: the GPU, if there is one.", show_default=False)
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and inputs.")] = Dtype.FLOAT32,
-    grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Gradients too.")] = True,
+    grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Include gradients.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of weights, inputs and projections.")] = 42,
 ) -> None:
-    """Tell what polyphase does for a model, here and as an HTML page: layers, times, memory, accuracy, how to apply it.
+    """Report what polyphase does for a model, here and as an HTML page: times, memory, accuracy, the code to add.
 
     On a GPU everything is measured, against PyTorch. Elsewhere times are the planner's forecasts. The exit status is 1
     if a result is wrong, or if there is nothing to accelerate.
@@ -82,7 +88,9 @@ def report(
     console = make_console()
     for line in summary(found):
         console.print(line, markup=False, soft_wrap=True)
-    console.print(f"\n{found.recipe}\n" if found.recipe else "nothing to apply", markup=False)
+    console.print(
+        f"\nadd to the program:\n{found.recipe}\n" if found.recipe else "nothing to add to the program", markup=False
+    )
     console.print(f"written to {path}", markup=False)
     if not found.ok:
         raise typer.Exit(1)
@@ -106,5 +114,5 @@ def _planned_for(card: str) -> Card:
     except UnsupportedError as failure:
         raise typer.BadParameter(str(failure), param_hint="--card") from None
     if not found.device.is_cuda:
-        raise typer.BadParameter("forecasts are of NVIDIA GPUs", param_hint="--card")
+        raise typer.BadParameter("forecasts are for NVIDIA GPUs", param_hint="--card")
     return found

@@ -1,4 +1,4 @@
-"""``tune``: measure every kernel that may be a layer's fastest, and take the fastest from then on."""
+"""``tune``: measure every kernel that may be a layer's fastest, and use the fastest from then on."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ def tune(
     dtypes: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
     layouts: Annotated[str, typer.Option(help="nchw, channels_last.")] = "nchw",
     strict_fp32: Annotated[bool, typer.Option("--strict-fp32", help="No TF32.")] = False,
-    device: Annotated[str | None, typer.Option(help="Without, the GPU.", show_default=False)] = None,
+    device: Annotated[str | None, typer.Option(help="Default: the GPU.", show_default=False)] = None,
     csv: Annotated[Path | None, typer.Option(help="Write every candidate's time here.", show_default=False)] = None,
     kernels: Annotated[
         str | None,
-        typer.Option(help="Measure all candidates of these, and the planner's choice.", show_default=False),
+        typer.Option(
+            help="Kernels, comma-separated: measure all candidates of these, and the planner's choice.",
+            show_default=False,
+        ),
     ] = None,
-    forget: Annotated[bool, typer.Option("--forget", help="Measure nothing: remove what was measured before.")] = False,
+    forget: Annotated[bool, typer.Option("--forget", help="Measure nothing: remove all stored choices.")] = False,
 ) -> None:
-    """Measure every kernel that may be a layer's fastest, and leave the fastest on disk for the planner to take.
+    """Measure every kernel that may be a layer's fastest, and store the fastest on disk, where the planner finds it.
 
     Kernels that are predicted to take four times as long as the best are left out.
 
-    The kernels are compiled first, on all processors. Below the table stands how far the planner's own choices are off.
-    The choice holds for the layer at any batch and image size (the last one measured), with these kernels, on GPUs of
-    this kind, from the next process on. Emitted files are not affected. The exit status is 1 if a candidate is wrong or
-    fails.
+    The kernels are compiled first, on all processors. The lines below the table say how much slower the planner's own
+    choices are. A choice is used from the next process on, for the layer at any batch and image size (the size measured
+    last decides), with this version's kernels, on GPUs of this kind. Emitted files are not affected. The exit status is
+    1 if a candidate is wrong or fails.
     """
     from rich.progress import Progress
 
@@ -61,9 +64,7 @@ def tune(
     layers = some_layers(layer, suite, files)
     place = device_of(device)
     if place.type != "cuda":
-        raise typer.BadParameter(
-            "tuning needs an NVIDIA GPU: elsewhere there is nothing to choose", param_hint="--device"
-        )
+        raise typer.BadParameter("polyphase's kernels run on NVIDIA GPUs only", param_hint="--device")
     names = [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")]
     last = [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")]
     cases = [
@@ -75,7 +76,7 @@ def tune(
         raise typer.BadParameter("PyTorch has no channels_last for one spatial dimension", param_hint="--layouts")
     info, only = DeviceInfo.of(place), frozenset(kernels.split(",") if kernels else ())
     if unknown := only - {schedule.name for schedule in SCHEDULES}:
-        raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}", param_hint="--kernels")
+        raise typer.BadParameter(f"there is no kernel {', '.join(sorted(unknown))}", param_hint="--kernels")
     results: list[Tuned] = []
     with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task("kernels", total=None)
@@ -106,7 +107,7 @@ def _forget(console: Console) -> None:
     try:
         console.print(f"{tuning.forget()} choices removed from {tuning.directory()}", markup=False)
     except OSError as failure:
-        console.print(f"they cannot be removed: {failure}", style="bold red", markup=False)
+        console.print(f"the choices cannot be removed: {failure}", style="bold red", markup=False)
         raise typer.Exit(1) from None
 
 

@@ -16,6 +16,7 @@ from polyphase.bench.model_file import ON_SHAPES, ModelFile, ModelFileError, nam
 from polyphase.emit.fusion import Fusion, fusion_of
 from polyphase.emit.rewrite import rewrite
 from polyphase.emit.support import constants
+from polyphase.functional_calls import NO_MODULES
 from polyphase.problem import ConvTransposeProblem
 
 _CLASSES = {getattr(torch.nn, f"ConvTranspose{dims}d") for dims in (1, 2, 3)}
@@ -122,10 +123,7 @@ def _model(
 ) -> Model:
     modules = {name: module for name, module in model.named_modules() if isinstance(module, _ConvTransposeNd)}
     if not modules:
-        raise EmitError(
-            f"{name} has no module ConvTranspose1d, 2d or 3d: kernels are emitted for modules, not for calls of "
-            "torch.nn.functional"
-        )
+        raise EmitError(f"{name}: {NO_MODULES}. Kernels are emitted for modules, not for calls of torch.nn.functional")
     traced = dict(problems)
     layers: dict[str, ConvTransposeProblem] = {}
     for path, module in modules.items():
@@ -133,7 +131,7 @@ def _model(
         if not any(type(module) is cls for cls in _CLASSES):  # polyphase's own are equal to them
             raise EmitError(f"{name}: {shown} is a {_class_and_remedy(module)}")
         if module.padding_mode != "zeros":
-            raise EmitError(f"{name}: {shown} has padding_mode={module.padding_mode!r}; 'zeros' alone is supported")
+            raise EmitError(f"{name}: {shown} has padding_mode={module.padding_mode!r}; only 'zeros' is supported")
         if path not in traced:
             raise EmitError(
                 f"{name}: {shown} is not called with the inputs of get_inputs(), so its sizes are not known"

@@ -1,4 +1,4 @@
-"""A plan as text: the winner, the best loser of every schedule, and why the others cannot compute the pass."""
+"""A plan as text: the winner, the best config of every other schedule, and why the rest cannot compute the pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polyphase.plan.planner import (
     LAUNCH,
     Plan,
     as_computed,
-    at_rates_of,
+    as_shown,
     epilogue_refusal,
     may_adapt,
     plan,
@@ -21,12 +21,13 @@ from polyphase.problem.ceilings import about_rates, floor_ms
 from polyphase.problem.device import Card, DeviceInfo
 from polyphase.problem.sizes import compared
 from polyphase.schedules import SCHEDULES
+from polyphase.schedules.schedule import Candidate
 
 
 def explain(problem: ConvTransposeProblem, device: DeviceInfo | Card) -> str:
     """Winner, the best loser of each schedule, and reasons, for each pass, as text."""
     card = Card.of(device)
-    lines = [f"{problem}", f"on {card}, {problem.flops / 1e9:.1f} GFLOP, {problem.bytes / 1e6:.1f} MB"]
+    lines = [f"{problem}", f"on {card}: {_scaled(problem.flops, 'FLOP')}, {_scaled(problem.bytes, 'B')}"]
     if card.device.is_cuda:
         lines.append(about_rates(card))
     for pass_ in Pass:
@@ -36,20 +37,34 @@ def explain(problem: ConvTransposeProblem, device: DeviceInfo | Card) -> str:
     return "\n".join(lines)
 
 
+def _scaled(value: float, unit: str) -> str:
+    """A count of flops or bytes."""
+    size, prefix = next((each for each in ((1e9, "G"), (1e6, "M")) if value >= each[0]), (1e3, "k"))
+    return f"{value / size:.1f} {prefix}{unit}"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 1e-4:
+        return f"{seconds * 1e3:.3f} ms"
+    microseconds = seconds * 1e6
+    return f"{microseconds:.1f} µs" if microseconds >= 1 else f"{microseconds:.2g} µs"
+
+
 def _about(chosen: Plan, card: Card) -> list[str]:
-    """What is to be said of one pass."""
+    """The lines about one pass."""
     problem, pass_, device = chosen.problem, chosen.pass_, card.device
     if chosen.candidate is None or chosen.program is None:
-        return ["tensor operations of PyTorch; own kernels need an NVIDIA GPU"]
+        return ["PyTorch's tensor operations; polyphase's kernels need an NVIDIA GPU"]
     lines = ["measured to be the fastest (`python -m polyphase tune`)"] if chosen.measured else []
     lines.append(_winner(chosen, card))
     for other in chosen.selected[1:]:
-        lines.append(f"for other sizes a thread compiles, in the background, {other.candidate.describe()}")
+        lines.append(f"compiled in the background, for other sizes: {other.candidate.describe()}")
     computed, layouts = as_computed(problem, pass_, None)
     if computed != problem.of_pass(pass_):
         lines.append(f"computed as {computed}")
     faster = False
     refused: dict[str, list[str]] = {}
+    losing: list[str] = []
     for schedule in SCHEDULES:
         reason = epilogue_refusal(schedule, problem, pass_) or schedule.supports(computed, pass_, device)
         offered = [] if reason else list(candidates(schedule, computed, pass_, device, layouts))
@@ -59,45 +74,51 @@ def _about(chosen: Plan, card: Card) -> list[str]:
         losers = [candidate for candidate in offered if candidate != chosen.candidate]
         if losers:
             best = min(losers, key=lambda candidate: candidate.seconds)
-            others = f" and {len(losers) - 1} more" if len(losers) > 1 else ""
-            told = at_rates_of(card, best, problem, pass_).seconds
-            lines.append(f"loses: {told * 1e3:9.3f} ms  {best.describe()}{others}")
+            line = _loser(chosen, as_shown(card, best, problem, pass_), len(losers) - 1)
+            losing.insert(0 if schedule.name == chosen.schedule else len(losing), line)
             faster |= best.seconds < chosen.candidate.seconds
-    lines += [f"not {', '.join(names)}: {reason}" for reason, names in refused.items()]
+    lines += [*losing, *(f"not {', '.join(names)}: {reason}" for reason, names in refused.items())]
     if not chosen.measured:
-        lines.append(f"{'some that lose are predicted to be faster: ' if faster else ''}{_rule(chosen, computed)}")
+        lines += [*(["a faster prediction above does not win, because:"] if faster else []), *_rules(chosen, computed)]
     return lines
+
+
+def _loser(chosen: Plan, best: Candidate, more: int) -> str:
+    """The best config of a schedule among those that are not chosen."""
+    others = f" ({more} more)" if more else ""
+    if best.schedule == chosen.schedule:
+        settings = best.describe().removeprefix(best.schedule)
+        return f"other config of {best.schedule}: {_time(best.seconds)} {settings}{others}"
+    return f"loses: {_time(best.seconds):>8}  {best.describe()}{others}"
 
 
 def _winner(chosen: Plan, card: Card) -> str:
     assert chosen.candidate is not None
     assert chosen.program is not None
     main, workspace = chosen.program.main, chosen.program.workspace_bytes
-    told = at_rates_of(card, chosen.candidate, chosen.problem, chosen.pass_)
+    shown = as_shown(card, chosen.candidate, chosen.problem, chosen.pass_)
+    count = math.prod(main.grid)
     return (
-        f"predicted {told.seconds * 1e3:.3f} ms, bound by {told.bound}; floor "
-        f"{floor_ms(chosen.problem, card.rates):.3f} ms; "
-        f"{math.prod(main.grid)} blocks of {main.block} threads, {main.shared_bytes} bytes of shared memory"
-        + (f", {workspace / 1e6:.2f} MB of workspace" if workspace else "")
+        f"predicted {_time(shown.seconds)}, bound by {shown.bound}; floor "
+        f"{_time(1e-3 * floor_ms(chosen.problem, card.rates))}; "
+        f"{count} block{'' if count == 1 else 's'} of {main.block} threads, {main.shared_bytes} bytes of shared memory"
+        + (f", {_scaled(workspace, 'B')} of workspace" if workspace else "")
     )
 
 
-def _rule(chosen: Plan, computed: ConvTransposeProblem) -> str:
-    """Why a faster one may lose: at what size the order was made, and how much faster it must be at this size.
-
-    Of a schedule that does not adapt the first config is taken at every size.
-    """
+def _rules(chosen: Plan, computed: ConvTransposeProblem) -> list[str]:
+    """Why a faster one may lose: at what size the order was made, and how much faster it must be at this size."""
     sized, schedule = compared(computed, chosen.pass_), chosen.selected[0].schedule
+    forward = chosen.pass_ is Pass.FORWARD
     size = "×".join(map(str, (sized.batch, sized.in_channels, *sized.input_size)))
-    config = f"; another config of {schedule.name} is taken below {CLEARLY:.0%}"
+    which = "best-ranked" if forward else "fastest"
+    both = f" (after adding {LAUNCH * 1e6:.0f} µs for the launch to both)" if forward else ""
+    own = f"another config of {schedule.name} wins only if it is predicted below {CLEARLY:.0%} of the first one's time"
     if not may_adapt(schedule, chosen.pass_):
-        config = (
-            f"; configs of {schedule.name} are not chosen again by size: its first is kept, even if another is faster"
-        )
-    which = "best-ranked" if chosen.pass_ is Pass.FORWARD else "fastest"
-    both = f" ({LAUNCH * 1e6:.0f} µs for the launch added to both)" if chosen.pass_ is Pass.FORWARD else ""
-    return (
-        f"kernels are ranked at a typical size ({size}), so that a layer has few, whatever the size of its images; at "
-        f"this size another schedule is taken if its {which} config is predicted to take less than "
-        f"{CLEARLY_BY_OTHERS[chosen.pass_]:.0%} of the first one's time{both}{config}"
-    )
+        own = f"of {schedule.name} the config that is ranked first is used at every size, even if another is faster"
+    return [
+        f"kernels are ranked at a typical size ({size}), so that a layer needs few kernels",
+        f"at this size another schedule wins only if its {which} config is predicted below "
+        f"{CLEARLY_BY_OTHERS[chosen.pass_]:.0%} of the first-ranked one's time{both}",
+        own,
+    ]

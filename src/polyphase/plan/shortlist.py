@@ -60,7 +60,7 @@ def why_none(
 ) -> str:
     """Why a schedule offers nothing for a layer that it supports."""
     if schedule.ranked_at(problem, pass_, layouts) is None:
-        return "does not read or write tensors that lie as these do"
+        return "does not support the memory layout or the size of these tensors"
     return schedule.nothing_fits(problem, device)
 
 

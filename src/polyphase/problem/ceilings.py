@@ -9,6 +9,9 @@ from polyphase.problem.problem import ConvTransposeProblem
 
 TF32 = "tf32"
 
+#: The GPUs whose rates `DeviceInfo.for_arch` has, where those were measured.
+_TYPICAL = {"sm_90a": "an H200-class GPU"}
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -51,14 +54,16 @@ def floor_ms(problem: ConvTransposeProblem, rates: DeviceInfo) -> float:
 
 
 def about_rates(card: Card) -> str:
-    """Which rates plans, predicted times and floors are of, in a sentence."""
+    """The GPU that plans, predicted times and floors assume, in a sentence."""
     own, planned = (each.copy_bytes_per_second / 1e12 for each in (card.rates, card.device))
-    arch, bytes_alone = card.device.arch, "" if _knows_products(card.device) else "; floors count bytes alone"
+    arch = card.device.arch
+    floors = "" if _knows_products(card.device) else "; floors count bytes only, no flops"
+    typical = f"for {_TYPICAL[arch]}" if arch in _TYPICAL else f"at the rates of {arch}"
     if own == planned:
-        return f"rates are those of {arch}, with a copy bandwidth of {planned:.3g} TB/s{bytes_alone}"
+        return f"predicted {typical} ({own:.3g} TB/s copy bandwidth){floors}"
     return (
-        f"predicted times and floors are at {card.name}'s copy bandwidth of {own:.3g} TB/s; all other rates are those "
-        f"of {arch}, and so is the bandwidth of {planned:.3g} TB/s with which kernels are chosen{bytes_alone}"
+        f"predicted times and floors assume {card.name}'s copy bandwidth, {own:.3g} TB/s; kernels are chosen {typical} "
+        f"({planned:.3g} TB/s), as for every {arch} GPU{floors}"
     )
 
 

@@ -15,9 +15,9 @@ OPERATION_BYTES = 32
 def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
     """Why the tensor cores cannot compute a layer on a device, or None where they can."""
     if problem.dtype not in ("float32", "float16", "bfloat16"):
-        return f"tensor cores here do not take {problem.dtype}"
+        return f"does not use tensor cores for {problem.dtype}"
     if device.capability < 80:
-        return f"{device.arch} lacks the tensor cores' instructions"
+        return f"{device.arch} lacks the tensor-core instructions that it uses"
     return None
 
 

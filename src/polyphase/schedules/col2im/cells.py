@@ -36,11 +36,11 @@ class Col2imCells(Col2im):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if (elements := math.prod(problem.stride)) < _LEAST_ELEMENTS:
-            return f"its cells have too few elements: {elements} (at least {_LEAST_ELEMENTS})"
+            return f"a stride volume of {elements} is too small (at least {_LEAST_ELEMENTS})"
         if any(axis.kernel % axis.stride or axis.dilation > 1 for axis in problem.axes):
-            return "a kernel of no whole strides, or dilated"
+            return "needs a kernel size that is a multiple of the stride, and no dilation"
         if problem.dims > 2:
-            return "transposes weights of one or two dimensions"
+            return "only for 1-D and 2-D"
         return self._gemm.supports(self._of_one_tap(problem), pass_, device)
 
     def own(self, at: Layer) -> list[Layer]:

@@ -31,9 +31,9 @@ class Col2imDirect(Schedule):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.taps == 1:
-            return "one tap leaves nothing to add up"
+            return "needs several taps"
         if problem.groups > 1:
-            return f"{problem.groups} groups (here one)"
+            return f"needs one group, not {problem.groups}"
         if problem.tf32_as_pytorch:
             return "does not round to TF32"
         return None

@@ -52,7 +52,7 @@ class _Col2im(Schedule):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.taps == 1:
-            return "one tap leaves nothing to add up"
+            return "needs several taps"
         most = _MOST_CHANNELS if problem.taps >= _FEW_TAPS else _MOST_CHANNELS // 2
         channels, inputs = problem.out_channels_per_group, problem.in_channels_per_group
         if channels > most and inputs * _positions_beside(problem) < _SAVED_INPUTS:

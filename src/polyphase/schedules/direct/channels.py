@@ -49,7 +49,7 @@ class DirectChannels(Schedule):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if not problem.channels_last:
-            return "its lanes run along channels, which do not lie side by side"
+            return "needs channels_last"
         gather = Gather.of(problem, pass_, Layouts.dense(problem))
         if gather.dtype == "float32" and (terms := _terms(gather)) > _MAX_TERMS:
             return f"{terms} products are too many to be added up one after the other (at most {_MAX_TERMS})"

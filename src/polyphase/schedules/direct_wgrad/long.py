@@ -72,9 +72,9 @@ class DirectWgradLong(Schedule):
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         width = problem.axes3[2]
         if width.dilation > 1 and width.kernel > 1:
-            return "taps along the width lie apart"
+            return "needs taps without dilation along the width"
         if _residues(problem) < _LEAST_RESIDUES:
-            return f"has few taps along the width within a stride: {_residues(problem)} (at least {_LEAST_RESIDUES})"
+            return f"needs kernel and stride of at least {_LEAST_RESIDUES} along the width, not {_residues(problem)}"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:

@@ -138,7 +138,7 @@ class DirectWgradWindows(Schedule):
         if (columns := problem.out_channels_per_group * problem.taps) > _MOST_COLUMNS:
             return f"{columns} pairs of an output channel and a tap are too many (at most {_MOST_COLUMNS})"
         if _Layer.of(problem, Layouts.dense(problem)) is None:
-            return "taps along the width do not lie side by side"
+            return "in channels_last needs one group, and no dilation along the width"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:

@@ -50,9 +50,9 @@ class DotDgrad(Schedule):
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         read = rows_as_one_channel(problem, Layouts.dense(problem))
         if read is None:
-            return "output channels and taps along the width do not lie side by side"
+            return "in channels_last needs one group, and no dilation along the width"
         if read[0].taps < _LEAST_TAPS:
-            return f"has fewer taps than a warp has lanes: {read[0].taps}"
+            return f"has fewer taps than a warp has lanes: {read[0].taps} (at least {_LEAST_TAPS})"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:

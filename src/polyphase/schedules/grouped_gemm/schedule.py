@@ -70,7 +70,7 @@ class GroupedGemm(Schedule):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.channels_last:
-            return "writes rows of pixels, and here channels come last"
+            return "needs NCHW"
         if (channels := problem.in_channels_per_group) > _MAX_IN_CHANNELS:
             return f"{channels} input channels in a group are many (here at most {_MAX_IN_CHANNELS})"
         if (channels := problem.out_channels_per_group) not in FEW_CHANNELS:

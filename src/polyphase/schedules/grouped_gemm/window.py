@@ -182,14 +182,14 @@ class GroupedGemmWindow(Schedule):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.groups == 1 and problem.dims < 3:
-            return "one group, and no volume: other schedules fill their tiles with its channels"
+            return "only for grouped layers and 3-D"
         for channels in (problem.in_channels_per_group, problem.out_channels_per_group):
             if channels not in _CHANNELS:
                 many = "few" if channels < _CHANNELS.start else "many"
                 allowed = f"{_CHANNELS.start} to {_CHANNELS.stop - 1}"
                 return f"{channels} channels in a group are {many} (here {allowed})"
         if parts_of(problem) > 1:
-            return "float32 is not split in parts here: direct_tiled is as fast"
+            return "exact float32 is left to direct_tiled, which is as fast"
         terms = max(problem.in_channels_per_group, problem.out_channels_per_group) * problem.taps
         if terms > _MAX_TERMS:
             return f"sums of {terms} products are too long (at most {_MAX_TERMS})"

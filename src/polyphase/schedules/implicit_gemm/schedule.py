@@ -96,7 +96,7 @@ class ImplicitGemm(Schedule):
         if not problem.epilogue.normalizes:
             return None
         if problem.groups > 1:
-            return "a block has the channels of one group, and those of a pixel are of several"
+            return "a norm over channels needs one group"
         if problem.out_channels > MOST_CHANNELS:
             return f"a block does not have all {problem.out_channels} channels of a pixel (at most {MOST_CHANNELS})"
         return None

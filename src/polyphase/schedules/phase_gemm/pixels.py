@@ -64,17 +64,17 @@ class PhaseGemmPixels(Schedule):
         if not device.has_wgmma:
             return f"{device.arch} has no wgmma"
         if parts_of(problem) > 1:
-            return "float32 is not split in two here"
+            return "exact float32 is left to other schedules"
         if any((a.kernel, a.padding, a.dilation) != (a.stride, 0, 1) for a in problem.axes):
-            return "the kernel is not the stride, without padding and dilation"
+            return "needs a kernel size equal to the stride, and no padding or dilation"
         if any(problem.output_padding):
-            return "output padding has elements without a tap"
+            return "needs no output padding"
         if problem.stride[-1] % 2:
-            return f"a stride of {problem.stride[-1]} along the width is odd"
+            return f"needs an even stride along the width, not {problem.stride[-1]}"
         if not any(_registers(problem, columns, apart=True) <= _REGISTERS for columns in _columns(problem)):
             return f"{problem.in_channels_per_group} input channels do not fit registers"
         if problem.channels_last:
-            return "tensors are channels last"
+            return "needs NCHW"
         return None
 
     def ranked_at(

@@ -180,7 +180,7 @@ class TapGemm(_TapGemm):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if device.has_wgmma and step_of(problem, pass_, Layouts.dense(problem)) <= MOST_STEP:
-            return "tap_gemm_tma computes it by TMA and wgmma"
+            return "superseded here by tap_gemm_tma (TMA and wgmma)"
         return super().limits(problem, pass_, device)
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:

@@ -76,7 +76,7 @@ class TapGemmTma(Schedule):
             return f"{device.arch} has no wgmma"
         layouts = Layouts.dense(problem)
         if (step := _too_far(problem, pass_, layouts)) > 0:
-            return f"TMA brings every {MOST_STEP}-th element at most, not every {step}-th"
+            return f"an element stride of {step} is too large for TMA (at most {MOST_STEP})"
         return common_limits(problem)
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:

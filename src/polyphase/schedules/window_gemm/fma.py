@@ -92,7 +92,7 @@ class WindowDgradFma(Schedule):
             fewer = min(problem.in_channels_per_group, problem.out_channels_per_group)
             terms = problem.out_channels_per_group * problem.taps
             if fewer > _FEW or terms > _MANY_TERMS:
-                return f"{fewer} channels in a group and sums of {terms} terms are enough for tensor cores"
+                return f"left to tensor cores: {fewer} channels in a group, and sums of {terms} terms"
         return None
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:

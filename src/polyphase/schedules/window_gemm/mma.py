@@ -101,7 +101,7 @@ class _WindowMma(Gradient):
             return f"{problem.taps} taps are too many for a stage (at most {_MAX_TAPS})"
         terms = problem.out_channels_per_group * problem.taps
         if self.pass_ is Pass.INPUT_GRAD and problem.dtype != "float32" and terms > _MOST_TERMS:
-            return f"sums of {terms} terms lose too much in the cores (at most {_MOST_TERMS})"
+            return f"sums of {terms} terms lose too much accuracy in tensor cores (at most {_MOST_TERMS})"
         return None
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:

@@ -55,7 +55,7 @@ class _WindowTma(Gradient):
                 pixel = channels * DTYPE_BYTES[problem.dtype]
                 return f"a group's {what} channels, {pixel} bytes, are no multiple of 16 bytes"
         if max(problem.stride) > _MAX_BOX_STEP:
-            return f"TMA takes every {_MAX_BOX_STEP}th element at most, not every {max(problem.stride)}th"
+            return f"an element stride of {max(problem.stride)} is too large for TMA (at most {_MAX_BOX_STEP})"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:

@@ -35,7 +35,7 @@ class _Transposed(Gradient):
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.channels_last:
-            return "transposes tensors that are channels first"
+            return "needs NCHW"
         return self._tma.supports(_last(problem, self.pass_), self.pass_, device)
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:

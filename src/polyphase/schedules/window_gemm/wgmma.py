@@ -60,7 +60,7 @@ class _WindowWgmma(Gradient):
         if problem.channels_last and (self.pass_ is Pass.INPUT_GRAD or DTYPE_BYTES[problem.dtype] != 2):
             return "needs NCHW (NHWC only for the weight gradient in 16-bit types)"
         if problem.channels_last and problem.out_channels * DTYPE_BYTES[problem.dtype] % 32 == 0:
-            return "C_out fills whole boxes of 32 bytes: window_wgrad_tma takes these"
+            return "left to window_wgrad_tma, as C_out fills whole boxes of 32 bytes"
         layouts = Layouts.dense(problem)
         if _input_differs(problem, self.pass_, layouts):
             return "needs several input channels in NHWC"

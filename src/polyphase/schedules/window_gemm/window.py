@@ -35,7 +35,7 @@ class Gradient(Schedule):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.dtype == "float32" and not problem.tf32:
-            return "float32 stays exact where TF32 is not allowed, or channels are few"
+            return "PyTorch would not use TF32 for this layer and pass"
         return self._limits(problem, device)
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
