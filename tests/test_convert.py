@@ -260,7 +260,7 @@ def test_a_report_s_notes_have_lines_of_their_own() -> None:
         line.startswith("0: fused with 1 (ReLU); ends there: 2 is a ConvTranspose2d, which is not fused")
         for line in lines
     )
-    assert any(line.startswith("2: not fused: its output is that of the model") for line in lines)
+    assert any(line.startswith("2: not fused: the next thing is the model's output") for line in lines)
 
 
 def test_a_report_is_not_the_model() -> None:

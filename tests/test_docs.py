@@ -88,6 +88,7 @@ def test_messages_of_errors_are_in_the_guide() -> None:
     guide = " ".join((DOCS / "guides" / "troubleshooting.md").read_text(encoding="utf-8").split())
     raised = re.compile(r"raise (?:UnsupportedError|CompilationError|PolyphaseError|RuntimeError)\(\s*f?\"([^\"]+)\"")
     files = [ROOT / "src" / "polyphase" / name for name in ("torch_op/validate.py", "torch_op/operators.py")]
+    files += [ROOT / "src" / "polyphase" / name for name in ("versions.py", "between.py", "pending.py")]
     files += sorted((ROOT / "src" / "polyphase" / "jit").glob("*.py"))
     found = [message for path in files for message in raised.findall(path.read_text(encoding="utf-8"))]
     assert len(found) >= 15

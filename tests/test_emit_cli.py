@@ -135,9 +135,11 @@ def test_emit_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     result = invoke("emit", "--layer", "2x64x8x8 -> 64, k=3, bias", "--strict-fp32", "-o", output)
     assert result.exit_code == 0, result.output
     text = output.read_text(encoding="utf-8")
-    assert "float32 is not rounded to TF32" in text
+    assert "float32 is not rounded to TF32: --strict-fp32" in text
     assert "parts=2" in text
     assert load(text).Model().layer.bias is not None
+    result = invoke("emit", "--layer", "2x4x8x8 -> 4, k=4", "--arch", "sm_80", "-o", output)
+    assert "is not rounded to TF32: PyTorch does not round this layer either" in output.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_chains_and_reasons() -> None:
     assert blocks["skipped"].reason == "2 operations read its output"
     assert blocks["twice"].reason == "it is called more than once"
     assert blocks["last"].fused == ("tanh",)
-    assert str(blocks["last"]) == "last: fused with tanh (Tanh); ends there: its output is that of the model"
+    assert str(blocks["last"]) == "last: fused with tanh (Tanh); ends there: the next thing is the model's output"
     assert "up.0: fused with up.1 (BatchNorm2d) → up.2 (" in str(report)
 
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_traced_is_traced_in_parts() -> None:
     expected = model(x)
     blocks = {block.name: block for block in polyphase.accelerate(model, fuse=True).blocks}
     assert blocks["head.0"].fused == ("head.1",)
-    assert blocks["head.0"].reason == "its output is that of head, and torch.fx traces no further"
+    assert blocks["head.0"].reason == "the next thing is head's output, and torch.fx traces no further"
     assert blocks["free"].reason == "torch.fx cannot trace what calls it"
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
@@ -223,7 +223,7 @@ def test_every_layer_has_a_reason() -> None:
     again = str(polyphase.accelerate(fused_before, fuse=True).blocks[0])
     assert again == "0: not fused: it has been already, by an earlier call"
     alone = polyphase.accelerate(nn.ConvTranspose1d(4, 4, 2), fuse=True).blocks
-    assert list(map(str, alone)) == ["the model itself: not fused: nothing is behind it"]
+    assert list(map(str, alone)) == ["the model itself: not fused: nothing follows it"]
 
 
 ACTIVATIONS: list[Callable[[], nn.Module]] = [

@@ -230,7 +230,7 @@ def test_the_recipe_leaves_what_it_says(model: Path) -> None:
     exec(line, {"model": fused, "polyphase": polyphase})
     assert type(fused[0]) is polyphase.ConvTranspose2d
     assert not fused.training
-    assert "  0: fused with 1 (ReLU); ends there: its output is that of the model" in summary(report)
+    assert "  0: fused with 1 (ReLU); ends there: the next thing is the model's output" in summary(report)
     many = nn.Sequential(*(nn.ConvTranspose2d(3, 3, 3) for _ in range(8)), nn.ReLU())
     report.check.fused = polyphase.accelerate(many, fuse=True)
     lines = summary(report)

@@ -83,7 +83,7 @@ def why_missing(name: str, layer: Module, traced: Sequence[str]) -> str:
         return f"{type(layer).__name__} is a subclass, and may compute something else"
     if any(name.startswith(prefix) for prefix in traced):
         return "forward does not call it"
-    return "torch.fx cannot trace what calls it" if name else "nothing is behind it"
+    return "torch.fx cannot trace what calls it" if name else "nothing follows it"
 
 
 def call_name(node: torch.fx.Node) -> str:
@@ -238,8 +238,8 @@ class Trace:
         if reader is None:
             return "nothing else reads its output"
         if reader.op == "output":
-            part = f"that of {self._name}, and torch.fx traces no further"
-            return f"its output is {part if self._name else 'that of the model'}"
+            whose = f"{self._name}'s output, and torch.fx traces no further" if self._name else "the model's output"
+            return f"the next thing is {whose}"
         if reader.op == "call_module":
             if value not in reader.args:
                 return f"{reader.target} reads an earlier value first"
@@ -259,7 +259,7 @@ class Trace:
             in_place = is_in_place(reader.target, reader.kwargs)
             reason = self._why_no_call(numbers, reader)
         if not reason and changes_what_is_read(reader, numbers, in_place):
-            return "the next operation changes in place what is read again"
+            return "the next operation changes in place a value that is read again"
         return reason
 
     def _is_reduced(self, node: torch.fx.Node, chain: Iterable[torch.fx.Node]) -> bool:
@@ -285,7 +285,7 @@ class Trace:
         """Why a reduction cannot be a part of a chain, or ""."""
         *_, value = chain
         again = any(reader is not node and reader not in chain for each in chain for reader in each.users)
-        return f"{node} is not alone in reading its output" if again or node.args[0] is not value else ""
+        return f"{node} is not the only reader of its output" if again or node.args[0] is not value else ""
 
     def _waits(self, chain: Iterable[torch.fx.Node]) -> bool:
         """Whether a layer waits for one of these."""
@@ -324,7 +324,7 @@ class Trace:
         if self._reduced_before([layer, *nodes]):  # a kernel of its own computes it
             return ""
         if any(call_name(node) in OF_PIXELS or is_of_pixels(self._module_of(node), _dims(module)) for node in nodes):
-            return "one softmax or layer norm is fused with a layer, and not two"
+            return "only one softmax or layer norm is fused with a layer"
         if softmax and self._reduces:
             return ""
         if module.groups > 1:

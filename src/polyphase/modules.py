@@ -90,7 +90,7 @@ def _forward(
 ) -> Tensor:
     if module.padding_mode != "zeros":
         raise ValueError(
-            f"{module._get_name()} supports the padding mode 'zeros' alone, got padding_mode={module.padding_mode!r}"
+            f"{module._get_name()} supports only the padding mode 'zeros', got padding_mode={module.padding_mode!r}"
         )
     if type(input) is not Tensor and isinstance(input, torch.fx.Proxy):
         tracer: Any = input.tracer

@@ -25,7 +25,7 @@ def check(
         int | None,
         typer.Option(
             min=1,
-            help="Cut the batch and the image sides to 1/SCALE. Default: 1 on a GPU; on a CPU the smallest that takes seconds.",
+            help="Cut the batch and the image sides to 1/SCALE. Default: 1 on a GPU; on a CPU enough to take seconds.",
             show_default=False,
         ),
     ] = None,

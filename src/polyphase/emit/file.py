@@ -280,10 +280,11 @@ def _target(statement: str) -> str:
 def _rounding(problem: ConvTransposeProblem) -> str:
     """Where float32 is rounded to TF32, in words."""
     if not any(problem.uses_tf32(pass_) for pass_ in Pass):
-        return "float32 is not rounded to TF32"
+        reason = "PyTorch does not round this layer either" if problem.tf32 else "--strict-fp32"
+        return f"float32 is not rounded to TF32: {reason}"
     forward = "rounds float32 to TF32 as PyTorch's own does by default, and"
     if not problem.uses_tf32(Pass.FORWARD):
-        forward = "does not round float32 to TF32, and nor does PyTorch's own, but"
+        forward = "does not round float32 to TF32, nor does PyTorch's own, but"
     switches = "whatever PyTorch's switches say when this runs (--strict-fp32: nowhere)"
     return f"The forward pass {forward} gradients may, {switches}"
 
