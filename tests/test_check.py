@@ -280,7 +280,7 @@ class Both(nn.Module):
 
 
 def test_calls_of_the_function_are_told_of() -> None:
-    told = "transposed convolutions that belong to no module, and stay PyTorch's: 1"
+    told = "calls of transposed convolutions outside modules, which stay PyTorch's: 1"
     result = run(model_file(Both, (1, 4, 5, 5)))
     assert result.ok, result.problems
     assert told in result.remarks

@@ -493,7 +493,7 @@ def test_explain_takes_cards() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_explain_says_that_there_is_no_gpu() -> None:
-    remark = "here the portable path computes"
+    remark = "Here polyphase uses its portable path"
     assert told(invoke("explain", "--layer", LAYER, "--layer", LAYER)).count(remark) == 1
     assert remark not in told(invoke("explain", "--layer", LAYER, "--device", "sm_90a"))
 

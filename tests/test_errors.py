@@ -191,7 +191,7 @@ def test_explain_errors() -> None:
 def test_explain_says_that_there_is_no_gpu() -> None:
     layer = polyphase.ConvTranspose1d(2, 2, 3)
     text, remark = polyphase.explain(layer, (1, 2, 8)).rsplit("\n\n", 1)
-    assert "here the portable path computes" in remark
+    assert "Here polyphase uses its portable path" in remark
     assert text == polyphase.explain(layer, (1, 2, 8), "sm_90a")
     with pytest.raises(polyphase.UnsupportedError, match="no CUDA device here, so not 'cuda:1'; give an architecture"):
         polyphase.explain(layer, (1, 2, 8), "cuda:1")

@@ -193,7 +193,7 @@ def test_what_is_skipped_and_forgotten() -> None:
 
 def test_what_it_says_where_nothing_is_packed() -> None:
     model = nn.Sequential(nn.ConvTranspose1d(3, 4, 2))
-    words = r"It has no layer of polyphase's: call polyphase\.accelerate before"
+    words = r"It has no polyphase layer: call polyphase\.accelerate first"
     with pytest.warns(UserWarning, match=rf"nothing is kept of Sequential\. {words}") as caught:
         report = polyphase.freeze(model)
     assert caught[0].filename == __file__

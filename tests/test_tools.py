@@ -225,7 +225,7 @@ def test_quantized_tensors_are_told_of() -> None:
 def test_script_says_what_to_do() -> None:
     _, ours = both()
     with pytest.raises(
-        NotImplementedError, match=r"compiles no polyphase.ConvTranspose2d: .*polyphase.restore\(model\)"
+        NotImplementedError, match=r"cannot compile polyphase.ConvTranspose2d: .*polyphase.restore\(model\)"
     ):
         torch.jit.script(ours)
     polyphase.restore(ours)

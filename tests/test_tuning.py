@@ -320,7 +320,7 @@ def test_the_command_measures_and_tells(status: str, tmp_path: Path, monkeypatch
     assert {record.config for record in read_csv(written)} == set(candidates())
     assert set(compiled) == {s for _, program in worth_measuring(CASE, H200) for s in program.sources}
     if status == WRONG:
-        assert "none is right" in words
+        assert "no candidate is right" in words
         assert "of 1 cases, the planner's own choice is within 10% of the fastest candidate in 0" in words
         assert not chosen().measured
     else:

@@ -218,7 +218,7 @@ def _convert(
 
 
 def _about_devices(entries: Iterable[Entry]) -> str:
-    """Where the portable path computes, or "" where it does nowhere. A model on meta has no device yet."""
+    """On which devices the portable path is used, or "". A model on meta has no device yet."""
     with_kernels = ("meta", "cuda") if torch.version.cuda is not None else ("meta",)
     places = {entry.device.type for entry in entries if entry.device is not None} - set(with_kernels)
     if not places:

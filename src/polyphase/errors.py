@@ -19,7 +19,7 @@ class CompilationError(PolyphaseError, RuntimeError):
 
     Attributes:
         log: what the compiler printed, in full.
-        source_path: where the source that was compiled lies, or None if it could not be written.
+        source_path: the file with the source that was compiled, or None if it could not be written.
     """
 
     def __init__(self, message: str, log: str = "", source_path: str | None = None) -> None:

@@ -20,15 +20,15 @@ def explain(
     input_shape: Sequence[int] | None = None,
     device: str | torch.device | DeviceInfo | None = None,
 ) -> str:
-    """Which kernel computes each pass of a layer, which ones lost, and why. Needs no GPU and runs nothing.
+    """Which kernel computes each pass of a layer, which ones lose, and why. Needs no GPU and runs nothing.
 
     Args:
-        layer: a ``ConvTransposeProblem``, or a ``ConvTranspose1d/2d/3d`` module of polyphase or PyTorch. Whether
-            float32 may be rounded to TF32 says the problem, or, for a module, PyTorch's flags now.
+        layer: a ``ConvTransposeProblem``, or a ``ConvTranspose1d/2d/3d`` module of polyphase or PyTorch. The problem,
+            or for a module PyTorch's flags now, decides whether float32 may be rounded to TF32.
         input_shape: with a module, the shape ``(N, C_in, *spatial)`` or ``(C_in, *spatial)`` of its input.
         device: an architecture such as ``"sm_90a"``, a card such as ``"h100"``, a device such as ``"cuda:1"``, or None
-            for this machine's GPU or, where it has none, ``"sm_90a"``; then a last line says that the portable path
-            computes here.
+            for this machine's GPU or, without one, ``"sm_90a"``; then a last line says that this machine uses the
+            portable path.
 
     Raises:
         TypeError: ``layer`` is neither of these, or a module without an ``input_shape``, or in a dtype that is no real
@@ -44,8 +44,8 @@ def explain(
     return f"{text}\n\n{NO_GPU}" if is_for_elsewhere(device) else text
 
 
-NO_GPU = "This machine has no NVIDIA GPU: the plan is that of sm_90a, and here the portable path computes."
-"""What is said under a plan that `is_for_elsewhere`."""
+NO_GPU = "This machine has no NVIDIA GPU: the plan is for sm_90a. Here polyphase uses its portable path."
+"""The last line of a plan that `is_for_elsewhere`."""
 
 
 def is_for_elsewhere(device: str | torch.device | DeviceInfo | None) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from polyphase.kept import forget, keep, kept_of
 from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 
-_NO_LAYERS = "It has no layer of polyphase's: call polyphase.accelerate before"
+_NO_LAYERS = "It has no polyphase layer: call polyphase.accelerate first"
 _LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
@@ -29,7 +29,7 @@ class Frozen:
 
     @property
     def bytes(self) -> int:
-        """What packed weights take on GPUs now: they are packed at a layer's first call at a size."""
+        """Memory of packed weights on GPUs now: they are packed at a layer's first call at a size."""
         layers: list[Any] = [self.model.get_submodule(name) for name in self.layers]
         kept = (kept_of(layer.weight) for layer in layers)
         return sum(each.bytes for each in kept if each is not None)
@@ -39,7 +39,7 @@ class Frozen:
         if not self.layers:
             lines = [f"polyphase.freeze: no weights are kept{'' if self.skipped else f'. {_NO_LAYERS}'}"]
         elif not self.bytes and all(self.model.get_submodule(name).weight.device.type == "cpu" for name in self.layers):
-            lines = [f"polyphase.freeze: {count} on the CPU, where nothing is packed: packed weights are for GPUs"]
+            lines = [f"polyphase.freeze: {count} on the CPU, where nothing is packed: only GPU kernels pack weights"]
         else:
             lines = [f"polyphase.freeze: {count} with {self.bytes / 1e6:.2f} MB of packed weights now"]
         lines += [f"{name}: not kept, {reason}" for name, reason in self.skipped]
@@ -49,11 +49,11 @@ class Frozen:
 def freeze(model: Module) -> Frozen:
     """Keep the weights of the model's transposed convolutions packed, for inference on GPUs.
 
-    Kernels read weights in an order of their own. Without this they are packed at every call; with it at the first
-    call of a size, and again when a weight has changed in place or was replaced: PyTorch's version counter and the
-    address tell. (What changes a weight through ``.data`` is counted by neither; call `freeze` again then. A CUDA
-    graph replays what it has captured: a weight that changes afterwards is not packed again.) Values and gradients
-    stay what they are.
+    Kernels read weights in their own order. Without `freeze` they pack weights at every call; with it, at the first
+    call of a size, and again when a weight was changed in place or replaced: PyTorch's version counter and the address
+    show that. (They do not show a change through ``.data``: call `freeze` again after one. A CUDA graph replays the
+    weights that it has captured: a weight that changes afterwards is not packed again.) Values and gradients do not
+    change.
 
     Call it when the model is on its device in its dtype, after `accelerate`, which swaps the layers.
 
@@ -61,13 +61,13 @@ def freeze(model: Module) -> Frozen:
         model: any module.
 
     Returns:
-        A `Frozen`: which layers, which not and why, and the memory that packed weights take.
+        A `Frozen`: which layers are kept packed, which not and why, and the memory of packed weights.
 
     Raises:
         TypeError: ``model`` is no module.
 
     Warns:
-        UserWarning: if the model has no layer of polyphase's, because it was not accelerated, for one.
+        UserWarning: if the model has no polyphase layer, for example because it was not accelerated.
     """
     _check("polyphase.freeze", model)
     layers, skipped = [], []
@@ -87,7 +87,7 @@ def freeze(model: Module) -> Frozen:
 
 
 def unfreeze(model: Module) -> None:
-    """Keep nothing of the model's weights, and free what was kept. Raises TypeError for what is no module."""
+    """Free the model's packed weights, and keep none from now on. Raises TypeError if ``model`` is no module."""
     _check("polyphase.unfreeze", model)
     for module in model.modules():
         weight = module._parameters.get("weight") if _is_layer(module) else None

@@ -55,10 +55,10 @@ def _get_name(module: Any) -> str:
 
 
 def _prepare_scriptable(module: Any) -> NoReturn:
-    """What `torch.jit.script` asks for. Raises NotImplementedError."""
+    """Called by `torch.jit.script`. Raises NotImplementedError."""
     raise NotImplementedError(
-        f"torch.jit.script compiles no {module._get_name()}: script the model after polyphase.restore(model), or use "
-        "torch.jit.trace, torch.compile or torch.export, which take it as it is"
+        f"torch.jit.script cannot compile {module._get_name()}: script the model after polyphase.restore(model), or "
+        "use torch.jit.trace, torch.compile or torch.export"
     )
 
 

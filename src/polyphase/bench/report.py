@@ -62,8 +62,8 @@ def error(value: float | None) -> str:
 VANISHES = "0 in float64"
 """What stands for both errors of a tensor that `Comparison.vanishes`."""
 OF_VANISHING = (
-    f"{VANISHES}: zero except for rounding, as is the gradient of a bias before a batch norm, so that no error can be "
-    "told as a share of it"
+    f"{VANISHES}: zero except for rounding, as is the gradient of a bias before a batch norm, so that it has no "
+    "relative error"
 )
 
 

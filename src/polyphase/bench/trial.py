@@ -163,13 +163,13 @@ class Trial:
         self.progress(f"trial {number}: float64 on {sizes}")
         exact_inputs = [place(_pick(value, images), self.options.device, torch.float64) for value in inputs]
         projections = [_pick(value, images).double() for value in rival.projections]
-        judge = f"the model in float64, which is the judge, on {sizes}"
+        judge = f"the float64 reference of the model on {sizes}"
         with naming_the_line(self.path, judge, only_modules=True):
             exact = _outcome(self.reference, exact_inputs, projections, None, self.options)
 
         if images is not None:
             names = ", ".join(map(str, images))
-            self.remark(f"{sizes}: float64 is compared on images {names}; the projection looks at these alone")
+            self.remark(f"{sizes}: float64 is compared on images {names} only, and gradients are those of these images")
         self._kernelbench(ours, rival)
         single = run is not None and run.single
         elementwise = single or (run is None and not self.tf32)
@@ -212,13 +212,13 @@ class Trial:
     ) -> None:
         problems = self.result.problems
         if what not in ours.tensors:
-            problems.append(f"{what} on {sizes}: there is none")
+            problems.append(f"{what} on {sizes}: missing in polyphase's results")
             return
         out, torch_out = ours.tensors[what], rival.tensors[what]
         if images is not None and what in ours.per_image:
             rest = [index for index in range(len(out)) if index not in images]
             if what.startswith("∂") and out[rest].count_nonzero():
-                problems.append(f"{what} on {sizes}: not zero for images that the projection does not look at")
+                problems.append(f"{what} on {sizes}: not zero for images that are not compared")
             out, torch_out = _pick(out, images), _pick(torch_out, images)
         try:
             found = compare(out, torch_out, reference, rounding)
@@ -289,7 +289,7 @@ class Trial:
         if run is None or self.result.plans:
             return
         if run.functional:
-            self.remark(f"transposed convolutions that belong to no module, and stay PyTorch's: {run.functional}")
+            self.remark(f"calls of transposed convolutions outside modules, which stay PyTorch's: {run.functional}")
         device = DeviceInfo.of(self.options.device)
         for name, traced in run.problems:
             problem = traced and replace(traced, tf32=self.tf32)

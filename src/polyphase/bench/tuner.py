@@ -168,7 +168,7 @@ def table(results: Iterable[Tuned]) -> Table:
             milliseconds(first.ms),
             milliseconds(None if best is None else best.ms),
             factor(gain),
-            "none is right" if best is None else best.config,
+            "no candidate is right" if best is None else best.config,
             style="bold red" if best is None or result.faults else None,
         )
     return lines

@@ -139,7 +139,7 @@ def _model(
         problem = traced[path]
         if problem is None:
             raise EmitError(
-                f"{name}: the input of {shown} is of a dtype without kernels: not real, or not floating-point"
+                f"{name}: the input of {shown} has a dtype without kernels: not real, or not floating-point"
             )
         if problem.in_channels != module.in_channels:
             raise EmitError(
@@ -201,7 +201,7 @@ def _imports(name: str, statement: ast.Import | ast.ImportFrom) -> list[tuple[st
         package = target.split(".")[0]
         if package not in ("torch", "__future__") and package not in sys.stdlib_module_names:
             raise EmitError(
-                f"{name} imports {target}: an emitted file carries the model's source, and imports torch and the "
-                "standard library alone"
+                f"{name} imports {target}: an emitted file carries the model's source, and imports only torch and "
+                "the standard library"
             )
     return [] if any(target.startswith("__future__") for _, target in found) else found

@@ -315,7 +315,7 @@ class KernelFunction(torch.autograd.Function):
         """The gradients of input, weight and bias, those that are needed."""
         if torch.is_grad_enabled():
             raise UnsupportedError(
-                "the kernels of this file give first derivatives alone, and create_graph=True asks for more"
+                "the kernels of this file give only first derivatives, and create_graph=True needs more"
             )
         input, weight = ctx.saved_tensors
         constants = (ctx.number, tuple(input.shape), ctx.output_padding)
@@ -338,7 +338,7 @@ def check(module: Any, input: torch.Tensor, problem: ConvTransposeProblem) -> No
             continue
         if tensor.device.type != "cuda":
             raise UnsupportedError(
-                f"the {role} is on {tensor.device}: the kernels of this file run on CUDA devices alone; "
+                f"the {role} is on {tensor.device}: the kernels of this file run only on CUDA devices; "
                 "move model and inputs to one, as with .cuda()"
             )
         if tensor.device != input.device:
