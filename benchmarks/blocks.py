@@ -118,22 +118,22 @@ class Snake1d(nn.Module):
         return x + (self.alpha + 1e-9).reciprocal() * torch.sin(self.alpha * x).pow(2)
 
 
-def dcgan() -> nn.Module:
+def dcgan(width: int = 64) -> nn.Module:
     """The generator of DCGAN, 64 pixels."""
-    widths = (100, 512, 256, 128, 64)
+    widths = (100, 8 * width, 4 * width, 2 * width, width)
     layers: list[nn.Module] = []
     for i, (one, other) in enumerate(itertools.pairwise(widths)):
         layers += [nn.ConvTranspose2d(one, other, 4, *((1, 0) if i == 0 else (2, 1)), bias=False)]
         layers += [nn.BatchNorm2d(other), nn.ReLU(True)]
-    return nn.Sequential(*layers, nn.ConvTranspose2d(64, 3, 4, 2, 1, bias=False), nn.Tanh())
+    return nn.Sequential(*layers, nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False), nn.Tanh())
 
 
-def pose() -> nn.Module:
+def pose(width: int = 256) -> nn.Module:
     """SimpleBaseline's head on ResNet-50."""
     layers: list[nn.Module] = []
-    for channels in (2048, 256, 256):
-        layers += [nn.ConvTranspose2d(channels, 256, 4, 2, 1, bias=False), nn.BatchNorm2d(256), nn.ReLU(True)]
-    return nn.Sequential(*layers, nn.Conv2d(256, 17, 1))
+    for channels in (8 * width, width, width):
+        layers += [nn.ConvTranspose2d(channels, width, 4, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(True)]
+    return nn.Sequential(*layers, nn.Conv2d(width, 17, 1))
 
 
 def mask() -> nn.Module:
@@ -141,10 +141,11 @@ def mask() -> nn.Module:
     return nn.Sequential(nn.ConvTranspose2d(256, 256, 2, 2), nn.ReLU(True), nn.Conv2d(256, 91, 1))
 
 
-def sam() -> nn.Module:
+def sam(width: int = 256) -> nn.Module:
     """The mask decoder's upscaling."""
-    first = (nn.ConvTranspose2d(256, 64, 2, 2), LayerNorm2d(64), nn.GELU())
-    return nn.Sequential(*first, nn.ConvTranspose2d(64, 32, 2, 2), nn.GELU())
+    a, b = width // 4, width // 8
+    first = (nn.ConvTranspose2d(width, a, 2, 2), LayerNorm2d(a), nn.GELU())
+    return nn.Sequential(*first, nn.ConvTranspose2d(a, b, 2, 2), nn.GELU())
 
 
 def cyclegan() -> nn.Module:

@@ -1,7 +1,8 @@
 """Models of the library `transformers` with a transposed convolution, from their published configurations.
 
 `models.py` adds them where the library is installed. Weights are random; what a model reads is a tensor of features.
-EnCodec and Mimi are not among them: they read sizes from tensors on the GPU, which no CUDA graph captures.
+The library's EnCodec and Mimi read sizes from tensors on the GPU, which no CUDA graph captures: `sound_models.py` has
+both.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from zoo import Model
 
 
 class OfTensor(nn.Module):
@@ -42,10 +44,9 @@ def part(
     return OfTensor(built, call)
 
 
-#: How each is built, its large batch, and the shape of its input without the batch.
-LIBRARY_MODELS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...]]] = {
-    "VITS vocoder": (partial(part, "vits", "VitsHifiGan", "VitsConfig"), 8, (192, 128)),
-    "SpeechT5 vocoder": (partial(part, "speecht5", "SpeechT5HifiGan", "SpeechT5HifiGanConfig"), 8, (128, 80)),
-    "DAC decoder (library)": (partial(part, "dac", "DacDecoder", "DacConfig"), 4, (1024, 64)),
-    "ViTPose head": (partial(part, "vitpose", "VitPoseClassicDecoder", "VitPoseConfig"), 64, (768, 16, 12)),
+LIBRARY_MODELS: dict[str, Model] = {
+    "VITS vocoder": Model(partial(part, "vits", "VitsHifiGan", "VitsConfig"), 8, ((192, 128),)),
+    "SpeechT5 vocoder": Model(partial(part, "speecht5", "SpeechT5HifiGan", "SpeechT5HifiGanConfig"), 8, ((128, 80),)),
+    "DAC decoder (library)": Model(partial(part, "dac", "DacDecoder", "DacConfig"), 4, ((1024, 64),)),
+    "ViTPose head": Model(partial(part, "vitpose", "VitPoseClassicDecoder", "VitPoseConfig"), 64, ((768, 16, 12),)),
 }

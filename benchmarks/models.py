@@ -2,12 +2,14 @@
 
     PYTHONPATH=src python benchmarks/models.py                  # writes benchmarks/results/models.csv
 
-Models are written below from their published configurations, with random weights, or are those of `transformers`, where
-that is installed (`library_models.py`). Each runs inference at batch 1 and a large one, and a training step (forward,
-and backward of the mean square) at the large one: eager, as a CUDA graph, and by `torch.compile`; with PyTorch's
-layers, accelerated, and accelerated with `fuse=True` (compiled: within `enable_compile_fusion`). Outputs, and gradients
-of a step, are compared with float64 on two samples; what is further from it than PyTorch's by more than its dtype
-allows is ``wrong``, and the exit status 1. Kernels are compiled before that, and nothing is begun after ``--seconds``.
+Models are written from their published configurations, with random weights (`image_models.py`, `sound_models.py`), or
+are those of `transformers`, where that is installed (`library_models.py`). Each runs inference at batch 1 and a large
+one, and a training step (forward, and backward of the mean square) at the large one: eager, as a CUDA graph, and by
+`torch.compile`; with PyTorch's layers, accelerated, and accelerated with `fuse=True` (compiled: within
+`enable_compile_fusion`). Models that call PyTorch's function, too, run the latter two within `override`. Outputs, and
+gradients of a step, are compared with float64 on two samples; what is further from it than PyTorch's by more than its
+dtype allows is ``wrong``, and the exit status 1. Kernels are compiled before that, and nothing is begun after
+``--seconds``.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
-from blocks import CONTESTANTS, dcgan, pose, sam
+from blocks import CONTESTANTS
+from image_models import IMAGE_MODELS
 from library_models import LIBRARY_MODELS
 from shared import (
     ROOT,
@@ -39,7 +41,9 @@ from shared import (
     timed,
     write,
 )
+from sound_models import SOUND_MODELS
 from torch import Tensor, nn
+from zoo import Model, built, shapes
 
 import polyphase
 from polyphase.bench import environment
@@ -74,208 +78,9 @@ class Row:
     fused_chains: str = ""
 
 
-@dataclass(frozen=True)
-class Model:
-    """How a model is built, its large batch, and the shapes of its inputs without the batch."""
-
-    build: Callable[[], nn.Module]
-    batch: int
-    inputs: tuple[tuple[int, ...], ...]
-
-
-class Pix2Pix(nn.Module):
-    """The generator of pix2pix for 256 pixels: (N, 3, 256, 256) to the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (64, 128, 256, 512, 512, 512, 512, 512)
-        self.down = nn.ModuleList(nn.Conv2d(a, b, 4, 2, 1) for a, b in zip((3, *widths), widths))
-        self.down_norms = nn.ModuleList(nn.BatchNorm2d(each) for each in widths)
-        outputs = (3, *widths)[-2::-1]
-        given = (widths[-1], *(2 * each for each in outputs[:-1]))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 4, 2, 1) for a, b in zip(given, outputs))
-        self.up_norms = nn.ModuleList(nn.BatchNorm2d(each) for each in outputs[:-1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The image."""
-        skips = []
-        for place, (layer, norm) in enumerate(zip(self.down, self.down_norms)):
-            x = layer(F.leaky_relu(x, 0.2) if place else x)
-            x = norm(x) if 0 < place < len(self.down) - 1 else x
-            skips.append(x)
-        for layer, norm, skip in zip(self.up, self.up_norms, skips[-2::-1]):
-            x = torch.cat([skip, norm(layer(F.relu(x)))], 1)
-        return torch.tanh(self.up[-1](F.relu(x)))
-
-
-class UNet(nn.Module):
-    """U-Net in two or three dimensions: widths double by default, two convolutions at each level."""
-
-    def __init__(self, dims: int, channels: int, widths: tuple[int, ...], classes: int) -> None:
-        super().__init__()
-        convolution, up = getattr(nn, f"Conv{dims}d"), getattr(nn, f"ConvTranspose{dims}d")
-        norm = nn.BatchNorm2d if dims == 2 else partial(nn.InstanceNorm3d, affine=True)
-
-        def twice(a: int, b: int, stride: int = 1) -> nn.Module:
-            layers: list[nn.Module] = []
-            for given, step in ((a, stride), (b, 1)):
-                layers += [convolution(given, b, 3, step, 1), norm(b), nn.LeakyReLU(0.01, inplace=True)]
-            return nn.Sequential(*layers)
-
-        pairs = list(itertools.pairwise(widths))
-        self.first = twice(channels, widths[0])
-        self.down = nn.ModuleList(twice(a, b, 2) for a, b in pairs)
-        self.up = nn.ModuleList(up(b, a, 2, 2) for a, b in reversed(pairs))
-        self.merge = nn.ModuleList(twice(2 * a, a) for a, _ in reversed(pairs))
-        self.last = convolution(widths[0], classes, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, channels, *size) to (N, classes, *size)."""
-        skips = [self.first(x)]
-        for down in self.down:
-            skips.append(down(skips[-1]))
-        x = skips.pop()
-        for up, merge in zip(self.up, self.merge):
-            x = merge(torch.cat([skips.pop(), up(x)], 1))
-        result: Tensor = self.last(x)
-        return result
-
-
-class HiFiGAN(nn.Module):
-    """The generator of HiFi-GAN, V1, its weight norms removed: (N, 80, frames) to (N, 1, 256·frames)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv1d(80, 512, 7, 1, 3)
-        rates = ((8, 16), (8, 16), (2, 4), (2, 4))
-        sizes = [512 >> i for i in range(5)]
-        self.up = nn.ModuleList(
-            nn.ConvTranspose1d(a, b, k, s, (k - s) // 2) for a, b, (s, k) in zip(sizes, sizes[1:], rates)
-        )
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(
-                nn.ModuleList(nn.Conv1d(size, size, k, 1, d * (k - 1) // 2, d) for step in (1, 3, 5) for d in (step, 1))
-                for k in (3, 7, 11)
-            )
-            for size in sizes[1:]
-        )
-        self.last = nn.Conv1d(sizes[-1], 1, 7, 1, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The waveform."""
-        x = self.first(x)
-        for up, blocks in zip(self.up, self.blocks):
-            x = up(F.leaky_relu(x, 0.1))
-            results = []
-            modules: Any = blocks
-            for block in modules:
-                y = x
-                for one, other in zip(block[::2], block[1::2]):
-                    y = y + other(F.leaky_relu(one(F.leaky_relu(y, 0.1)), 0.1))
-                results.append(y)
-            x = sum(results[1:], results[0]) / len(results)
-        return torch.tanh(self.last(F.leaky_relu(x)))
-
-
-class Snake(nn.Module):
-    """x + sin²(αx) / α, α for each channel."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.ones(1, channels, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, L)."""
-        return x + (self.alpha + 1e-9).reciprocal() * torch.sin(self.alpha * x).pow(2)
-
-
-class Residual(nn.Module):
-    """A residual unit of DAC."""
-
-    def __init__(self, channels: int, dilation: int) -> None:
-        super().__init__()
-        first = nn.Conv1d(channels, channels, 7, 1, 3 * dilation, dilation)
-        self.block = nn.Sequential(Snake(channels), first, Snake(channels), nn.Conv1d(channels, channels, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, L)."""
-        y: Tensor = self.block(x)
-        return x + y
-
-
-def dac() -> nn.Module:
-    """The decoder of DAC at 44 kHz: (N, 1024, frames) to (N, 1, 512·frames)."""
-    layers: list[nn.Module] = [nn.Conv1d(1024, 1536, 7, 1, 3)]
-    for place, s in enumerate((8, 8, 4, 2)):
-        a, b = 1536 >> place, 1536 >> (place + 1)
-        layers += [Snake(a), nn.ConvTranspose1d(a, b, 2 * s, s, s // 2), *(Residual(b, d) for d in (1, 3, 9))]
-    return nn.Sequential(*layers, Snake(96), nn.Conv1d(96, 1, 7, 1, 3), nn.Tanh())
-
-
-def fsrcnn() -> nn.Module:
-    """FSRCNN, four times."""
-    layers: list[nn.Module] = [nn.Conv2d(1, 56, 5, 1, 2), nn.PReLU(56), nn.Conv2d(56, 12, 1), nn.PReLU(12)]
-    for _ in range(4):
-        layers += [nn.Conv2d(12, 12, 3, 1, 1), nn.PReLU(12)]
-    return nn.Sequential(*layers, nn.Conv2d(12, 56, 1), nn.PReLU(56), nn.ConvTranspose2d(56, 1, 9, 4, 4, 3))
-
-
-def mask_head() -> nn.Module:
-    """Mask R-CNN's mask branch: four convolutions and the predictor; a sample is 25 boxes."""
-    layers: list[nn.Module] = [nn.Flatten(0, 1)]
-    for _ in range(4):
-        layers += [nn.Conv2d(256, 256, 3, 1, 1), nn.ReLU(inplace=True)]
-    predictor = (nn.ConvTranspose2d(256, 256, 2, 2), nn.ReLU(inplace=True), nn.Conv2d(256, 91, 1))
-    return nn.Sequential(*layers, *predictor, nn.Unflatten(0, (-1, 25)))
-
-
-class Neck(nn.Module):
-    """PointPillars' neck: three scales, each brought to the first one's size by a layer, side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.ModuleList(
-            nn.Sequential(nn.ConvTranspose2d(c, 128, s, s, bias=False), nn.BatchNorm2d(128, 1e-3), nn.ReLU())
-            for c, s in ((64, 1), (128, 2), (256, 4))
-        )
-
-    def forward(self, *scales: Tensor) -> Tensor:
-        """(N, 64, H, W), (N, 128, H/2, W/2), (N, 256, H/4, W/4) to (N, 384, H, W)."""
-        return torch.cat([up(x) for up, x in zip(self.up, scales)], 1)
-
-
-MODELS: dict[str, Model] = {
-    "DCGAN": Model(dcgan, 256, ((100, 1, 1),)),
-    "SimpleBaseline head": Model(pose, 64, ((2048, 8, 6),)),
-    "Mask R-CNN branch": Model(mask_head, 16, ((25, 256, 14, 14),)),
-    "SAM upscaling": Model(sam, 16, ((256, 64, 64),)),
-    "HiFi-GAN": Model(HiFiGAN, 8, ((80, 128),)),
-    "U-Net": Model(partial(UNet, 2, 3, (64, 128, 256, 512, 1024), 2), 8, ((3, 256, 256),)),
-    "pix2pix": Model(Pix2Pix, 16, ((3, 256, 256),)),
-    "DAC decoder": Model(dac, 4, ((1024, 64),)),
-    "FSRCNN": Model(fsrcnn, 16, ((1, 128, 128),)),
-    "PointPillars neck": Model(Neck, 4, ((64, 248, 216), (128, 124, 108), (256, 62, 54))),
-    "nnU-Net 3-D": Model(partial(UNet, 3, 1, (32, 64, 128, 256, 320), 3), 2, ((1, 96, 96, 96),)),
-}
-
+MODELS: dict[str, Model] = IMAGE_MODELS | SOUND_MODELS
 if importlib.util.find_spec("transformers") is not None:
-    MODELS |= {name: Model(build, batch, (shape,)) for name, (build, batch, shape) in LIBRARY_MODELS.items()}
-
-
-def built(model: Model) -> nn.Module:
-    """The model with random weights, and statistics as training leaves them, in evaluation mode."""
-    torch.manual_seed(0)
-    module = model.build()
-    for each in module.modules():
-        if isinstance(each, nn.BatchNorm2d):
-            each.register_buffer("running_mean", torch.rand(each.num_features) - 0.5)
-            each.register_buffer("running_var", torch.rand(each.num_features) + 0.5)
-    return module.eval()
-
-
-def shapes(model: Model, batch: int) -> list[tuple[int, ...]]:
-    """The inputs' shapes."""
-    return [(batch, *shape) for shape in model.inputs]
+    MODELS |= LIBRARY_MODELS
 
 
 def sources(name: str, dtype: torch.dtype, device: DeviceInfo, runs: list[str]) -> list[Any]:

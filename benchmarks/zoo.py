@@ -1,0 +1,42 @@
+"""What a model of `models.py` is: how it is built, and what it is given.
+
+The models are in `image_models.py`, `sound_models.py` and `library_models.py`. Published sizes are defaults of their
+arguments, so that tests can build small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Model:
+    """How a model is built, its large batch, and the shapes of its inputs without the batch.
+
+    ``calls``: it calls PyTorch's transposed convolution as a function too, which `polyphase.override` reaches.
+    """
+
+    build: Callable[..., nn.Module]
+    batch: int
+    inputs: tuple[tuple[int, ...], ...]
+    calls: bool = False
+
+
+def built(model: Model) -> nn.Module:
+    """The model with random weights, and statistics as training leaves them, in evaluation mode."""
+    torch.manual_seed(0)
+    module = model.build()
+    for each in module.modules():
+        if isinstance(each, nn.BatchNorm2d):
+            each.register_buffer("running_mean", torch.rand(each.num_features) - 0.5)
+            each.register_buffer("running_var", torch.rand(each.num_features) + 0.5)
+    return module.eval()
+
+
+def shapes(model: Model, batch: int) -> list[tuple[int, ...]]:
+    """The inputs' shapes."""
+    return [(batch, *shape) for shape in model.inputs]
