@@ -25,9 +25,9 @@ from torch.nn import Module
 
 from polyphase import batch_norms, functional, fused
 from polyphase.between import Between
-from polyphase.elementwise import COPIES, is_in_place
+from polyphase.elementwise import is_in_place
 from polyphase.fuse_graphs import LAYERS, graphs
-from polyphase.fuse_trace import Trace, before_waiting, call_name, is_layer, shared_modules, why_missing
+from polyphase.fuse_trace import Trace, before_waiting, call_name, is_copy, is_layer, shared_modules, why_missing
 from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, sees_input, step_of_module
 from polyphase.modules import APART_FOR, StandIn
 from polyphase.pending import Marked, Pending, Waiting, computed
@@ -423,7 +423,7 @@ def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | 
     nodes = [*chain] if before is None else [before, *chain]
     places = [_place(root, str(each.target)) for each in nodes if each.op == "call_module"]
     activation = None if before is None else root.get_submodule(str(before.target))
-    called = [each for each in chain if call_name(each) not in COPIES]
+    called = [each for each in chain if not is_copy(each)]
     layer, *parts = [call_name(each) or root.get_submodule(str(each.target)) for each in called]
     shared = [root.get_submodule(name) for name in names]
     first = before_waiting(called, parts, shared)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 from torch.nn.utils.parametrize import is_parametrized
 
-from polyphase import reduction_steps
+from polyphase import crops, reduction_steps
 from polyphase.between import SIZES
 from polyphase.elementwise import (
     CONCATENATIONS,
@@ -90,8 +90,14 @@ def call_name(node: torch.fx.Node) -> str:
     """The kind of a call; "" if no layer can compute it."""
     if node.op == "call_function" and node.target in CONCATENATIONS:
         return "cat"
-    called = node.op in ("call_function", "call_method")
-    return name_of(node.target) or reduction_steps.name_of(node.target) if called else ""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    return name_of(node.target) or reduction_steps.name_of(node.target) or crops.name_of(node.target)
+
+
+def is_copy(node: torch.fx.Node) -> bool:
+    """Whether a node's value is the one that it is given."""
+    return call_name(node) in (*COPIES, crops.CONTIGUOUS)
 
 
 def _forget_sizes(graph: torch.fx.Graph) -> None:
@@ -178,11 +184,11 @@ class Trace:
             if not reason:
                 name = call_name(reader)
                 numbers[reader] = max(numbers.values()) + 1
-                if name in COPIES:
+                if is_copy(reader):
                     numbers[reader] = numbers[reader.all_input_nodes[0]]
                 reason = "cat() joins its output with other tensors" if name == "cat" else ""
         chain = list(numbers)
-        while not is_closed(chain) or call_name(chain[-1]) in (*COPIES, "view"):
+        while not is_closed(chain) or is_copy(chain[-1]) or call_name(chain[-1]) == "view":
             chain.pop()
         if len(chain[-1].users) > 1:
             reason = f"{len(chain[-1].users)} operations read its output"
@@ -295,6 +301,8 @@ class Trace:
     def _why_no_call(self, numbers: dict[torch.fx.Node, int], call: torch.fx.Node) -> str:
         """Why a call cannot be computed of the last value of a chain by the layer, or ""."""
         layer, value, name = next(iter(numbers)), next(reversed(numbers)), call_name(call)
+        if self._reduces and name in (crops.NAME, crops.CONTIGUOUS):
+            return self._why_not_sliced(numbers, call)
         reduced = self._is_reduced(call, numbers)
         if not reduced and name != "cat" and not name_of(call.target):
             return _why_unknown(call.target)
@@ -316,6 +324,19 @@ class Trace:
         if found[0].kind in OF_PIXELS and (reason := self._why_not_of_pixels(numbers, True)):
             return reason
         return self._why_not_later(numbers, call, name)
+
+    def _why_not_sliced(self, chain: Iterable[torch.fx.Node], call: torch.fx.Node) -> str:
+        """Why a slice of the last value of a chain, or a contiguous copy, cannot be computed by the layer, or ""."""
+        layer, *nodes = chain
+        if call_name(call) == crops.CONTIGUOUS:
+            wrong = len(call.args) > 1 or bool(call.kwargs)
+        else:
+            again = any(reader is not call and reader not in nodes for each in (layer, *nodes) for reader in each.users)
+            wrong = again or not crops.may_be_crop(call.args[1], _dims(self._module(layer)))
+            wrong |= any(len(node.all_input_nodes) > 1 for node in nodes)
+        if wrong or self._reduced_before([layer, *nodes]):
+            return f"{call_name(call)}() reads its output, in a way that is not fused"
+        return self._why_not_later([layer, *nodes], call, call_name(call))
 
     def _why_not_of_pixels(self, chain: Iterable[torch.fx.Node], softmax: bool) -> str:
         """Why no kernel has all channels of a pixel at once behind a chain, for a softmax or a layer norm; or ""."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
-from polyphase import functional
+from polyphase import crops, functional
 from polyphase.export import is_for_onnx
 from polyphase.problem.epilogue import ACTIVATIONS, NONE, Epilogue, Operation, encoded
 from polyphase.torch_op import epilogue as operator
@@ -31,7 +31,7 @@ from polyphase.torch_op.call_cache import CallCache
 from polyphase.torch_op.steps import Step as Step
 from polyphase.torch_op.steps import checked
 from polyphase.torch_op.tf32 import tf32_allowed
-from polyphase.torch_op.validate import FLOATING, Layer, check, output_size
+from polyphase.torch_op.validate import FLOATING, Layer, check, check_sizes, output_size
 
 _DYNAMO_HAS_SYMBOLS = torch.__version__ >= "2.5"  # for numbers of modules
 _DEFAULTS: dict[str, tuple[float, ...]] = {"leaky_relu": (0.01,), "elu": (1.0,), "softplus": (1.0, 20.0)}
@@ -119,6 +119,11 @@ def snake(alpha: Tensor, beta: Tensor | None = None, eps: float = 1e-9, logarith
 def add(residual: Tensor) -> Step:
     """``v + residual``, of the output's shape and dtype."""
     return Step("add", (), (("residual", residual),))
+
+
+def crop(*ends: tuple[int, int]) -> Step:
+    """The output without so many elements at both ends of each spatial dimension; before all other operations."""
+    return Step("crop", tuple(each for pair in ends for each in pair))
 
 
 def add_value(of: int = 0) -> Step:
@@ -318,6 +323,7 @@ class _Known(NamedTuple):
     text: str
     constants: tuple[Any, ...] = ()
     call: Callable[..., Tensor] | None = None
+    whole: Layer | None = None  # where the output is cropped the layer without that
 
 
 # Calls that were made before; a warm call is one look-up here.
@@ -381,16 +387,18 @@ def _by_kernels(input: Tensor) -> bool:
 def _known_call(arguments: tuple[Any, ...], before: Sequence[Step], steps: Sequence[Step]) -> _Known:
     """A call, checked."""
     name, dims, input, weight, *_ = arguments
-    layer = check(*arguments)
+    whole = layer = check(*arguments)
     batched = input.dim() == dims + 2
+    if any(step.kind == "crop" for step in steps):
+        layer, steps = crops.split(name, layer, steps)
+        check_sizes(name, input.shape[-dims:], layer)
     shape = (input.shape[0] if batched else 1, weight.shape[1] * layer.groups, *output_size(input.shape[-dims:], layer))
     epilogue = checked(name, steps, input, shape, batched) if steps else NONE
     prologue = NONE
     if before:
         prologue = checked(name, before, input, tuple(input.shape) if batched else (1, *input.shape), True, "prologue")
-    return _Known(
-        layer, epilogue, prologue, encoded(epilogue, prologue, _DYNAMO_HAS_SYMBOLS) if steps or before else ""
-    )
+    text = encoded(epilogue, prologue, _DYNAMO_HAS_SYMBOLS) if steps or before else ""
+    return _Known(layer, epilogue, prologue, text, whole=None if whole is layer else whole)
 
 
 def _made(what: str, given: Sequence[Any]) -> list[Step]:
@@ -409,20 +417,24 @@ def _run(
     known: _Known, operands: list[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, tracing: bool
 ) -> Tensor:
     """By the operator, past the dispatcher where nothing listens to it, or as operations of their own."""
-    layer, epilogue, prologue, text, _, call = known
+    layer, epilogue, prologue, text, _, call, whole = known
     if tracing:
         by_operations = not torch.compiler.is_dynamo_compiling() and is_for_onnx()  # which has nodes for each
     else:  # transforms, whose rules are those of the operations
         by_operations = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if not by_operations and (call is not None or whole is not None):
+        tensors = (input, weight, *operands) if bias is None else (input, weight, bias, *operands)
+        recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        if call is not None and not recorded:
+            return call(input, weight, bias, operands)
+        by_operations = whole is not None and (recorded or tracing)
     if by_operations:
-        of_dims = getattr(functional, f"conv_transpose{len(layer.stride)}d")
+        of = layer if whole is None else whole
+        of_dims = getattr(functional, f"conv_transpose{len(of.stride)}d")
         before, behind = operator.split(prologue, operands)
         read = operator.behind_prologue(prologue, before, input)
-        sums = of_dims(read, weight, bias, *layer[1:4], layer.groups, layer.dilation)
+        sums = of_dims(read, weight, bias, *of[1:4], of.groups, of.dilation)
+        sums = sums if whole is None else sums[crops.index_of(whole, layer)]
         return operator.by_tensor_operations(epilogue, behind, sums).to(input.dtype)
-    if call is not None:
-        tensors = (input, weight, *operands) if bias is None else (input, weight, bias, *operands)
-        if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
-            return call(input, weight, bias, operands)
     _, *constants = layer  # not by a slice: see `polyphase.torch_op.derivatives`
     return operator.conv_transpose_epilogue(input, weight, bias, operands, text, *constants)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyphase import fused, reduction_steps
+from polyphase import crops, fused, reduction_steps
 from polyphase.between import REMEDY, Between, flat
 from polyphase.elementwise import (
     CONCATENATIONS,
@@ -155,7 +155,9 @@ class Pending(Tensor):
 
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A function of it: recorded if it is the next one expected, else computed of tensors."""
-        name = (own := name_of(function)) or reduction_steps.name_of(function)
+        name = (own := name_of(function)) or reduction_steps.name_of(function) or crops.name_of(function)
+        if name in (crops.NAME, crops.CONTIGUOUS) and (found := self._sliced(name, args, kwargs)) is not None:
+            return found
         copied = name in COPIES and self._value is None and not torch.is_grad_enabled()
         if copied and not self._waiting.records and self._read(name, args, kwargs) is not None:
             if name == "clone":
@@ -170,6 +172,21 @@ class Pending(Tensor):
                     return self._with_indices(function, args, kwargs, self._next(step, False, found))
                 return self._next(step if step.kind else None, is_in_place(function, kwargs), found)
         return function(*_computed(args), **_computed(kwargs))
+
+    def _sliced(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending | Tensor | None:
+        """A slice that is expected, or a contiguous copy, which it is already; None where it is computed otherwise."""
+        waiting, plain = self._waiting, self._found is PLAIN and self._value is None
+        if not plain or kwargs or waiting.records or torch.is_grad_enabled():
+            return None
+        if name == crops.CONTIGUOUS:
+            apart = len(args) > 1 or output_channels_last(*waiting.reads[:2])
+            return None if apart else Pending.of(waiting, self._steps, self._versions, self._place)
+        whole = any(role == "residual" for step in self._steps for role, _ in step.tensors)
+        ends = None if whole or not self._expects(name) else crops.ends_of(args[1], self._size())
+        if ends is None:
+            return None
+        later = Pending.of(crops.cropped(waiting, ends), self._steps, self._versions, self._place + 1)
+        return later if later._place < len(waiting.expected) else later.tensor()
 
     def _with_indices(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Tensor) -> Any:
         """What ``min`` or ``max`` returns: indices, which nothing read in the trace, are computed if something does."""

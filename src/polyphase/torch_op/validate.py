@@ -155,6 +155,11 @@ def _check_sizes(name: str, dims: int, input: Tensor, layer: Layer) -> None:
                 f"{name}: output_padding must be smaller than stride or dilation, got "
                 f"output_padding={layer.output_padding}, stride={layer.stride}, dilation={layer.dilation}"
             )
+    check_sizes(name, input_size, layer)
+
+
+def check_sizes(name: str, input_size: tuple[int, ...], layer: Layer) -> None:
+    """Raise RuntimeError where the output would have no elements, or too many."""
     sizes = output_size(input_size, layer)
     for size in sizes:
         if size < 1:

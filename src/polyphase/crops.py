@@ -1,0 +1,108 @@
+"""Slices of a layer's output, ``y[..., left:-right]``, which the layer computes alone (`polyphase.fused.crop`)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from polyphase.torch_op.steps import Step
+from polyphase.torch_op.validate import Layer
+
+#: What a slice is called in a chain: Python's and PyTorch's function have this name.
+NAME = "getitem"
+#: A copy where a tensor lies otherwise than a new one: a layer's output does so where it is channels_last alone.
+CONTIGUOUS = "contiguous"
+
+Ends = tuple[tuple[int, int], ...]
+
+
+def name_of(target: Any) -> str:
+    """`NAME` or `CONTIGUOUS` for such a function or method; "" for others."""
+    if target is operator.getitem or target is Tensor.__getitem__:
+        return NAME
+    return CONTIGUOUS if target == CONTIGUOUS or target is Tensor.contiguous else ""
+
+
+def may_be_crop(index: Any, dims: int) -> bool:
+    """Whether an index of a tensor of so many dimensions may cut its spatial ones; bounds may be nodes of a graph."""
+    parts = _parts(index, dims)
+    if parts is None or any(part != slice(None) for part in parts[:2]):
+        return False
+    bounds = [each for part in parts[2:] for each in (part.start, part.stop)]
+    return all(each is None or type(each) is int or isinstance(each, Node) for each in bounds)
+
+
+def ends_of(index: Any, size: Sequence[int]) -> Ends | None:
+    """How many elements an index leaves out at both ends of each spatial dimension; None if it is no such index."""
+    parts = _parts(index, len(size))
+    if parts is None or not may_be_crop(index, len(size)):
+        return None
+    bounds = [part.indices(count)[:2] for part, count in zip(parts[2:], size[2:])]
+    if any(start >= stop for start, stop in bounds):
+        return None
+    return tuple((start, count - stop) for (start, stop), count in zip(bounds, size[2:]))
+
+
+def _parts(index: Any, dims: int) -> list[slice] | None:
+    """A slice without a step for each dimension."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    places = [place for place, part in enumerate(given) if part is Ellipsis]
+    if len(places) > 1 or len(given) - len(places) > dims:
+        return None
+    rest = [slice(None)] * (dims - len(given) + len(places))
+    place = places[0] if places else len(given)
+    given[place : place + len(places)] = rest
+    return given if all(type(part) is slice and part.step in (None, 1) for part in given) else None
+
+
+def cut(size: Sequence[int], ends: Ends) -> tuple[int, ...]:
+    """The spatial size of what is left."""
+    return tuple(count - left - right for count, (left, right) in zip(size, ends))
+
+
+def cropped(waiting: Any, ends: Ends) -> Any:
+    """What waits (`polyphase.pending.Waiting`) for a part of the layer's output."""
+    step, size = Step("crop", tuple(each for pair in ends for each in pair)), waiting.size()
+
+    def compute(steps: Sequence[Step | None], out: Tensor | None = None) -> Tensor:
+        result: Tensor = waiting.compute([step, *steps], out)
+        return result
+
+    return waiting._replace(compute=compute, size=lambda: (*size[:2], *cut(size[2:], ends)))
+
+
+def split(name: str, layer: Layer, steps: Sequence[Step]) -> tuple[Layer, Sequence[Step]]:
+    """The layer whose output is the cropped one, and the steps behind the crops, which are the first.
+
+    Padding crops both ends alike, and a negative output padding the last.
+
+    Raises:
+        ValueError: a crop is behind another step, is of other dimensions or negative.
+    """
+    count = next((place for place, step in enumerate(steps) if step.kind != "crop"), len(steps))
+    for step in steps[:count]:
+        lefts, rights = step.constants[::2], step.constants[1::2]
+        wrong = any(isinstance(each, float) or each < 0 for each in step.constants)
+        if wrong or len(lefts) != len(layer.stride) or len(rights) != len(lefts):
+            pairs = f"{len(layer.stride)} pairs of integers that are at least 0"
+            raise ValueError(f"{name}: a crop takes {pairs}, got {step.constants}")
+        layer = layer._replace(
+            padding=tuple(map(operator.add, layer.padding, lefts)),
+            output_padding=tuple(
+                extra + left - right for extra, left, right in zip(layer.output_padding, lefts, rights)
+            ),
+        )
+    if any(step.kind == "crop" for step in steps[count:]):
+        raise ValueError(f"{name}: a crop comes before all other operations of an epilogue")
+    return layer, steps[count:]
+
+
+def index_of(whole: Layer, layer: Layer) -> tuple[Any, ...]:
+    """What is left of the output of a layer by `split`."""
+    lefts = [cropped - padding for cropped, padding in zip(layer.padding, whole.padding)]
+    rights = [left + extra - cropped for left, extra, cropped in zip(lefts, whole.output_padding, layer.output_padding)]
+    return (..., *(slice(left, -right if right else None) for left, right in zip(lefts, rights)))
