@@ -98,9 +98,9 @@ class Neck(nn.Module):
             for s in (1, 2, 4)
         )
 
-    def forward(self, *scales: Tensor) -> Tensor:
+    def forward(self, fine: Tensor, middle: Tensor, coarse: Tensor) -> Tensor:
         """(N, 64, H, W), (N, 128, H/2, W/2), (N, 256, H/4, W/4) to (N, 384, H, W)."""
-        return torch.cat([up(x) for up, x in zip(self.up, scales)], 1)
+        return torch.cat([up(x) for up, x in zip(self.up, (fine, middle, coarse))], 1)
 
 
 class ResidualBlock(nn.Module):
@@ -195,8 +195,9 @@ class StyleGAN2(nn.Module):
         self.flat = nn.ModuleList(made(width, width, size, False) for width, size in zip(widths, sizes))
         self.styles = nn.ModuleList(nn.Linear(latent, width) for width in widths)
         self.colours = nn.ModuleList(nn.Conv2d(width, 3, 1) for width in widths)
-        self.larger = nn.ConvTranspose2d(3, 3, 4, 2, 1, groups=3, bias=False)  # a filter, which stays as it is
-        self.larger.weight = nn.Parameter(smoothing(3, 4.0).clone(), requires_grad=False)
+        self.larger = nn.ModuleList(nn.ConvTranspose2d(3, 3, 4, 2, 1, groups=3, bias=False) for _ in widths[1:])
+        for layer in self.larger:  # filters, which stay as they are
+            layer.weight = nn.Parameter(smoothing(3, 4.0).clone(), requires_grad=False)
 
     def forward(self, w: Tensor) -> Tensor:
         """The image, a sum over all sizes."""
@@ -205,7 +206,7 @@ class StyleGAN2(nn.Module):
             x = self.up[place - 1](x, w) if place else x
             x = flat(x, w)
             coloured = colours(x * style(w)[..., None, None])
-            image = coloured if image is None else self.larger(image) + coloured
+            image = coloured if image is None else self.larger[place - 1](image) + coloured
         return image
 
 
@@ -326,10 +327,11 @@ class DPT(nn.Module):
             nn.Conv2d(width, width // 2, 3, 1, 1), self.larger, nn.Conv2d(width // 2, 32, 3, 1, 1),
             nn.ReLU(), nn.Conv2d(32, 1, 1), nn.ReLU(),
         )  # fmt: skip
+        nn.init.ones_(self.head[-2].bias)  # random depths would be negative, and 0
 
-    def forward(self, *stages: Tensor) -> Tensor:
+    def forward(self, first: Tensor, second: Tensor, third: Tensor, last: Tensor) -> Tensor:
         """Four times (N, 1024, H, W) to (N, 1, 16·H, 16·W)."""
-        coarse = [stage(x) for stage, x in zip(self.stages, stages)][::-1]
+        coarse = [stage(x) for stage, x in zip(self.stages, (first, second, third, last))][::-1]
         x = coarse[0]
         for place, (joined, projected) in enumerate(zip(self.joined, self.projected)):
             x = x + self.given[place - 1](coarse[place]) if place else x

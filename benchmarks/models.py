@@ -19,6 +19,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,8 @@ def sources(name: str, dtype: torch.dtype, device: DeviceInfo, runs: list[str]) 
     for batch in {1, 2, model.batch} if "inference" in runs else {2, model.batch}:  # 2: of the check
         inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes(model, batch)]
         for fusing in (False, True):
-            module = built(model).to("meta", dtype)
+            with torch.device("meta"):
+                module = built(model).to(dtype)
             polyphase.accelerate(module, fuse=fusing)
             met = problems_met(partial(module, *inputs), dtype)
             training = "training" in runs and not fusing and batch == model.batch
@@ -137,6 +139,11 @@ def contestants(model: Model, dtype: torch.dtype) -> tuple[dict[str, nn.Module],
     return found, "; ".join(str(block).partition(";")[0] for block in blocks if block.fused)
 
 
+def around(model: Model, who: str) -> AbstractContextManager[Any]:
+    """What a contestant runs in: PyTorch's function is called within `override`, where that is not PyTorch's turn."""
+    return polyphase.override() if model.calls and who != "torch" else nullcontext()
+
+
 def operands(model: Model, dtype: torch.dtype, batch: int) -> list[Tensor]:
     """A model's inputs."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -149,7 +156,7 @@ def compile_one(job: tuple[str, str, str, int, str]) -> None:
     dtype = getattr(torch, text)
     module = contestants(MODELS[name], dtype)[0][who].train(run == "training")
     inputs = operands(MODELS[name], dtype, batch)
-    with quiet(), torch.inference_mode(run == "inference"):
+    with quiet(), torch.inference_mode(run == "inference"), around(MODELS[name], who):
         if run == "inference":
             compiled(module, inputs, who == "fused")
         else:
@@ -165,7 +172,10 @@ def measured(
     inputs = operands(model, dtype, batch)
     few, (models, chains) = [each[:2] for each in inputs], contestants(model, dtype)
     wanted = outcome(module.to("cuda").double(), run, [each.double() for each in few])
-    errors = {who: error(outcome(each, run, few), wanted) for who, each in models.items()}
+    errors = {}
+    for who, each in models.items():
+        with around(model, who):
+            errors[who] = error(outcome(each, run, few), wanted)
     del module, wanted
     allowed = 2 * errors["torch"] + 4 * torch.finfo(dtype).eps
     wrong = [who for who in models if not errors[who] <= allowed]
@@ -176,7 +186,7 @@ def measured(
         times: dict[str, float] = {}
         for who, each in models.items():
             try:
-                with torch.inference_mode(run == "inference"):
+                with torch.inference_mode(run == "inference"), around(model, who):
                     call, how = run_of(each.train(run == "training"), run, mode)
                     times[who] = timed(call, inputs, how, timer, who == "fused")
             except Exception as failure:

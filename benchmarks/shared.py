@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def problems_met(run: Callable[[], object], dtype: torch.dtype) -> list[ConvTransposeProblem]:
-    """The forward passes that a call of a model on meta tensors asks of polyphase."""
+    """The forward passes that a call of a model on meta tensors asks of polyphase, or of PyTorch's function."""
     met: list[ConvTransposeProblem] = []
     name = str(dtype).removeprefix("torch.")
 
@@ -60,6 +60,8 @@ def problems_met(run: Callable[[], object], dtype: torch.dtype) -> list[ConvTran
                 note(args[0], args[1], args[2], tuple(map(_tuple, args[3:])), (NONE, NONE))
             if func is torch.ops.polyphase.conv_transpose_epilogue.default:
                 note(args[0], args[1], args[2], tuple(map(_tuple, args[5:])), decoded(args[4]))
+            if func is torch.ops.aten.convolution.default and args[6]:  # a call that `polyphase.override` computes
+                note(*args[:3], (*map(_tuple, (*args[3:5], args[7], args[5])), args[8]), (NONE, NONE))
             return func(*args, **(kwargs or {}))
 
     with Watched(), torch.no_grad():  # type: ignore[no-untyped-call]

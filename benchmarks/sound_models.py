@@ -301,13 +301,12 @@ class AliasFreeBlock(nn.Module):
 class BigVGAN(nn.Module):
     """BigVGAN v2 of 24 kHz, 100 bands and 256 times: (N, 100, frames) to (N, 1, 256·frames)."""
 
-    def __init__(self, width: int = 1536) -> None:
+    def __init__(self, width: int = 1536, ratios: tuple[int, ...] = (4, 4, 2, 2, 2, 2)) -> None:
         super().__init__()
         self.first = nn.Conv1d(100, width, 7, 1, 3)
-        sizes = [width >> place for place in range(7)]
+        sizes = [width >> place for place in range(len(ratios) + 1)]
         self.up = nn.ModuleList(
-            nn.ConvTranspose1d(a, b, 2 * s, s, s // 2)
-            for (a, b), s in zip(itertools.pairwise(sizes), (4, 4, 2, 2, 2, 2))
+            nn.ConvTranspose1d(a, b, 2 * s, s, s // 2) for (a, b), s in zip(itertools.pairwise(sizes), ratios)
         )
         self.blocks = nn.ModuleList(nn.ModuleList(AliasFreeBlock(size, k) for k in (3, 7, 11)) for size in sizes[1:])
         self.activation, self.last = AntiAliased(sizes[-1]), nn.Conv1d(sizes[-1], 1, 7, 1, 3, bias=False)

@@ -7,6 +7,7 @@ channels, groups. Sums are exact, so results are compared bit for bit with float
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,3 +60,31 @@ def test_a_layer_by_a_config(seed: int) -> None:
     found = run(problem, pass_, program, Layouts.of_call(problem, pass_), operands, bias, Emulator(seed % 100))
     expected = reference(problem, pass_, operands, bias).to(DTYPES[problem.dtype])
     assert torch.equal(found, expected), f"{candidate.describe()} of {problem}, {pass_.value}"
+
+
+@pytest.mark.skipif(not available(), reason="needs Linux and g++")
+@pytest.mark.sampled(30, 6)
+@pytest.mark.parametrize("seed", range(60))
+def test_a_cropped_layer_by_a_config(seed: int) -> None:
+    """`polyphase.fused.crop`: padding beyond the kernel's reach, and negative output padding."""
+    given, _, draws = draw(seed)
+    whole = replace(given, padding=(0,) * given.dims, output_padding=(0,) * given.dims)
+    lefts, rights = [], []
+    for size, axis in zip(whole.output_size, whole.axes):
+        most = min(size - 1, axis.dilation * (axis.kernel - 1) + 1)
+        lefts.append(draws.choice((0, draws.randint(0, most))))
+        rights.append(draws.choice((lefts[-1], draws.randint(0, most), most)))
+        if lefts[-1] + rights[-1] >= size:
+            lefts[-1] = 0
+    extra = tuple(left - right for left, right in zip(lefts, rights))
+    problem = replace(whole, padding=tuple(lefts), output_padding=extra)
+    offers = list(programs(problem, Pass.FORWARD, H200))
+    schedule = draws.choice(sorted({candidate.schedule for candidate, _ in offers}))
+    candidate, program = draws.choice([offer for offer in offers if offer[0].schedule == schedule])
+    x, weight = integers(problem.input_shape, seed), integers(problem.weight_shape, seed + 1)
+    bias = integers((problem.out_channels,), seed + 3) if problem.bias else None
+    layouts = Layouts.of_call(problem, Pass.FORWARD)
+    found = run(problem, Pass.FORWARD, program, layouts, (x, weight), bias, Emulator(seed % 100))
+    ends = (slice(left, size - right) for left, right, size in zip(lefts, rights, whole.output_size))
+    expected = reference(whole, Pass.FORWARD, (x, weight), bias)[(..., *ends)].to(DTYPES[problem.dtype])
+    assert torch.equal(found, expected), f"{candidate.describe()} of {problem}"

@@ -54,3 +54,9 @@ def test_layers(name: str, dtype: str, pass_: Pass, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", OTHERS)
 def test_others_have_none(name: str) -> None:
     assert OTHERS[name].of_frames() is None
+
+
+def test_a_cropped_output_is_fewer_frames() -> None:
+    frames = replace(LAYERS["overlap-add"], output_padding=(-64,)).of_frames()
+    assert frames is not None
+    assert frames.output_size == (30,)

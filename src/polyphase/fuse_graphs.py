@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,14 +45,13 @@ class InPlaceTracer(torch.fx.Tracer):
 class _Tracer(InPlaceTracer):
     """Modules of a chain are nodes, also polyphase's, layer norms over channels and snakes, which PyTorch has not.
 
-    ``opaque``: further modules that are nodes; nobody knows what they do.
+    ``known``: such norms and snakes. ``opaque``: further modules that are nodes; nobody knows what they do.
     """
 
-    def __init__(self, model: Module, opaque: Sequence[Module] = ()) -> None:
+    def __init__(self, known: Collection[Module], opaque: Sequence[Module] = ()) -> None:
         super().__init__()
         self._opaque = set(map(id, opaque))
-        self._known = {id(module) for module in model.modules() if normalized_dims(module) or snake_of(module)}
-        self._known |= self._opaque
+        self._known = {*map(id, known), *self._opaque}
 
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
         """Whether a module is a node of the graph."""
@@ -67,22 +66,25 @@ class _Tracer(InPlaceTracer):
 
 
 def graphs(
-    model: Module, prefix: str = "", opaque: dict[Module, bool] | None = None
+    model: Module, prefix: str = "", known: Collection[Module] | None = None, opaque: dict[Module, bool] | None = None
 ) -> Iterator[tuple[str, torch.fx.Graph, Module]]:
     """Graphs of the model in evaluation mode, or of the largest parts of it that can be traced, with their prefixes.
 
-    ``opaque``: whether modules cannot be traced, as far as that was found.
+    ``known``: its norms over channels and its snakes. ``opaque``: whether modules cannot be traced, as far as that was
+    found.
     """
     if not any(isinstance(module, LAYERS) for module in model.modules()) or isinstance(model, LAYERS):
         return
-    graph, opaque = _traced(model), {} if opaque is None else opaque
-    if graph is None and (leaves := _opaque(model, opaque)):
-        graph = _traced(model, leaves)
+    if known is None:  # found once: a vocoder has a hundred snakes, each traced to be known
+        known = _norms_and_snakes(model)
+    graph, opaque = _traced(model, known), {} if opaque is None else opaque
+    if graph is None and (leaves := _opaque(model, known, opaque)):
+        graph = _traced(model, known, leaves)
     if graph is not None:
         yield prefix, graph, model
         return
     for name, child in model.named_children():
-        yield from graphs(child, f"{prefix}{name}.", opaque)
+        yield from graphs(child, f"{prefix}{name}.", known, opaque)
 
 
 @contextmanager
@@ -102,29 +104,37 @@ def _left_as_it_is(model: Module) -> Iterator[None]:
             module.training = training
 
 
-def _traced(model: Module, opaque: Sequence[Module] = ()) -> torch.fx.Graph | None:
+def _norms_and_snakes(model: Module) -> list[Module]:
+    """Modules that PyTorch has not: layer norms over channels, and snakes."""
+    with _left_as_it_is(model):
+        for module in model.modules():
+            module.training = False
+        return [module for module in model.modules() if normalized_dims(module) or snake_of(module)]
+
+
+def _traced(model: Module, known: Collection[Module], opaque: Sequence[Module] = ()) -> torch.fx.Graph | None:
     """The graph of a module in evaluation mode; None where it cannot be traced."""
     with _left_as_it_is(model):
         try:
             for module in model.modules():
                 module.training = False
-            return _Tracer(model, opaque).trace(model)
+            return _Tracer(known, opaque).trace(model)
         except Exception:  # whatever a model does with a proxy
             return None
 
 
-def _opaque(model: Module, known: dict[Module, bool]) -> list[Module]:
+def _opaque(model: Module, known: Collection[Module], opaque: dict[Module, bool]) -> list[Module]:
     """The modules without layers within that cannot be traced, none of them a part of another.
 
-    ``known``: whether modules are, as far as that was found.
+    ``opaque``: whether modules are, as far as that was found.
     """
     found: list[Module] = []
     for child in model.children():
         is_list = isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))  # which nobody calls
         if is_list or any(isinstance(module, LAYERS) for module in child.modules()):
-            found += _opaque(child, known)
+            found += _opaque(child, known, opaque)
             continue
-        if child not in known:
-            known[child] = not _Tracer(child).is_leaf_module(child, "") and _traced(child) is None
-        found += [child] * known[child]
+        if child not in opaque:
+            opaque[child] = not _Tracer(known).is_leaf_module(child, "") and _traced(child, known) is None
+        found += [child] * opaque[child]
     return found

@@ -374,7 +374,7 @@ class ConvTransposeProblem:
             kernel_size=(self.kernel_size[0] // stride,),
             stride=(1,),
             padding=(self.padding[0] // stride,),
-            output_padding=(0,),
+            output_padding=(self.output_padding[0] // stride,),  # none, but where the output is cropped
             channels_last=True,
         )
 
