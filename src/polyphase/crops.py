@@ -85,11 +85,12 @@ def split(name: str, layer: Layer, steps: Sequence[Step]) -> tuple[Layer, Sequen
     """
     count = next((place for place, step in enumerate(steps) if step.kind != "crop"), len(steps))
     for step in steps[:count]:
-        lefts, rights = step.constants[::2], step.constants[1::2]
-        wrong = any(isinstance(each, float) or each < 0 for each in step.constants)
+        constants: tuple[Any, ...] = step.constants
+        lefts, rights = constants[::2], constants[1::2]
+        wrong = any(isinstance(each, float) or each < 0 for each in constants)
         if wrong or len(lefts) != len(layer.stride) or len(rights) != len(lefts):
             pairs = f"{len(layer.stride)} pairs of integers that are at least 0"
-            raise ValueError(f"{name}: a crop takes {pairs}, got {step.constants}")
+            raise ValueError(f"{name}: a crop takes {pairs}, got {constants}")
         layer = layer._replace(
             padding=tuple(map(operator.add, layer.padding, lefts)),
             output_padding=tuple(

@@ -263,7 +263,8 @@ class Trace:
                 reason = self._why_not_later(numbers, reader, str(reader.target))
         else:
             in_place = is_in_place(reader.target, reader.kwargs)
-            reason = self._why_no_call(numbers, reader)
+            sliced = self._reduces and call_name(reader) in (crops.NAME, crops.CONTIGUOUS)
+            reason = self._why_not_sliced(numbers, reader) if sliced else self._why_no_call(numbers, reader)
         if not reason and changes_what_is_read(reader, numbers, in_place):
             return "the next operation changes in place a value that is read again"
         return reason
@@ -301,8 +302,6 @@ class Trace:
     def _why_no_call(self, numbers: dict[torch.fx.Node, int], call: torch.fx.Node) -> str:
         """Why a call cannot be computed of the last value of a chain by the layer, or ""."""
         layer, value, name = next(iter(numbers)), next(reversed(numbers)), call_name(call)
-        if self._reduces and name in (crops.NAME, crops.CONTIGUOUS):
-            return self._why_not_sliced(numbers, call)
         reduced = self._is_reduced(call, numbers)
         if not reduced and name != "cat" and not name_of(call.target):
             return _why_unknown(call.target)

@@ -156,8 +156,8 @@ class Pending(Tensor):
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A function of it: recorded if it is the next one expected, else computed of tensors."""
         name = (own := name_of(function)) or reduction_steps.name_of(function) or crops.name_of(function)
-        if name in (crops.NAME, crops.CONTIGUOUS) and (found := self._sliced(name, args, kwargs)) is not None:
-            return found
+        if name in (crops.NAME, crops.CONTIGUOUS) and (part := self._sliced(name, args, kwargs)) is not None:
+            return part
         copied = name in COPIES and self._value is None and not torch.is_grad_enabled()
         if copied and not self._waiting.records and self._read(name, args, kwargs) is not None:
             if name == "clone":
