@@ -1,13 +1,13 @@
 """Chains of a built model that a transposed convolution computes in its own kernel: ``accelerate(model, fuse=True)``.
 
 A chain is a transposed convolution and what reads its output, where nothing else does, one after the other: batch
-norms, layer norms over channels, activations, dropouts, sums, slices, and products and sums with an earlier value of the
-chain, as modules or as calls of PyTorch's functions; and an activation, as a module, whose output the layer alone reads.
-It is found by symbolic tracing (`torch.fx`) of the model, or of the parts of it that can be traced, as they run in evaluation
-mode. Nothing is copied, no parameter moves and no code is rewritten: the layer keeps a list of what follows it and
-reads parameters at every call. What it returns says what is expected of it (`polyphase.pending`): a module passes on
-what expects it, and computes its own operation of anything else. All of that holds while the whole chain is in
-evaluation mode and without hooks; else each computes what it always did, but for norms in training
+norms, layer norms over channels, activations, dropouts, sums, slices, and products and sums with an earlier value of
+the chain, as modules or as calls of PyTorch's functions; and an activation, as a module, whose output the layer alone
+reads. It is found by symbolic tracing (`torch.fx`) of the model, or of the parts of it that can be traced, as they run
+in evaluation mode. Nothing is copied, no parameter moves and no code is rewritten: the layer keeps a list of what
+follows it and reads parameters at every call. What it returns says what is expected of it (`polyphase.pending`): a
+module passes on what expects it, and computes its own operation of anything else. All of that holds while the whole
+chain is in evaluation mode and without hooks; else each computes what it always did, but for norms in training
 (`polyphase.batch_norms`).
 """
 
