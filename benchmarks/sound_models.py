@@ -126,25 +126,10 @@ def dac(width: int = 1536, given: int = 1024) -> nn.Module:
     return nn.Sequential(*layers, Snake(width >> 4), nn.Conv1d(width >> 4, 1, 7, 1, 3), nn.Tanh())
 
 
-class Recurrent(nn.Module):
-    """Two LSTMs beside a shortcut."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(channels, channels, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, L)."""
-        x = x.permute(2, 0, 1)
-        return (self.lstm(x)[0] + x).permute(1, 2, 0)
-
-
-def seanet(
-    given: int, width: int, ratios: Sequence[int], last: int, mode: str, shortcuts: bool, lstm: bool
-) -> list[nn.Module]:
+def seanet(given: int, width: int, ratios: Sequence[int], last: int, mode: str, shortcuts: bool) -> list[nn.Module]:
     """SEANet's decoder: an ELU and a layer, cropped at the right, for each ratio, and a residual block."""
     conv, channels = partial(CausalConv, mode=mode), width << len(ratios)
-    layers: list[nn.Module] = [conv(given, channels, 7), *([Recurrent(channels)] * lstm)]
+    layers: list[nn.Module] = [conv(given, channels, 7)]
     for s in ratios:
         layers += [nn.ELU(), CroppedUp(channels, channels // 2, 2 * s, s)]
         channels //= 2
@@ -154,8 +139,11 @@ def seanet(
 
 
 def encodec(width: int = 32, given: int = 128) -> nn.Module:
-    """The decoder of EnCodec at 24 kHz: (N, 128, frames) to (N, 1, 320·frames)."""
-    return nn.Sequential(*seanet(given, width, (8, 5, 4, 2), 7, "reflect", True, True))
+    """The decoder of EnCodec at 24 kHz: (N, 128, frames) to (N, 1, 320·frames).
+
+    Without its LSTM, which `torch.compile` takes into no graph.
+    """
+    return nn.Sequential(*seanet(given, width, (8, 5, 4, 2), 7, "reflect", True))
 
 
 class Layer(nn.Module):
@@ -217,7 +205,7 @@ def mimi(width: int = 64, given: int = 512, layers: int = 8) -> nn.Module:
     """The decoder of Mimi: (N, 512, frames) to (N, 1, 1920·frames)."""
     up = CroppedUp(given, given, 4, 2, groups=given, bias=False)
     transformer = Transformer(layers, given, 8, 4 * given, 250, False)
-    return nn.Sequential(up, transformer, *seanet(given, width, (8, 6, 5, 4), 3, "constant", False, False))
+    return nn.Sequential(up, transformer, *seanet(given, width, (8, 6, 5, 4), 3, "constant", False))
 
 
 class ConvNeXt(nn.Module):
