@@ -248,6 +248,25 @@ class NormedResidual(nn.Module):
         return result
 
 
+class TransformerLayer(nn.Module):
+    """Attention, and two linear layers, beside shortcuts; norms come first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.project, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, tokens, width)."""
+        queries, keys, values = self.project(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(queries, keys, values)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
+        return result
+
+
 class UNETR(nn.Module):
     """MONAI's UNETR: a transformer over patches of 16 voxels, and layers up from four of its stages."""
 
@@ -264,10 +283,7 @@ class UNETR(nn.Module):
         self.grid, self.every = (size // 16,) * 3, layers // 4
         self.patches = nn.Conv3d(1, hidden, 16, 16)
         self.positions = nn.Parameter(0.02 * torch.randn(1, (size // 16) ** 3, hidden))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, 0.0, "gelu", batch_first=True, norm_first=True)
-            for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(TransformerLayer(hidden, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         up = partial(nn.ConvTranspose3d, kernel_size=2, stride=2, bias=False)
         widths = [features << place for place in range(4)]
