@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -106,10 +106,14 @@ def _left_as_it_is(model: Module) -> Iterator[None]:
 
 def _norms_and_snakes(model: Module) -> list[Module]:
     """Modules that PyTorch has not: layer norms over channels, and snakes."""
+    found = []
     with _left_as_it_is(model):
         for module in model.modules():
             module.training = False
-        return [module for module in model.modules() if normalized_dims(module) or snake_of(module)]
+        for module in model.modules():
+            with suppress(Exception):  # a scripted one, say, which has no attributes of Python's
+                found += [module] * bool(normalized_dims(module) or snake_of(module))
+    return found
 
 
 def _traced(model: Module, known: Collection[Module], opaque: Sequence[Module] = ()) -> torch.fx.Graph | None:

@@ -155,8 +155,8 @@ class Pending(Tensor):
 
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A function of it: recorded if it is the next one expected, else computed of tensors."""
-        name = (own := name_of(function)) or reduction_steps.name_of(function) or crops.name_of(function)
-        if name in (crops.NAME, crops.CONTIGUOUS) and (part := self._sliced(name, args, kwargs)) is not None:
+        name = (own := name_of(function)) or reduction_steps.name_of(function)
+        if (part := self._sliced(function, args, kwargs)) is not None:
             return part
         copied = name in COPIES and self._value is None and not torch.is_grad_enabled()
         if copied and not self._waiting.records and self._read(name, args, kwargs) is not None:
@@ -173,10 +173,11 @@ class Pending(Tensor):
                 return self._next(step if step.kind else None, is_in_place(function, kwargs), found)
         return function(*_computed(args), **_computed(kwargs))
 
-    def _sliced(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending | Tensor | None:
+    def _sliced(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending | Tensor | None:
         """A slice that is expected, or a contiguous copy, which it is already; None where it is computed otherwise."""
         waiting, plain = self._waiting, self._found is PLAIN and self._value is None
-        if not plain or kwargs or waiting.records or torch.is_grad_enabled():
+        name = crops.name_of(function)
+        if not name or not plain or kwargs or waiting.records or torch.is_grad_enabled():
             return None
         if name == crops.CONTIGUOUS:
             apart = len(args) > 1 or output_channels_last(*waiting.reads[:2])
