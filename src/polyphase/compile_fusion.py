@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 
-from polyphase import elementwise, fused, layer_norms, snakes
+from polyphase import elementwise, fused, inductor, layer_norms, snakes
 from polyphase.elementwise import (
     change_between,
     changes_other,
@@ -37,11 +37,11 @@ from polyphase.elementwise import (
     step_of,
     step_of_value,
 )
+from polyphase.inductor import LAYERS
 from polyphase.layer_norms import layer_norm_of
 from polyphase.problem.epilogue import ACTIVATIONS, NONE, decoded, encoded
 from polyphase.snakes import snake_at
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
-from polyphase.torch_op.operators import conv_transpose
 from polyphase.torch_op.steps import checked
 
 
@@ -54,6 +54,7 @@ class CompileFusion:
 
     def __init__(self, before: Any) -> None:
         self.chains: list[str] = []
+        self.reasons: list[str] = []
         self._before = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
         self._found = before
         self._enabled = 1  # by how many calls of `enable_compile_fusion` whose ``with`` has not ended
@@ -85,7 +86,7 @@ class CompileFusion:
         self._enabled = 0
         if config.pre_grad_custom_pass is self:
             config.pre_grad_custom_pass = self._found
-        _restore_layouts()
+        inductor.restore()
 
     def __enter__(self) -> CompileFusion:
         return self
@@ -117,7 +118,7 @@ def enable_compile_fusion() -> CompileFusion:
         return found
     fusion = _pass_class()(found)
     config.pre_grad_custom_pass = fusion
-    _keep_layouts()
+    inductor.change(fusion)
     return fusion
 
 
@@ -135,51 +136,11 @@ def _pass_class() -> type[CompileFusion]:
     return type("CompileFusion", (CompileFusion, CustomGraphPass), {"__doc__": CompileFusion.__doc__})
 
 
-_DECIDES = "decide_layout_opt"
-
-
-def _keep_layouts() -> None:
-    """Have Inductor leave the layouts of a graph whose only convolutions are 1x1, behind polyphase's layers.
-
-    It makes them channels_last, which is a copy of the layers' outputs, larger than all that the convolutions gain.
-    """
-    from torch._inductor.graph import GraphLowering
-
-    decides = getattr(GraphLowering, _DECIDES, None)
-    if decides is None or hasattr(decides, "__wrapped__"):
-        return
-
-    @functools.wraps(decides)
-    def decide(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        return False if _has_only_pointwise(gm.graph) else decides(gm, *args, **kwargs)
-
-    setattr(GraphLowering, _DECIDES, staticmethod(decide))
-
-
-def _restore_layouts() -> None:
-    from torch._inductor.graph import GraphLowering
-
-    original = getattr(getattr(GraphLowering, _DECIDES, None), "__wrapped__", None)
-    if original is not None:
-        setattr(GraphLowering, _DECIDES, staticmethod(original))
-
-
-def _has_only_pointwise(graph: Graph) -> bool:
-    """Whether PyTorch's convolutions in a graph of ATen's operators are all 1x1, beside layers of polyphase's."""
-    layers = any(node.target in _LAYERS for node in graph.nodes)
-    convolutions = [node for node in graph.nodes if node.target is torch.ops.aten.convolution.default]
-    if not layers or not convolutions:
-        return False
-    weights = [node.args[1].meta["val"] for node in convolutions]
-    return all(set(weight.shape[2:]) == {1} and not node.args[6] for node, weight in zip(convolutions, weights))
-
-
 def _digest() -> str:
-    files = (__file__, elementwise.__file__, layer_norms.__file__, snakes.__file__)
+    files = (__file__, elementwise.__file__, inductor.__file__, layer_norms.__file__, snakes.__file__)
     return hashlib.sha256(b"".join(Path(each).read_bytes() for each in files)).hexdigest()
 
 
-_LAYERS = (conv_transpose, conv_transpose_epilogue)
 _MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
@@ -206,7 +167,7 @@ def _fuse(graph: Graph) -> list[str]:
 
 def _is_layer(node: Node) -> bool:
     value = _value(node)
-    return node.target in _LAYERS and not node.kwargs and isinstance(value, Tensor) and not value.requires_grad
+    return node.target in LAYERS and not node.kwargs and isinstance(value, Tensor) and not value.requires_grad
 
 
 def _value(node: Any) -> Any:

@@ -89,7 +89,7 @@ _FUNCTIONS = _functions()
 
 
 #: What a layer may write its output for, as a slice of channels of the result.
-CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate, torch.ops.aten.cat.default)
 
 
 #: Functions whose result has the values that they are given: without derivatives nothing is to be computed.
@@ -103,6 +103,12 @@ def concatenated(args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> S
     dim = given.pop("axis", None) if dim is None else dim
     joins = not given and type(dim) is int and dim in (1, 1 - dims) and isinstance(parts, (list, tuple))
     return parts if joins and len(args) < 3 else None
+
+
+def joined_once(value: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> Sequence[Any] | None:
+    """What one of `CONCATENATIONS` joins along channels, where ``value`` is one of these once; None elsewhere."""
+    parts = concatenated(args, kwargs, dims)
+    return parts if parts is not None and sum(each is value for each in parts) == 1 else None
 
 
 def name_of(target: Any) -> str:

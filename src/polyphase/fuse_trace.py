@@ -19,9 +19,9 @@ from polyphase.elementwise import (
     change_between,
     changes_other,
     changes_what_is_read,
-    concatenated,
     is_closed,
     is_in_place,
+    joined_once,
     name_of,
     next_reader,
     read_next,
@@ -306,8 +306,8 @@ class Trace:
         if not reduced and name != "cat" and not name_of(call.target):
             return _why_unknown(call.target)
         if name == "cat":
-            parts = concatenated(call.args, call.kwargs, _dims(self._module(layer)))
-            if parts is None or sum(each is value for each in parts) != 1 or self._reduced_before(numbers):
+            parts = joined_once(value, call.args, call.kwargs, _dims(self._module(layer)))
+            if parts is None or self._reduced_before(numbers):
                 return "cat() does not join it once along channels"
             return self._why_not_later(numbers, call, name)
         if call in self._taken:

@@ -16,8 +16,6 @@ what was asked for so far, and goes on with that, or is an error: values are nev
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -42,9 +40,8 @@ from polyphase.elementwise import (
     step_of_value,
 )
 from polyphase.module_steps import is_step_of, step_of_module
-from polyphase.problem.layouts import ALIGNMENT
 from polyphase.reductions import PLAIN, WIDER, Arranged, compute, following
-from polyphase.torch_op.into import copy_to_slice
+from polyphase.torch_op.into import copy_to_slice, starts_aligned
 from polyphase.torch_op.memory_format import output_channels_last
 from polyphase.versions import check_versions, versions_of
 
@@ -376,9 +373,8 @@ def _joined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     channels = [_channels(each, size, waiting) for each in parts]
     if None in channels:
         return None
-    starts = itertools.accumulate(channels, initial=0)
-    pixel = math.prod(size[2:]) * waiting.dtype.itemsize
-    if any(start * pixel % ALIGNMENT for part, start in zip(parts, starts) if type(part) is Pending):
+    starts = (starts_aligned(channels[:place], size, waiting.dtype) for place in range(len(parts)))
+    if not all(aligned for part, aligned in zip(parts, starts) if type(part) is Pending):
         return None  # kernels would write to another tensor first
     result = torch.empty((size[0], sum(channels), *size[2:]), dtype=waiting.dtype, device=waiting.device)
     for part, out in zip(parts, result.split(channels, 1)):

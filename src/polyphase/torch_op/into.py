@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,6 +91,14 @@ def image_stride(out: Tensor, input: Tensor, weight: Tensor) -> int | None:
     if shape[0] == 1:
         return dense[0]
     return strides[0] if strides[0] >= dense[0] else None
+
+
+def starts_aligned(channels: Sequence[Any], shape: Sequence[Any], dtype: torch.dtype) -> Any:
+    """Whether a slice of a larger tensor starts where kernels may write to it: at a multiple of 32 bytes.
+
+    ``channels``: of the slices before it; ``shape``: its own. Sizes may be symbolic, and so is then what is returned.
+    """
+    return sum(channels) * math.prod(shape[2:]) * dtype.itemsize % ALIGNMENT == 0
 
 
 _COPIED_AT_ONCE = 1 << 18  # elements: the host takes longer for views than the GPU for fewer
