@@ -4,7 +4,8 @@ Inductor fuses nothing into an operator that is not its own. So the graph is cha
 polyphase's operator is followed by batch norms in evaluation mode, layer norms over channels, activations, factors and
 sums, which nothing else reads, all of them become one call of ``polyphase::conv_transpose_epilogue``; so does an
 activation or a snake that the operator alone reads. Graphs are changed at Inductor's hook before derivatives
-(`torch._inductor.config.pre_grad_custom_pass`), where norms and activations are still whole.
+(`torch._inductor.config.pre_grad_custom_pass`), where norms and activations are still whole. Concatenations come later,
+where Inductor decides who writes what (`polyphase.inductor`).
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ from polyphase.torch_op.steps import checked
 class CompileFusion:
     """The pass, while it is enabled. A context: at its end it is disabled.
 
-    ``chains``: what was fused in each graph that was compiled since, such as "conv_transpose → batch_norm → relu". Of a
-    graph that Inductor finds in its cache on disk, fused, nothing is told.
+    ``chains``: what was fused in each graph that was compiled since, such as "conv_transpose → batch_norm → relu", and
+    "conv_transpose → cat" for each layer that writes its slice of a concatenation; ``reasons``: why a layer that a
+    concatenation reads does not. Of a graph that Inductor finds in its cache on disk, fused, nothing is told.
     """
 
     def __init__(self, before: Any) -> None:
@@ -105,10 +107,11 @@ def enable_compile_fusion() -> CompileFusion:
     channels where a kernel computes them, activations, sums with tensors of the output's shape, factors and sums per
     channel, and sums and products with an earlier value (``y·sigmoid(y)``), while nothing else reads what is between,
     and dtypes are the output's; and an activation or a snake whose result a layer alone reads. Graphs that record
-    derivatives stay as they are.
+    derivatives stay as they are, but for concatenations along channels, of which layers write slices in any graph.
 
     Returns:
-        The pass: a context, with ``disable()`` and the ``chains`` that it has found.
+        The pass: a context, with ``disable()``, the ``chains`` that it has found, and the ``reasons`` why a
+        concatenation is not among these.
     """
     from torch._inductor import config
 

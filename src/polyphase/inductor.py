@@ -120,7 +120,10 @@ def _lowered(told: Told, operator: Any, before: Any, *args: Any, **kwargs: Any) 
     if reason == "" and V.graph.cpp_wrapper:
         reason = "Inductor's wrapper is in C++"
     if reason == "":
-        found = _into(told, operator, args)
+        try:
+            found = _into(told, operator, args)
+        except (AttributeError, ImportError, TypeError) as error:  # these interfaces are Inductor's own
+            found = f"Inductor of PyTorch {torch.__version__} is not known: {error}"
         if not isinstance(found, str):
             return found
         reason = found
@@ -210,9 +213,8 @@ def _kernel_class() -> Any:
             self._told, self._operator, self._unflatten = told, operator, unflatten
 
         def codegen_args(self) -> list[str]:
-            given, _ = self._unflatten(
-                [_Reference(each.codegen_reference()) for each in self.inputs], self.constant_args
-            )
+            tensors = [_Reference(each.codegen_reference()) for each in cast(Any, self.inputs)]
+            given, _ = self._unflatten(tensors, self.constant_args)
             arguments = into_operator.arguments_of(self._operator, given)
             return [V.graph.wrapper_code.val_to_arg_str(each) for each in arguments]
 
