@@ -162,11 +162,16 @@ def _only_layers(m: Any, x: Tensor, skip: Tensor) -> dict[str, Tensor]:
 @pytest.mark.slow
 def test_channels_last() -> None:
     """Kernels write no slices of pixels."""
-    plain = Up(_only_layers).eval()
-    x = torch.randn(2, 6, 4, 8).to(memory_format=torch.channels_last)
+    x, skip = torch.randn(2, 6, 4, 8), torch.randn(2, 8, 8, 16)
+    pixels = [each.to(memory_format=torch.channels_last) for each in (x, skip)]
     with torch.no_grad(), config.patch(fx_graph_cache=False), polyphase.enable_compile_fusion() as fusion:
-        within(torch.compile(swapped(plain), fullgraph=True)(x, x), plain, x, x)
-    assert fusion.reasons == ["cat(): a layer's output is channels_last"] * 2
+        plain = Up(_only_layers).eval()
+        within(torch.compile(swapped(plain), fullgraph=True)(pixels[0], skip), plain, pixels[0], skip)
+        assert fusion.reasons == ["cat(): a layer's output is channels_last"] * 2
+        plain = Up(_only_skip).eval()
+        found = torch.compile(swapped(plain), fullgraph=True)(x, pixels[1])
+        torch.testing.assert_close(found, plain(x, pixels[1]))
+        assert fusion.reasons[2:] == ["cat(): its result is channels_last"]
     assert WRITTEN not in fusion.chains
 
 
@@ -208,6 +213,10 @@ def test_training() -> None:
         gradients[1] += [each.grad for each in model.parameters()]
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
     assert fusion.chains == [WRITTEN, WRITTEN]
+
+
+def _only_skip(m: Any, x: Tensor, skip: Tensor) -> dict[str, Tensor]:
+    return {"y": torch.cat([skip, m.other(x)], 1)}
 
 
 def _beside_silu(m: Any, x: Tensor, skip: Tensor) -> dict[str, Tensor]:

@@ -169,7 +169,19 @@ def _into(told: Told, operator: Any, args: Sequence[Any]) -> Any:
         example, tensors, constants, unflatten, *_ = ir.FallbackKernel.process_kernel(operator, *args)
     if not example.is_contiguous():
         return "a layer's output is channels_last"
+    (cat,) = V.graph.current_node.users
+    if any(_is_channels_last(V.graph.env[part]) for part in cat.all_input_nodes if part in V.graph.env):
+        return "its result is channels_last"
     return ir.TensorBox.create(_kernel_class()(told, operator, example, tensors, constants, unflatten))
+
+
+def _is_channels_last(value: Any) -> bool:
+    """Whether a tensor of Inductor's is channels_last for good, as then a concatenation of it is."""
+    from torch._inductor import ir
+
+    if not ir.is_storage_and_layout(value) or not isinstance(value.get_layout(), ir.FixedLayout):
+        return False
+    return bool(value.get_stride()[1] == 1 and value.get_size()[1] != 1)
 
 
 class _Reference:
