@@ -79,12 +79,11 @@ def _taken(m: Any, x: Tensor, skip: Tensor) -> dict[str, Tensor]:
         "first, of odd channels": torch.cat([m.odd(x), skip], 1),
         "behind odd channels": torch.cat([m.odd(x), m.other(x)], 1),
         "through a view": torch.cat([skip[:, 2:], m.other(x[:, :, :, :]), skip[:, :2]], 1),
-        "a residual": torch.cat([skip, m.other(x) + active], 1),
     }
 
 
 #: How many layers write slices in what `_taken` gives.
-TAKEN = 15
+TAKEN = 14
 
 
 @pytest.mark.slow
@@ -132,11 +131,13 @@ def _left(m: Any, x: Tensor, skip: Tensor) -> dict[str, Tensor]:
         "twice": torch.cat([y, skip, y], 1),
         "read beside": torch.cat([z, skip], 1) + z.mean(),
         "another type": torch.cat([skip.double(), m.other(x)], 1),
+        "a residual": torch.cat([skip, m.other(x) + skip], 1),
         "behind 48 bytes": torch.cat([skip[:, :3, :2, :2].exp(), m.other(one)], 1),
     }
 
 
 LEFT = [
+    "a residual would have to lie as the slice does",
     "a layer's output is torch.float32, and the result torch.float64",
     "a layer's slice starts at no multiple of 32 bytes that is known",
     "it does not join a layer's output once along channels",
@@ -161,18 +162,20 @@ def _only_layers(m: Any, x: Tensor, skip: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_channels_last() -> None:
-    """Kernels write no slices of pixels."""
+    """Slices of pixels; the result of parts that lie in two ways lies as Inductor decides."""
     x, skip = torch.randn(2, 6, 4, 8), torch.randn(2, 8, 8, 16)
     pixels = [each.to(memory_format=torch.channels_last) for each in (x, skip)]
     with torch.no_grad(), config.patch(fx_graph_cache=False), polyphase.enable_compile_fusion() as fusion:
         plain = Up(_only_layers).eval()
         within(torch.compile(swapped(plain), fullgraph=True)(pixels[0], skip), plain, pixels[0], skip)
-        assert fusion.reasons == ["cat(): a layer's output is channels_last"] * 2
+        assert fusion.chains.count(WRITTEN) == 2
         plain = Up(_only_skip).eval()
-        found = torch.compile(swapped(plain), fullgraph=True)(x, pixels[1])
-        torch.testing.assert_close(found, plain(x, pixels[1]))
-        assert fusion.reasons[2:] == ["cat(): its result is channels_last"]
-    assert WRITTEN not in fusion.chains
+        for given, count in ((pixels, 3), ((x, pixels[1]), 3), ((pixels[0], skip), 4)):
+            torch._dynamo.reset()
+            found = torch.compile(swapped(plain), fullgraph=True)(*given)
+            torch.testing.assert_close(found, plain(*given))
+            assert fusion.chains.count(WRITTEN) == count
+    assert fusion.reasons == ["cat(): the result does not lie as a layer's output does"]
 
 
 def test_of_layers_alone() -> None:

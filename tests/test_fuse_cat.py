@@ -120,6 +120,39 @@ def test_what_is_not_joined_so_is_what_pytorch_gives() -> None:
     assert torch.equal(recorded.grad, torch.ones_like(skip))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["skip first", "skip last", "two layers"])
+def test_joined_in_channels_last(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels of 16 and 24 channels are aligned; a contiguous skip makes the result contiguous, as PyTorch's is."""
+    join, of_up, of_other = JOINS[name]
+    plain = UNet(join).eval()
+    plain.up[0], plain.up[1], plain.other = (
+        nn.ConvTranspose2d(6, 8, 2, 2),
+        nn.BatchNorm2d(8),
+        nn.ConvTranspose2d(6, 8, 2, 2),
+    )
+    plain.last = nn.Conv2d(16, 2, 1)
+    model = copy.deepcopy(plain.eval())
+    polyphase.accelerate(model, fuse=True)
+    written: list[bool] = []
+    original = fused.conv_transpose2d
+
+    def counting(*arguments: Any, epilogue: list[Any], **more: Any) -> Tensor:
+        written.append("out" in more)
+        return original(*arguments, epilogue=epilogue, **more)
+
+    monkeypatch.setitem(fuse._FUSED, 2, counting)
+    last = torch.channels_last
+    x, skip = torch.randn(2, 6, 4, 5).to(memory_format=last), torch.randn(2, 8, 8, 10).to(memory_format=last)
+    with torch.no_grad():
+        expected = plain(x, skip)
+        found = model(x, skip)
+        torch.testing.assert_close(found, expected)
+        assert found.stride() == expected.stride()
+        assert sum(written) == len(of_up[-1:]) + len(of_other)
+        contiguous = skip.contiguous()
+        assert model(x, contiguous).stride() == plain(x, contiguous).stride()
+
+
 REASONS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], str]] = {
     "rows": (lambda m, x, skip: torch.cat([m.other(x), skip], 2), "cat() does not join it once along channels"),
     "twice": (lambda m, x, skip: (lambda y: torch.cat([y, skip, y], 1))(m.other(x)), "cat() does not join it once"),

@@ -17,8 +17,9 @@ from kernel_harness import H200, assert_exact
 from polyphase import functional, fused
 from polyphase.plan.planner import programs
 from polyphase.problem import Pass
-from polyphase.problem.layouts import Layouts
-from polyphase.torch_op.into import image_stride, is_free
+from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.torch_op.into import is_free, is_writable, slice_strides
 from test_epilogue import LAYERS
 
 
@@ -86,19 +87,41 @@ def test_what_cannot_be_written_to(name: str, epilogue: bool) -> None:
         polyphase.conv_transpose2d(x, w.clone().requires_grad_(), b, 2, 1, out=torch.zeros(2, 4, 9, 7))
 
 
+def _strides(out: Tensor, last: bool = False) -> tuple[int, ...] | None:
+    return slice_strides(out.shape, out.stride(), last, out.dtype.itemsize)
+
+
 def test_what_kernels_write_to() -> None:
-    x, w, _ = _operands()
     larger = torch.zeros(2, 16, 8, 8)
-    assert image_stride(larger, x, w) == 16 * 64
-    assert image_stride(larger[:, 4:8], x, w) == 16 * 64
-    assert image_stride(larger[:1, 4:8], x, w) == 4 * 64
-    assert image_stride(larger[:, :, :, :7], x, w) is None
+    assert _strides(larger) == _strides(larger[:, 4:8]) == (16 * 64, 64, 64, 8, 1)
+    assert _strides(larger[:1, 4:8]) == (4 * 64, 64, 64, 8, 1)
+    assert _strides(larger[:, :, :, :7]) is None
     odd = torch.zeros(2, 16, 7, 7)
+    x, w = torch.zeros(2, 6, 5, 4), torch.zeros(6, 4, 3, 3)
     assert not is_free(odd[:, 1:5], (x, w))  # 196 bytes behind what is aligned
     assert is_free(odd[:, 8:12], (x, w, None))
     assert not is_free(odd[:, 8:12], (x, odd[0]))
-    assert image_stride(larger.to(memory_format=torch.channels_last), x, w) is None
-    assert image_stride(larger, x.to(memory_format=torch.channels_last), w) is None
+    assert is_writable(odd[:, 8:12], False)
+    assert not is_writable(odd[:, 1:5], False)
+
+
+def test_what_kernels_write_to_in_channels_last() -> None:
+    """Pixels may have gaps that leave vectors of channels aligned."""
+    larger = torch.zeros(2, 16, 8, 6).to(memory_format=torch.channels_last)
+    assert _strides(larger) is None
+    assert _strides(larger, True) == _strides(larger[:, 8:12], True) == (48 * 16, 1, 48 * 16, 6 * 16, 16)
+    assert _strides(larger[:1, 8:12], True) == (48 * 16, 1, 48 * 16, 6 * 16, 16)
+    assert _strides(larger[:, 8:12, :, :5], True) is None  # lines with gaps
+    assert _strides(larger[:, 8:12, :, ::2], True) == (48 * 16, 1, 48 * 16, 6 * 16, 32)
+    assert _strides(larger.contiguous(), True) is None
+    assert is_writable(larger[:, 8:], True)
+    assert not is_writable(larger[:, 4:], True)
+    assert is_writable(larger[:, 8:12], True)
+    odd = torch.zeros(2, 9, 8, 6).to(memory_format=torch.channels_last)
+    assert _strides(odd[:, :3], True) == (48 * 9, 1, 48 * 9, 6 * 9, 9)  # single channels, or three
+    assert _strides(odd[:, :4], True) is None
+    assert _strides(odd[:, :8, :1, :1], True) == (48 * 9, 1, 8, 8, 8)
+    assert _strides(torch.zeros(86).as_strided((2, 4, 1, 1), (43, 1, 4, 4)), True) is None  # gaps between images
 
 
 @pytest.mark.skipif(not available(), reason="needs Linux and g++")
@@ -119,19 +142,35 @@ def test_a_schedule_leaves_what_lies_between_images(name: str, dtype: str) -> No
     assert_exact(problem, Pass.FORWARD, candidate, program, layouts)
 
 
+@pytest.mark.skipif(not available(), reason="needs Linux and g++")
+@pytest.mark.sampled(12, 4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name, problem in LAYERS.items() if problem.dims > 1])
+def test_a_schedule_leaves_what_lies_between_pixels(name: str, dtype: str) -> None:
+    """Slices of channels in channels_last, by a config of every kernel."""
+    problem = replace(LAYERS[name], dtype=dtype, batch=max(2, LAYERS[name].batch), channels_last=True)
+    pixel = round_up(problem.out_channels + 1, {"float32": 8, "bfloat16": 16}[dtype])
+    shape = (problem.batch, pixel, *problem.output_size)
+    layouts = replace(Layouts.dense(problem), output=dense_strides(shape, True))
+    found = programs(problem, Pass.FORWARD, H200, layouts)
+    kernels = {program.main.source.kernel: (candidate, program) for candidate, program in found}
+    for candidate, program in kernels.values():
+        assert_exact(problem, Pass.FORWARD, candidate, program, layouts)
+
+
 def test_what_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the prepared call: made for the gaps of ``out``, and given it; else a new output is copied."""
     from polyphase import runtime
 
     made: list[Any] = []
 
-    def call(*arguments: Any, image_stride: int | None = None) -> Callable[..., Tensor]:
+    def call(*arguments: Any, out_strides: tuple[int, ...] | None = None) -> Callable[..., Tensor]:
         *given, constants = arguments[:4], arguments[4:]
 
         def compute(
             x: Tensor, w: Tensor, b: Tensor | None, operands: tuple[Tensor, ...], out: Tensor | None = None
         ) -> Tensor:
-            made.append((image_stride, out is not None, given[0][3], constants))
+            made.append((out_strides and out_strides[0], out is not None, given[0][3], constants))
             stride, padding, output_padding, dilation, groups = constants
             result = polyphase.conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation)
             return result if out is None else out.data.copy_(result)  # kernels change no version

@@ -19,9 +19,11 @@ import torch
 from torch.fx import Graph, Node
 
 from polyphase.elementwise import joined_once
+from polyphase.problem.epilogue import ELEMENT, decoded
+from polyphase.problem.layouts import ALIGNMENT
 from polyphase.torch_op import into_operator
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
-from polyphase.torch_op.into import starts_aligned
+from polyphase.torch_op.into import slice_strides
 from polyphase.torch_op.operators import conv_transpose
 from polyphase.torch_op.validate import FLOATING
 
@@ -40,12 +42,14 @@ def change(told: Told) -> None:
     """Have Inductor keep layouts, and layers write slices of concatenations."""
     _keep_layouts()
     _write_slices(told)
+    _give_slices()
 
 
 def restore() -> None:
     """Leave both to Inductor again."""
     _restore_layouts()
     _restore_lowerings()
+    _restore_slices()
 
 
 _DECIDES = "decide_layout_opt"
@@ -111,6 +115,50 @@ def _restore_lowerings() -> None:
             lowerings[operator] = before
 
 
+_GIVES = ("realize_into", "can_realize_into_without_copy")
+
+
+def _give_slices() -> None:
+    """Have Inductor's concatenations give a layer its slice, where kernels can write to it."""
+    from torch._inductor.ir import ConcatKernel
+
+    realize, can_realize = (getattr(ConcatKernel, name) for name in _GIVES)
+    if hasattr(realize, "__wrapped__"):
+        return
+
+    @functools.wraps(realize)
+    def realize_into(src: Any, dst: Any) -> Any:
+        if (layer := _layer_of(src)) is not None:
+            layer.meets(dst)
+        return realize(src, dst)
+
+    @functools.wraps(can_realize)
+    def can_realize_into(src: Any, *dst: Any) -> Any:
+        layer = _layer_of(src)
+        return can_realize(src, *dst) if layer is None else not layer.reason
+
+    setattr(ConcatKernel, _GIVES[0], staticmethod(realize_into))
+    setattr(ConcatKernel, _GIVES[1], staticmethod(can_realize_into))
+
+
+def _restore_slices() -> None:
+    from torch._inductor.ir import ConcatKernel
+
+    for name in _GIVES:
+        original = getattr(getattr(ConcatKernel, name), "__wrapped__", None)
+        if original is not None:
+            setattr(ConcatKernel, name, classmethod(original.__func__))
+
+
+def _layer_of(value: Any) -> Any:
+    """The node of Inductor's of a layer with an output that is given to it; None of anything else."""
+    from torch._inductor import ir
+
+    while isinstance(value, (ir.TensorBox, ir.StorageBox)):
+        value = value.data
+    return value if isinstance(value, _kernel_class()) else None
+
+
 def _lowered(told: Told, operator: Any, before: Any, *args: Any, **kwargs: Any) -> Any:
     """A layer in Inductor's terms: with its output where it is told, or as any custom operator."""
     from torch._inductor.lowering import fallback_handler
@@ -121,19 +169,16 @@ def _lowered(told: Told, operator: Any, before: Any, *args: Any, **kwargs: Any) 
         reason = "Inductor's wrapper is in C++"
     if reason == "":
         try:
-            found = _into(told, operator, args)
+            return _into(told, operator, args)
         except (AttributeError, ImportError, TypeError) as error:  # these interfaces are Inductor's own
-            found = f"Inductor of PyTorch {torch.__version__} is not known: {error}"
-        if not isinstance(found, str):
-            return found
-        reason = found
+            reason = f"Inductor of PyTorch {torch.__version__} is not known: {error}"
     if reason:
         told.reasons.append(f"cat(): {reason}")
     return (before or fallback_handler(operator, add_to_fallback_set=False))(*args, **kwargs)
 
 
 def why_not_joined(layer: Node) -> str | None:
-    """Why a layer cannot write its slice of a concatenation that reads it; "" if it can, None if none does.
+    """Why a layer writes no slice of a concatenation that reads it; "" if it may, None if none does.
 
     ``layer``: a node in a graph of ATen's operators, whose values are in ``meta["val"]``.
     """
@@ -141,47 +186,25 @@ def why_not_joined(layer: Node) -> str | None:
     if cat is None:
         return None
     output, result = layer.meta["val"], cat.meta["val"]
-    parts = joined_once(layer, cat.args, cat.kwargs, output.dim())
-    sizes = [each.meta["val"].shape for each in parts or ()]
-    if not parts or any(len(size) != output.dim() for size in sizes):
+    if joined_once(layer, cat.args, cat.kwargs, output.dim()) is None:
         return "it does not join a layer's output once along channels"
     if len(layer.users) > 1:
         return f"{len(layer.users)} operations read a layer's output"
     if output.dtype not in FLOATING or result.dtype != output.dtype:
         return f"a layer's output is {output.dtype}, and the result {result.dtype}"
-    aligned = starts_aligned([size[1] for size in sizes[: parts.index(layer)]], output.shape, output.dtype)
-    return "" if _is_known(aligned) else "a layer's slice starts at no multiple of 32 bytes that is known"
-
-
-def _is_known(what: Any) -> bool:
-    """Whether something is true whatever the sizes are."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(what)
+    epilogue, _ = decoded(layer.args[4] if layer.target is conv_transpose_epilogue else "")  # type: ignore[arg-type]
+    residual = any(each.per == ELEMENT for each in epilogue.named_operands.values())
+    return "a residual would have to lie as the slice does" if residual else ""
 
 
 def _into(told: Told, operator: Any, args: Sequence[Any]) -> Any:
-    """The layer with an output that Inductor allocates, where a consumer wants it; or why not."""
+    """The layer with an output that Inductor gives it."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     with V.graph.fake_mode:
         example, tensors, constants, unflatten, *_ = ir.FallbackKernel.process_kernel(operator, *args)
-    if not example.is_contiguous():
-        return "a layer's output is channels_last"
-    (cat,) = V.graph.current_node.users
-    if any(_is_channels_last(V.graph.env[part]) for part in cat.all_input_nodes if part in V.graph.env):
-        return "its result is channels_last"
     return ir.TensorBox.create(_kernel_class()(told, operator, example, tensors, constants, unflatten))
-
-
-def _is_channels_last(value: Any) -> bool:
-    """Whether a tensor of Inductor's is channels_last for good, as then a concatenation of it is."""
-    from torch._inductor import ir
-
-    if not ir.is_storage_and_layout(value) or not isinstance(value.get_layout(), ir.FixedLayout):
-        return False
-    return bool(value.get_stride()[1] == 1 and value.get_size()[1] != 1)
 
 
 class _Reference:
@@ -198,17 +221,13 @@ class _Reference:
 def _kernel_class() -> Any:
     """The node of Inductor's that stands for such a layer; importing Inductor takes a second."""
     from torch._inductor import ir
-    from torch._inductor.utils import convert_shape_to_inductor
     from torch._inductor.virtualized import V
 
-    class Dense(ir.FlexibleLayout):
-        """A layout that is the consumer's to choose; where none does it has no gaps, which kernels would not leave."""
-
-        def should_pad_strides(self) -> bool:
-            return False
-
     class Into(ir.ExternKernelOut):
-        """``polyphase::conv_transpose_into`` of the arguments of an operator of `LAYERS`."""
+        """``polyphase::conv_transpose_into`` of the arguments of an operator of `LAYERS`.
+
+        ``reason``: why it has no slice; "" where it has, or may yet have one.
+        """
 
         def __init__(
             self,
@@ -219,10 +238,20 @@ def _kernel_class() -> Any:
             constants: Sequence[Any],
             unflatten: Callable[..., Any],
         ) -> None:
-            layout = Dense(example.device, example.dtype, convert_shape_to_inductor(example.shape))
             name = f"torch.ops.polyphase.{into_operator.NAME}.default"
+            layout: Any = ir.FallbackKernel.tensor_to_layout(example)  # as it would be without a concatenation
             super().__init__(layout, list(tensors), tuple(constants), python_kernel_name=name)
             self._told, self._operator, self._unflatten = told, operator, unflatten
+            self._own, self._last, self.reason = layout, not example.is_contiguous(), ""
+
+        def meets(self, slice: Any) -> None:
+            """Note whether kernels can write to a slice."""
+            layout, equal = slice.get_layout(), V.graph.sizevars.statically_known_equals
+            size = layout.dtype.itemsize
+            if slice_strides(layout.size, layout.stride, self._last, size, equal) is None:
+                self.reason = "the result does not lie as a layer's output does"
+            elif not V.graph.sizevars.statically_known_multiple_of(layout.offset * size, ALIGNMENT):
+                self.reason = "a layer's slice starts at no multiple of 32 bytes that is known"
 
         def codegen_args(self) -> list[str]:
             tensors = [_Reference(each.codegen_reference()) for each in cast(Any, self.inputs)]
@@ -231,10 +260,10 @@ def _kernel_class() -> Any:
             return [V.graph.wrapper_code.val_to_arg_str(each) for each in arguments]
 
         def codegen(self, wrapper: Any) -> None:
-            if isinstance(self.layout, ir.NonOwningLayout):
+            if self.layout is not self._own:
                 self._told.chains.append("conv_transpose → cat")
             else:
-                self._told.reasons.append("cat(): Inductor computes it with what reads it")
+                self._told.reasons.append(f"cat(): {self.reason or 'Inductor computes it with what reads it'}")
             super().codegen(wrapper)
 
     return Into

@@ -41,8 +41,8 @@ from polyphase.elementwise import (
 )
 from polyphase.module_steps import is_step_of, step_of_module
 from polyphase.reductions import PLAIN, WIDER, Arranged, compute, following
-from polyphase.torch_op.into import copy_to_slice, starts_aligned
-from polyphase.torch_op.memory_format import output_channels_last
+from polyphase.torch_op.into import copy_to_slice, is_writable
+from polyphase.torch_op.memory_format import is_channels_last, output_channels_last
 from polyphase.versions import check_versions, versions_of
 
 _CONSTANTS = (int, float, bool, str)
@@ -367,22 +367,36 @@ def _joined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     if waiting is None:
         return None
     size = waiting.size()
-    if concatenated(args, kwargs, len(size)) is None or output_channels_last(*waiting.reads[:2]):
+    if concatenated(args, kwargs, len(size)) is None:
         return None
     parts = [each if _is_to_be_joined(each) else _computed(each) for each in given]
     channels = [_channels(each, size, waiting) for each in parts]
     if None in channels:
         return None
-    starts = (starts_aligned(channels[:place], size, waiting.dtype) for place in range(len(parts)))
-    if not all(aligned for part, aligned in zip(parts, starts) if type(part) is Pending):
+    last = all(map(_is_channels_last, parts))  # as PyTorch decides it
+    if not last and _is_channels_last(waiting):
+        return None
+    format = (torch.channels_last if len(size) == 4 else torch.channels_last_3d) if last else torch.contiguous_format
+    result = torch.empty(
+        (size[0], sum(channels), *size[2:]), dtype=waiting.dtype, device=waiting.device, memory_format=format
+    )
+    slices = result.split(channels, 1)
+    if not all(is_writable(out, last) for part, out in zip(parts, slices) if type(part) is Pending):
         return None  # kernels would write to another tensor first
-    result = torch.empty((size[0], sum(channels), *size[2:]), dtype=waiting.dtype, device=waiting.device)
-    for part, out in zip(parts, result.split(channels, 1)):
+    for part, out in zip(parts, slices):
         if type(part) is Pending:
             part.compute(out)
         else:
             copy_to_slice(part, out)
     return result
+
+
+def _is_channels_last(part: Any) -> bool:
+    """Whether a tensor of four or five dimensions, or what a layer is to compute, is channels_last."""
+    if type(part) is Tensor:
+        return part.dim() > 3 and is_channels_last(part)
+    reads = (part._waiting if type(part) is Pending else part).reads
+    return reads[0].dim() > 3 and output_channels_last(*reads[:2])
 
 
 def _is_to_be_joined(part: Any) -> bool:

@@ -68,17 +68,17 @@ def epilogue_call(
     bias: torch.Tensor | None,
     epilogue: str,
     *constants: Any,
-    image_stride: int | None = None,
+    out_strides: Strides | None = None,
 ) -> Call:
     """What computes the output with the operations that `encoded` gave, none where that is "".
 
     It serves tensors as `forward_call`'s does.
 
-    ``image_stride``: elements from one image to the next in what the output is written to; by default it has no gaps.
+    ``out_strides``: those of what the output is written to (`polyphase.torch_op.into`); by default it has no gaps.
     """
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     key = (input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
-           input.get_device(), input.data_ptr() % ALIGNMENT, constants, tf32, epilogue, image_stride)  # fmt: skip
+           input.get_device(), input.data_ptr() % ALIGNMENT, constants, tf32, epilogue, out_strides)  # fmt: skip
     call = _forward_calls.get(key)
     if call is None:
         problem = _problem(tuple(input.shape), weight, input, constants, bias is not None, tf32)
@@ -87,7 +87,7 @@ def epilogue_call(
             behind, before = decoded(epilogue)
             problem = replace(problem, epilogue=behind, prologue=before)
         try:
-            call = _prepare(Pass.FORWARD, problem, input, None, weight, image_stride)
+            call = _prepare(Pass.FORWARD, problem, input, None, weight, out_strides)
         except UnsupportedError as error:
             if not problem.epilogue.normalizes:
                 raise
@@ -199,18 +199,18 @@ def _prepare(
     input: torch.Tensor | None,
     output: torch.Tensor | None,
     weight: torch.Tensor | None,
-    image_stride: int | None = None,
+    out_strides: Strides | None = None,
 ) -> Call:
     """Plans and compiles a call that was not seen before; a missing ``input`` or ``output`` is what it computes.
 
-    ``image_stride``: that of the forward pass's output, where it has gaps between images.
+    ``out_strides``: those of the forward pass's output, where it has gaps.
     """
     tensor = input if input is not None else output
     assert tensor is not None
     device = DeviceInfo.of(tensor.device)
     layouts = _layouts(pass_, problem, input, output, weight)
-    if image_stride is not None:
-        layouts = replace(layouts, output=(image_stride, *layouts.output[1:]))
+    if out_strides is not None:
+        layouts = replace(layouts, output=out_strides)
     chosen = plan(problem, pass_, device, layouts)
     index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
     program = _first_to_run(chosen, device.arch, index)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyphase.problem.layouts import ALIGNMENT, dense_strides
+from polyphase.problem.layouts import ALIGNMENT, Strides, dense_strides, five
 from polyphase.torch_op.memory_format import output_channels_last
 from polyphase.torch_op.validate import Layer, output_size
 
@@ -49,11 +49,12 @@ def call_for(
     """
     from polyphase import runtime
 
-    images = image_stride(out, tensors[0], tensors[1])
-    if images is None:
+    shape, last = tuple(out.shape), output_channels_last(*tensors[:2])
+    strides = slice_strides(shape, out.stride(), last, out.dtype.itemsize)
+    if strides is None or strides[0] < max(map(operator.mul, five(shape)[1:], strides[1:])):
         return None
-    gaps = None if images == dense_strides(tuple(out.shape), False)[0] else images
-    return runtime.epilogue_call(*tensors, epilogue, *layer[1:], image_stride=gaps)
+    gaps = None if strides == dense_strides(shape, last) else strides
+    return runtime.epilogue_call(*tensors, epilogue, *layer[1:], out_strides=gaps)
 
 
 def is_free(out: Tensor, read: Sequence[Tensor | None]) -> bool:
@@ -77,28 +78,37 @@ def written(
     return out
 
 
-def image_stride(out: Tensor, input: Tensor, weight: Tensor) -> int | None:
-    """Elements from one image to the next in ``out``, where kernels can write to it: it lies as a new output would.
+def slice_strides(
+    shape: Sequence[Any],
+    strides: Sequence[Any],
+    channels_last: bool,
+    itemsize: int,
+    equal: Callable[[Any, Any], bool] = operator.eq,
+) -> Strides | None:
+    """The strides of a tensor to which kernels can write a layer's output: it lies as a new output would.
 
-    But for gaps between images, as between those of a slice of channels. None where it lies otherwise.
+    But for gaps between images, as a slice of channels has, or where outputs are channels_last, between pixels: their
+    vectors of channels stay aligned. None where it lies otherwise. Sizes may be symbolic; ``equal`` compares two.
     """
-    shape, strides = tuple(out.shape), out.stride()
-    of_five = dense_strides(shape, False)
-    dense = of_five[:2] + of_five[7 - len(shape) :]
-    lies_so = all(one == other or size == 1 for one, other, size in zip(strides[1:], dense[1:], shape[1:]))
-    if not lies_so or output_channels_last(input, weight):
-        return None
-    if shape[0] == 1:
-        return dense[0]
-    return strides[0] if strides[0] >= dense[0] else None
+    images, channels, *spatial = shape
+    pixel = channels
+    if channels_last:
+        along = (stride for size, stride in zip(reversed(spatial), reversed(strides)) if size != 1)
+        pixel = next(along, channels)
+        apart = (pixel,) if images == 1 else (pixel, strides[0])
+        if not all(equal(each * itemsize % ALIGNMENT, 0) or equal(each % channels, 0) for each in apart):
+            return None
+    wanted = dense_strides((images, pixel, *spatial), channels_last)
+    of_dims = (wanted[1], *wanted[5 - len(spatial) :])
+    lies_so = all(size == 1 or equal(one, other) for size, one, other in zip(shape[1:], strides[1:], of_dims))
+    return (wanted[0] if images == 1 else strides[0], *wanted[1:]) if lies_so else None
 
 
-def starts_aligned(channels: Sequence[Any], shape: Sequence[Any], dtype: torch.dtype) -> Any:
-    """Whether a slice of a larger tensor starts where kernels may write to it: at a multiple of 32 bytes.
-
-    ``channels``: of the slices before it; ``shape``: its own. Sizes may be symbolic, and so is then what is returned.
-    """
-    return sum(channels) * math.prod(shape[2:]) * dtype.itemsize % ALIGNMENT == 0
+def is_writable(part: Tensor, channels_last: bool) -> bool:
+    """Whether kernels can write to a slice of a new tensor, where outputs are channels_last or not."""
+    itemsize = part.dtype.itemsize
+    lies_so = slice_strides(part.shape, part.stride(), channels_last, itemsize) is not None
+    return lies_so and part.storage_offset() * itemsize % ALIGNMENT == 0
 
 
 _COPIED_AT_ONCE = 1 << 18  # elements: the host takes longer for views than the GPU for fewer
@@ -106,9 +116,13 @@ _COPIED_AT_ONCE = 1 << 18  # elements: the host takes longer for views than the 
 
 def copy_to_slice(part: Tensor, out: Tensor) -> None:
     """Copy a tensor to a slice of channels, by elements of 16 bytes: PyTorch copies slices one element at a time."""
-    if part.numel() > _COPIED_AT_ONCE and part.is_contiguous() and out[0].is_contiguous():
+    if part.numel() > _COPIED_AT_ONCE:
+        pair = [part, out] if part.is_contiguous() else [part.movedim(1, -1), out.movedim(1, -1)]
+        if pair[0].is_contiguous() and pair[1][0].stride() == pair[0][0].stride():
+            pair = [each.flatten(1) for each in pair]
         try:
-            out.flatten(1).view(torch.complex128).copy_(part.flatten(1).view(torch.complex128))
+            source, target = (each.view(torch.complex128) for each in pair)
+            target.copy_(source)
             return
         except RuntimeError:  # no multiples of 16 bytes
             pass
