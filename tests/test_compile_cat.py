@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import config, lowering
+from torch._inductor.ir import ConcatKernel
 from torch._inductor.utils import run_and_get_code
 
 import polyphase
@@ -27,6 +28,7 @@ def _fresh_dynamo() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     assert not inductor._found
+    assert not any(hasattr(getattr(ConcatKernel, name), "__wrapped__") for name in inductor._GIVES)
     assert inductor.LAYERS[0] not in lowering.lowerings or lowering.lowerings[inductor.LAYERS[0]]._is_fallback_handler
 
 

@@ -60,8 +60,9 @@ def conv_transpose1d(
         groups: the channels are so many independent layers side by side.
         dilation: distance between the outputs of neighbouring taps.
         out: what the output is written to, of its shape, dtype and device; without derivatives. Kernels write to it
-            directly where it starts at a multiple of 32 bytes, and is contiguous except for gaps between images, as a
-            slice of channels of a larger tensor is. Else there is a copy.
+            directly where it starts at a multiple of 32 bytes, and lies as a new output would except for gaps between
+            images, or in channels_last between pixels, as a slice of channels of a larger tensor does. Else there is a
+            copy.
 
     Returns:
         ``(N, C_out, L_out)`` with ``L_out = (L - 1)·stride - 2·padding + dilation·(kL - 1) + output_padding + 1``.
