@@ -33,6 +33,7 @@ class Up(nn.Module):
 FUNCTIONS: dict[str, tuple[Callable[[], Callable[..., Tensor]], str]] = {
     "leaky": (lambda: lambda x: F.leaky_relu(x, 0.1), "leaky_relu → conv_transpose → tanh"),
     "relu, a method": (lambda: lambda x: x.relu(), "relu → conv_transpose → tanh"),
+    "one limit": (lambda: lambda x: torch.clamp_min(x, -0.5), "clamp_min → conv_transpose → tanh"),
     "elu": (nn.ELU, "elu → conv_transpose → tanh"),
     "prelu": (lambda: F.prelu, "prelu → conv_transpose → tanh"),
     "snake": (lambda: Snake1d(6), "snake → conv_transpose → tanh"),

@@ -37,6 +37,8 @@ BEHIND: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "method": (lambda m, y, x: y.relu_().tanh(), ("relu()", "tanh()")),
     "leaky": (lambda m, y, x: F.leaky_relu(y, 0.2, inplace=True), ("leaky_relu()",)),
     "elu, clamp": (lambda m, y, x: torch.clamp(F.elu(y, alpha=0.5), max=0.7), ("elu()", "clamp()")),
+    "one limit": (lambda m, y, x: y.clamp_min(-0.5).clamp_max_(0.7), ("clamp_min()", "clamp_max()")),
+    "expit": (lambda m, y, x: torch.special.expit(y), ("sigmoid()",)),
     "gelu": (lambda m, y, x: F.gelu(y, approximate="tanh"), ("gelu()",)),
     "softplus": (lambda m, y, x: F.softplus(y, 2, threshold=10), ("softplus()",)),
     "sigmoid": (lambda m, y, x: torch.sigmoid(2 * y / 4 - 1), ("mul()", "div()", "sub()", "sigmoid()")),

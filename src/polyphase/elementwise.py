@@ -44,6 +44,8 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "hardtanh": {"min_val": -1.0, "max_val": 1.0, "inplace": False},
     "clamp": {"min": None, "max": None},
+    "clamp_min": {"min": None},
+    "clamp_max": {"max": None},
     "hardswish": {"inplace": False},
     "softplus": {"beta": 1.0, "threshold": 20.0},
     "mish": {"inplace": False},
@@ -81,6 +83,7 @@ def _functions() -> dict[Any, str]:
                 function = getattr(home, spelled, None)
                 if callable(function) and not (name == "dropout" and home is torch):  # whose second is no `training`
                     found[function] = _OTHER_NAMES.get(name, name)
+    found[torch.special.expit] = "sigmoid"
     found.update((getattr(Tensor, name), kind) for name, kind in _OPERATORS.items())
     return found
 
@@ -276,7 +279,9 @@ def _plain(name: str, given: dict[str, Any]) -> Reading | None:
 def _clamp(name: str, given: dict[str, Any]) -> Reading | None:
     if name == "relu6":
         return Reading("clamp", (0.0, 6.0))
-    least, most = (given["min"], given["max"]) if name == "clamp" else (given["min_val"], given["max_val"])
+    if name in ("clamp_min", "clamp_max") and None in given.values():
+        return None
+    least, most = (given["min_val"], given["max_val"]) if name == "hardtanh" else (given.get("min"), given.get("max"))
     least, most = -math.inf if least is None else least, math.inf if most is None else most
     numbers = all(type(each) in _NUMBER and not math.isnan(each) for each in (least, most))
     return Reading("clamp", (float(least), float(most))) if numbers else None
@@ -330,7 +335,8 @@ def _copy(name: str, given: dict[str, Any]) -> Reading:
 
 
 _READERS: dict[str, Callable[[str, dict[str, Any]], Reading | None]] = {
-    "relu6": _clamp, "hardtanh": _clamp, "clamp": _clamp, "gelu": _gelu, "add": _add, "sub": _add, "mul": _mul,
+    "relu6": _clamp, "hardtanh": _clamp, "clamp": _clamp, "clamp_min": _clamp,
+    "clamp_max": _clamp, "gelu": _gelu, "add": _add, "sub": _add, "mul": _mul,
     "div": _mul, "prelu": _prelu, "dropout": _dropout, "softmax": _softmax, "clone": _copy, "detach": _copy,
 }  # fmt: skip
 
