@@ -30,6 +30,13 @@ class Up(nn.Module):
         return y + active.sum() if self.again else y
 
 
+def _read_again(x: Tensor) -> Tensor:
+    made = torch.cat([x[:, :3], x[:, 3:]], 1)
+    active = made.relu_()
+    made.add_(1)
+    return active
+
+
 FUNCTIONS: dict[str, tuple[Callable[[], Callable[..., Tensor]], str]] = {
     "leaky": (lambda: lambda x: F.leaky_relu(x, 0.1), "leaky_relu → conv_transpose → tanh"),
     "relu, a method": (lambda: lambda x: x.relu(), "relu → conv_transpose → tanh"),
@@ -42,6 +49,23 @@ FUNCTIONS: dict[str, tuple[Callable[[], Callable[..., Tensor]], str]] = {
     "no snake": (lambda: Cosine(6), "conv_transpose → tanh"),
     "twice a snake": (lambda: SnakeBeta(6, factor=2.0), "conv_transpose → tanh"),
     "in place": (lambda: lambda x: F.relu_(x + 1), "conv_transpose → tanh"),
+    "in place, of a new tensor": (
+        lambda: lambda x: F.relu(torch.cat([x[:, :2], x[:, 2:]], 1), inplace=True),
+        "relu → conv_transpose → tanh",
+    ),
+    "in place, by position": (
+        lambda: lambda x: F.leaky_relu(torch.cat([x[:, :2], x[:, 2:]], 1), 0.1, True),
+        "leaky_relu → conv_transpose → tanh",
+    ),
+    "in place, by position, of one that is read": (
+        lambda: lambda x: (z := (x + 1)[:, :], F.leaky_relu(z, 0.1, True) + z)[0],
+        "conv_transpose → tanh",
+    ),
+    "in place, of one that is read": (
+        lambda: lambda x: (z := torch.cat([x, x], 1)[:, :6], F.relu_(z))[1],
+        "conv_transpose → tanh",
+    ),
+    "in place, and read": (lambda: _read_again, "conv_transpose → tanh"),
 }
 
 

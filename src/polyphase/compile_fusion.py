@@ -29,6 +29,7 @@ from polyphase.elementwise import (
     changes_what_is_read,
     is_closed,
     is_in_place,
+    makes_new,
     name_of,
     next_reader,
     per,
@@ -225,7 +226,9 @@ def _before(layer: Node, nodes: list[Node]) -> _Step | None:
         checked("conv_transpose", [step.step], input, tuple(input.shape), True, "prologue")
     except (TypeError, RuntimeError, ValueError):
         return None
-    between = nodes[nodes.index(step.nodes[0]) : nodes.index(layer)]
+    source, _ = step.operands[0]
+    first = source if _is_only_for(source, value) else step.nodes[0]
+    between = nodes[nodes.index(first) : nodes.index(layer)]
     changing = change_between(between, step.nodes, lambda each: None)
     modes = any(getattr(each.target, "__name__", "") in _MODES for each in between)
     return None if changing is not None or modes else step
@@ -234,9 +237,11 @@ def _before(layer: Node, nodes: list[Node]) -> _Step | None:
 def _activation(value: Node) -> _Step | None:
     """A call of an activation."""
     name = name_of(value.target) if value.op in ("call_function", "call_method") else ""
-    if not name or not value.args or not isinstance(value.args[0], Node) or is_in_place(value.target, value.kwargs):
+    if not name or not value.args or not isinstance(value.args[0], Node):
         return None
     input = value.args[0]
+    if is_in_place(value.target, value.kwargs) and not _is_only_for(input, value):
+        return None  # who else has the input would see that it is not changed
     reading = read(name, input, value.args, value.kwargs)
     if reading is None or not (reading.kind in ACTIVATIONS or reading.kind == "prelu"):
         return None
@@ -246,6 +251,11 @@ def _activation(value: Node) -> _Step | None:
     if not isinstance(reading.other, Node) or not isinstance(other, Tensor):
         return None
     return _Step(name, 0, (value,), fused.prelu(other.reshape(-1)), [(input, None), (reading.other, (-1,))])
+
+
+def _is_only_for(value: Node, reader: Node) -> bool:
+    """Whether nobody but ``reader`` has a tensor, and sees whether it changes it."""
+    return makes_new(value) and list(value.users) == [reader]
 
 
 def _snake(value: Node) -> _Step | None:

@@ -155,7 +155,7 @@ def change_between(
         else:
             call = node.op in ("call_function", "call_method")
             changed = _may_change(node) if call else ()
-            new = call and getattr(node.target, "__name__", "").partition(".")[0] in _NEW_OF_FUNCTIONS
+            new = makes_new(node)
         if not made.issuperset(changed):
             return node
         if node in taken and len(node.all_input_nodes) > 1:  # what it reads beside its value is read later
@@ -213,6 +213,14 @@ OPAQUE = "polyphase_opaque"
 MAKE_NEW = (torch.nn.modules.conv._ConvNd, torch.nn.modules.batchnorm._NormBase, torch.nn.Linear)
 _NEW_OF_FUNCTIONS = {f"conv{what}{dims}d" for what in ("", "_transpose") for dims in (1, 2, 3)}
 _NEW_OF_FUNCTIONS |= {"batch_norm", "linear", "conv_transpose", "conv_transpose_epilogue"}
+
+
+def makes_new(node: Any) -> bool:
+    """Whether a call's result is no view of what it is given."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = getattr(node.target, "__name__", "").partition(".")[0]
+    return name in _NEW_OF_FUNCTIONS or node.target in CONCATENATIONS
 
 
 def without_defaults(kwargs: Mapping[str, Any]) -> dict[str, Any]:
