@@ -122,8 +122,8 @@ def _give_slices() -> None:
     """Have Inductor's concatenations give a layer its slice, where kernels can write to it."""
     from torch._inductor.ir import ConcatKernel
 
-    realize, can_realize = (getattr(ConcatKernel, name) for name in _GIVES)
-    if hasattr(realize, "__wrapped__"):
+    realize, can_realize = (getattr(ConcatKernel, name, None) for name in _GIVES)
+    if realize is None or can_realize is None or hasattr(realize, "__wrapped__"):
         return
 
     @functools.wraps(realize)
@@ -145,7 +145,7 @@ def _restore_slices() -> None:
     from torch._inductor.ir import ConcatKernel
 
     for name in _GIVES:
-        original = getattr(getattr(ConcatKernel, name), "__wrapped__", None)
+        original = getattr(getattr(ConcatKernel, name, None), "__wrapped__", None)
         if original is not None:
             setattr(ConcatKernel, name, classmethod(original.__func__))
 
