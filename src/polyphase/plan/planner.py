@@ -138,7 +138,7 @@ def plan(
         offers = _offers(schedules, problem, pass_, device, layouts)
         found = next(offers, None)
         if found is None:
-            reasons = "; ".join(f"{a.name}: {_reason(a, given, problem, pass_, device, layouts)}" for a in SCHEDULES)
+            reasons = _reasons(given, problem, pass_, device, layouts)
             raise UnsupportedError(f"no schedule computes the {pass_.value} of {given} on {device.arch}: {reasons}")
         schedule, offered = found
         chosen = _by_size(schedule, offered, pass_)
@@ -176,6 +176,18 @@ def _reason(
     layouts: Layouts,
 ) -> str | None:
     return epilogue_refusal(schedule, given, pass_) or refusal(schedule, computed, pass_, device, layouts)
+
+
+def _reasons(
+    given: ConvTransposeProblem, computed: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+) -> str:
+    """Why no schedule of the pass can compute it: each reason once, behind the schedules that give it."""
+    refused: dict[str | None, list[str]] = {}
+    for schedule in SCHEDULES:
+        if pass_ in schedule.passes:
+            reason = _reason(schedule, given, computed, pass_, device, layouts)
+            refused.setdefault(reason, []).append(schedule.name)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
 
 
 def _that_take(problem: ConvTransposeProblem, pass_: Pass, schedules: Iterable[Schedule]) -> list[Schedule]:
