@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA needs to know of a tensor whose boxes it brings."""
+"""Encodes tensor maps for the driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = {
 def encode(tensor_map: TensorMap, address: int) -> bytes:
     """The tensor map for the tensor at ``address``. Raises `PolyphaseError` where the driver refuses.
 
-    No box is ever brought of an empty tensor, whose address is 0; the map has another, as the driver may want one.
+    An empty tensor has address 0, which the driver may refuse. Nothing is loaded from it, so any other address will do.
     """
     status, found = driver.cuTensorMapEncodeTiled(
         _DTYPES[tensor_map.element],

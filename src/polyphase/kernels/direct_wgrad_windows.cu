@@ -2,10 +2,10 @@
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
-// Taps along the width are columns of a row of the output gradient that lie side by side, and positions are places
-// further on in it. So g keeps its order in shared memory, halo included: there is no im2col, and what a thread reads
-// of a row serves several positions. (Where channels come last the host takes all of them for one, and the row of a few
-// wide pixels for one of many narrow ones: `as_one_channel` in schedules/window_gemm/window.py.)
+// Neighbouring taps along the width read neighbouring elements of a row of the output gradient, and the next position
+// reads the same row further on. So g keeps its memory order in shared memory, halo included: there is no im2col, and
+// what a thread reads of a row serves several positions. (With channels last the host merges channels into the width:
+// `as_one_channel` in schedules/window_gemm/window.py.)
 //
 // Index mapping. A block owns ROWS input channels and OUT_CHUNK output channels of a group with all their taps, and one
 // split, contiguous, of the tiles of input positions; a stage is a tile, of one image and one slab of it. A thread owns
@@ -14,12 +14,12 @@
 // in order at the end. Splits write to different planes of `partial`, which the caller sums in order: the result does
 // not depend on timing.
 //
-// Shared memory: two stages, each the tile's input and its window of the output gradient. The input lies as
-// [position][channel] where X_LAST, else as [channel][position]: in its order in memory, too. After the last stage the
-// sums of all slices, [slice][row][column], take the place of both.
+// Shared memory: two stages, each the tile's input and its window of the output gradient. The input is staged in its
+// global-memory order: [position][channel] if X_LAST, else [channel][position]. After the last stage the sums of all
+// slices, [slice][row][column], overwrite the stages.
 //
 // Synchronisation: a stage is copied while the one before it is computed. The barrier that follows a stage's arrival
-// also means that all threads are done with the one before, whose buffer is filled next.
+// also means that all threads are done with the previous stage, whose buffer is filled next.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -32,11 +32,11 @@ struct Params {
   Tensor5 x, g;
   int lanes[4];          // positions of a tile along n, d, h, w: one image, one slab, whole POSITIONS along w
   int tiles[4];          // tiles along n, d, h, w
-  int rows, pitch;       // of the window: rows of a slab, elements of a row
+  int rows, pitch;       // window: rows of a slab, elements from one row to the next
   int x_pitch;           // elements from one channel's positions to the next's, unless X_LAST
-  int x_piece, g_piece;  // elements that are copied at once: four or one
-  int lanes_log;         // threads along a row of the input, unless X_LAST: 2 to the power of that, of a warp
-  int window_at, stage;  // elements of shared memory: in front of a stage's window, of a stage
+  int x_piece, g_piece;  // elements of one cp.async: four or one
+  int lanes_log;         // log2 of the threads of a warp that copy one input row (not X_LAST)
+  int window_at, stage;  // in elements: offset of the window in its stage; size of a stage
   int groups;
   int flush;               // stages that are summed in one chain
   long long split_length;  // tiles of a split
@@ -51,20 +51,20 @@ constexpr int COLUMN_THREADS = ceil_div(LINES, THREAD_LINES) * ROW_SHARES;
 constexpr int ROWS = ROW_THREADS * THREAD_ROWS, COLUMNS = LINES * AXIS_W.kernel;
 constexpr int THREADS = round_up(SLICE_THREADS * K_SLICES, 32);
 constexpr int ROW_BLOCKS = ceil_div(IN_CHANNELS, ROWS), COLUMN_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
-constexpr int SLABS = (AXIS_D.kernel - 1) * AXIS_D.dilation + 1;  // of the window
+constexpr int SLABS = (AXIS_D.kernel - 1) * AXIS_D.dilation + 1;  // slabs of the window
 
-// A row of the window begins SKEW elements before the first that is met, so that pieces of four are aligned.
+// A row of the window begins SKEW elements before the first that a tap reads, so that copies of four are aligned.
 constexpr int SKEW = (4 - AXIS_W.padding % 4) % 4;
 
 static_assert(ROW_THREADS * COLUMN_THREADS <= SLICE_THREADS, "a slice has a thread for all sums");
 static_assert(THREAD_ROWS % 4 == 0, "rows are read four at a time");
 static_assert(ROW_SHARES == 1 || THREAD_COLUMNS * AXIS_W.dilation % 4 == 0, "threads begin at whole quads of a row");
 
-// Which element of its window a thread's column reads at a position.
+// Index of the element that a thread's column reads at a position, in the thread's part of a window row.
 __host__ __device__ constexpr int place(int position, int column) {
   return SKEW + position * AXIS_W.stride + column * AXIS_W.dilation;
 }
-constexpr int QUADS = place(POSITIONS - 1, THREAD_COLUMNS - 1) / 4 + 1;  // of four elements, of a thread's window
+constexpr int QUADS = place(POSITIONS - 1, THREAD_COLUMNS - 1) / 4 + 1;  // groups of four elements in that part
 
 // The first position that reads a quad; POSITIONS where none does.
 __host__ __device__ constexpr int first_met(int quad) {
@@ -76,15 +76,15 @@ __host__ __device__ constexpr int first_met(int quad) {
 
 typedef Vector<float, 4> Four;
 
-// Copies a tile of the input, PIECE elements at once: where X_LAST the block's channels of each position, else rows of
-// each channel. What does not exist is zero.
+// Copies a tile of the input, PIECE elements at once: the block's channels of each position if X_LAST, else the rows of
+// each channel. Elements that do not exist become zero.
 template <int PIECE>
 __device__ __forceinline__ void load_input(const float* x, int channels, const Params& params, const int (&at)[4],
                                            float* to) {
   const float* const from = x + offset_of(params.x, at);
   const int height = params.x.size[1] - at[2], width = params.x.size[2] - at[3];
   if constexpr (X_LAST) {
-    constexpr int PIECES = ROWS / PIECE;  // of a position
+    constexpr int PIECES = ROWS / PIECE;  // copies for a position
     constexpr int W_STEP = THREADS / PIECES, CHANNEL_STEP = THREADS % PIECES * PIECE;
 #pragma unroll 1
     for (int h = 0; h < params.lanes[2]; ++h) {
@@ -118,14 +118,14 @@ __device__ __forceinline__ void load_input(const float* x, int channels, const P
   }
 }
 
-// Copies the tile's window, a warp a row at a time; zeros beside the tensor.
+// Copies the tile's window, each warp a row at a time; zeros outside the tensor.
 template <int PIECE>
 __device__ __forceinline__ void load_window(const float* grad, int channels, const Params& params, const int (&at)[4],
                                             float* to) {
   const int d = at[1] * AXIS_D.stride - AXIS_D.padding, h = at[2] * AXIS_H.stride - AXIS_H.padding;
   const int w = at[3] * AXIS_W.stride - AXIS_W.padding - SKEW;
   grad += at[0] * params.g.stride[0];
-  int slab = 0, row = threadIdx.x / 32;  // the slabs of a channel, then those of the next
+  int slab = 0, row = threadIdx.x / 32;  // slab: channel * SLABS + slab
 #pragma unroll 1
   for (;; row += THREADS / 32) {
     for (; row >= params.rows; row -= params.rows) ++slab;
@@ -145,9 +145,9 @@ __device__ __forceinline__ void load_window(const float* grad, int channels, con
   }
 }
 
-// A thread's place in its block.
+// A thread's share of the block's work: its slice of positions, first row, first kernel row, and share of its columns.
 struct Thread {
-  int slice, row, line, share;  // its first kernel row
+  int slice, row, line, share;
   bool works;
 
   __device__ __forceinline__ Thread() {
@@ -156,7 +156,7 @@ struct Thread {
     row = within % ROW_THREADS, line = column / ROW_SHARES * THREAD_LINES, share = column % ROW_SHARES;
     works = slice < K_SLICES && column < COLUMN_THREADS;
   }
-  // Of its rows: where X_LAST four neighbours at a time are read together, else positions are.
+  // The block's row that is the thread's `i`-th. If X_LAST one load reads four rows, so these are neighbours.
   __device__ __forceinline__ int row_of(int i) const {
     return X_LAST ? i / 4 * (4 * ROW_THREADS) + row * 4 + i % 4 : i * ROW_THREADS + row;
   }
@@ -170,8 +170,8 @@ struct Sums {
     for (int i = 0; i < THREAD_ROWS * THREAD_LINES * THREAD_COLUMNS; ++i) (&of[0][0][0])[i] = 0;
   }
 
-  // POSITIONS neighbours: `x` is the first's first row of the thread's; in `window` and `lines` from there on they read
-  // the thread's first columns.
+  // Adds the products of POSITIONS neighbouring positions. `x`: the first position in the thread's first row. `window`
+  // + lines[i]: what the first position reads for the first column of kernel row i.
   __device__ __forceinline__ void add(const float* x, int x_pitch, const float* window,
                                       const int (&lines)[THREAD_LINES]) {
     Met met;
@@ -198,7 +198,7 @@ struct Sums {
   }
 
  private:
-  // What the thread's positions read.
+  // The window elements that the thread's positions read.
   struct Met {
     Four of[THREAD_LINES][QUADS];
 
@@ -241,9 +241,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   x += in_channel * params.x.stride[1];
   grad += (group * OUT_CHANNELS + first_out) * params.g.stride[1];
   partial += split * params.plane + (long long)in_channel * (OUT_CHANNELS * TAPS) + first_out * TAPS;
-  const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // that exist, from there on
+  const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // channels that exist from there on
 
-  // Where a thread begins: in the input, in the window, and among the tile's positions. There it goes on by K_SLICES.
+  // A thread's first element in the input and in the window, and its first positions; it advances by K_SLICES of them.
   const Thread thread;
   const int of_w = params.lanes[3] / POSITIONS;
   const int first_h = thread.slice / of_w, first_w = thread.slice % of_w, step_h = K_SLICES / of_w;
@@ -251,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int lines[THREAD_LINES];
 #pragma unroll
   for (int i = 0; i < THREAD_LINES; ++i) {
-    const int line = min(thread.line + i, LINES - 1);  // the last for those that do not exist
+    const int line = min(thread.line + i, LINES - 1);  // a kernel row that does not exist reads the last one
     const int tap_d = line / AXIS_H.kernel, tap_h = line % AXIS_H.kernel;
     const int slab = tap_d / AXIS_D.kernel * SLABS + tap_d % AXIS_D.kernel * AXIS_D.dilation;
     lines[i] = params.window_at + (slab * params.rows + tap_h * AXIS_H.dilation) * params.pitch +
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   const int in_input = X_LAST ? thread.row * 4 : thread.row * params.x_pitch;
 
-  int tile[4];  // the next to be loaded
+  int tile[4];  // the next tile to load
   decode(params.tiles, first_tile, tile);
   auto load = [&](float* to) {
     int at[4];

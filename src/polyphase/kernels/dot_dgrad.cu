@@ -3,15 +3,15 @@
 //   gx[n, ci, i] = Σ over output channels and taps of   w[ci, co, tap] · g[n, co, i·stride + tap·dilation - padding]
 //
 // Index mapping. A warp owns IN_TILE input channels of one group at POSITIONS neighbouring positions along w, 32 sums
-// in all. Its lanes go along the taps, which are neighbours in the weight, and along w in the output gradient: each
-// lane has a part of all sums, and in the end lane i has sum i, of all lanes. The warps of a block have the same input
-// channels at neighbouring tiles, so that weights come from the L1 cache but for the first time.
+// in all. Its lanes take neighbouring taps, which are contiguous in the weight, and neighbouring elements along w of
+// the output gradient: each lane computes a part of all sums, and a reduction leaves lane i with sum i of all lanes.
+// The warps of a block have the same input channels at neighbouring tiles, so that most weights come from L1.
 //
-// Where tiles are few the output channels are shared out in `splits`, whose sums are planes that another kernel adds up
-// (steps/reduce_splits.cu).
+// If there are few tiles, the output channels are split; each of `splits` writes a partial plane, which
+// steps/reduce_splits.cu adds.
 //
-// Sums of a lane end after FLUSH output channels, or pieces of PIECE taps where those are many, and are added to those
-// before: no long chain of roundings.
+// After FLUSH output channels (or PIECE taps) a lane adds its sums to its totals and restarts them, so rounding errors
+// do not build up.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -19,11 +19,11 @@
 #include "core/types.cuh"
 
 struct Params {
-  Tensor5 g, x;  // the output gradient, and the input's
+  Tensor5 g, x;  // the output gradient, the input gradient
   int batch, groups;
-  int tiles_w, tiles;        // of POSITIONS along w, and of all positions
-  int splits, split_length;  // of the output channels, and how many each but the last has
-  long long plane;           // elements
+  int tiles_w, tiles;        // tiles of POSITIONS along w; all tiles
+  int splits, split_length;  // shares of the output channels; channels of each but the last
+  long long plane;           // elements of a partial plane
 };
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
@@ -37,7 +37,7 @@ static_assert(INPUT_GRAD && 32 % IN_TILE == 0, "a sum for every lane");
 
 // A warp's tile.
 struct Tile {
-  int n, d, h, w;  // of its first position
+  int n, d, h, w;  // its first position
 
   __device__ __forceinline__ Tile(const Params& params, int tile) {
     w = tile % params.tiles_w * POSITIONS;
@@ -63,9 +63,8 @@ struct Sums {
     others.clear();
   }
 
-  // One tap of one output channel: `from` is what the tile's first position reads, of column `column`, if its row
-  // exists; WHOLE: all that the tile reads exists. `weights` are of the first input channel, of which `last` more
-  // exist.
+  // Adds one tap of one output channel. `from`: what the tile's first position reads, in column `column`, if its row
+  // exists. WHOLE: all elements that the tile reads exist. `weights`: the first input channel's; `last` more exist.
   template <bool WHOLE>
   __device__ __forceinline__ void add(const Params& params, const scalar_t* from, int column, bool row_exists,
                                       const scalar_t* weights, int last) {
@@ -85,8 +84,8 @@ struct Sums {
     }
   }
 
-  // A butterfly reduction that transposes: at each step a lane exchanges half of its sums, until lane i has sum i of
-  // all lanes in the first place.
+  // A transposing butterfly reduction: at each step a lane exchanges half of its sums, until values[0] of lane i is sum
+  // i over all lanes.
   template <int HALF = 16>
   __device__ __forceinline__ void add_up(int lane) {
     const bool upper = lane & HALF;
@@ -99,12 +98,12 @@ struct Sums {
   }
 };
 
-// Whether all that `count` neighbours along a dimension read exists; `from`: the first element that the first reads.
+// Whether all elements that `count` neighbours along a dimension read exist; `from`: the first one's first element.
 __device__ __forceinline__ bool whole(Axis axis, int from, int count, int size) {
   return from >= 0 && from + (count - 1) * axis.stride + (axis.kernel - 1) * axis.dilation < size;
 }
 
-// All products of a lane.
+// Adds all products of a lane.
 template <bool WHOLE>
 __device__ __forceinline__ void multiply(const Params& params, const int (&first)[3], const scalar_t* grad,
                                          const scalar_t* weight, int channels, int last, Sums& total) {

@@ -1,5 +1,5 @@
-// Groups of few channels on tensor cores, forward pass and input gradient: a tile's window lies in shared memory with
-// its channels innermost, and every tap reads it there.
+// Groups of few channels on tensor cores, forward pass and input gradient: a tile's window is staged in shared memory
+// with channels innermost, and every tap reads it there.
 //
 //   destination[cd, cell·DST + output] = bias[cd] + Σ over pixels and cs of   w[cs, cd, tap] · source[cs, cell·SRC +
 //   pixel]
@@ -14,10 +14,10 @@
 //
 // Index mapping. A block owns a group and takes every n-th tile. Its weights are put in the order of fragments once. A
 // warp owns ROW_TILES tiles of 16 cells; ldmatrix reads one piece of each of 16 cells and the next piece of the same
-// cells, wherever they lie in the window, by a table of offsets.
+// cells; a table has the pieces' offsets in the window.
 //
 // float32 is rounded to TF32. A sum may be wrong: a piece that no tap of an output reads is multiplied by zero, and
-// Inf or NaN times zero is NaN. Sums that are NaN are made again without tensor cores.
+// Inf or NaN times zero is NaN. Sums that are NaN are computed again without tensor cores.
 //
 // Shared memory: weights [step][column block][column tile][lane], offsets of pieces, places of cells and
 // columns, window [16 bytes of channels][n][d][h][w].
@@ -41,18 +41,19 @@ struct Params {
   Divisor tiles[4];   // tiles along n, d, h, w
   Divisor extent[4];  // of the window along n, d, h and, in vectors, w
   int first[3];       // the window's first pixel along d, h, w, counted from the tile's first cell
-  int skew;           // pixels from there to the first that any tap reads, along w
-  int vector;         // neighbours along w that are loaded together; 0: the channels of a piece are
+  int skew;           // pixels along w from there to the first that any tap reads
+  int vector;         // pixels along w of one load; 0: one load reads the channels of a piece
   int apart[4];       // source elements from a channel, slab, row and vector to the next
-  int blocks;         // of a group
+  int blocks;         // blocks of a group
   int pairs;          // whether two neighbouring cells are stored together
 };
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int PIECE = 16 / (int)sizeof(scalar_t), PIECES = ceil_div(SRC_CHANNELS, PIECE);  // channels; of a pixel
-constexpr int WORD = 4 / (int)sizeof(scalar_t);                                            // channels of four bytes
+constexpr int PIECE = 16 / (int)sizeof(scalar_t);      // channels of a piece
+constexpr int PIECES = ceil_div(SRC_CHANNELS, PIECE);  // pieces of a pixel
+constexpr int WORD = 4 / (int)sizeof(scalar_t);        // channels of four bytes
 
-// One dimension. Of its outputs of a cell, `each` are in each of `sets`, one in every `sets`.
+// One dimension. A cell's outputs along it are dealt to `sets` sets of `each` outputs: output i is in set i % sets.
 struct Side {
   Axis axis;
   int fold, sets, each;
@@ -63,7 +64,7 @@ struct Side {
   __host__ __device__ constexpr int outputs() const { return fold * dst_cell(axis); }
   __host__ __device__ constexpr int step() const { return fold * src_cell(axis); }  // pixels from a cell to the next
 
-  // The tap of an output and a pixel, both counted from the cell's first; -1 for none.
+  // The tap that joins an output and a pixel, both relative to the cell's first; -1 for none.
   __host__ __device__ constexpr int tap(int output, int pixel) const {
     const int far =
         INPUT_GRAD ? pixel - output * axis.stride + axis.padding : output + axis.padding - pixel * axis.stride;
@@ -72,7 +73,7 @@ struct Side {
 };
 constexpr Side SIDE_D(AXIS_D, FOLD_D), SIDE_H(AXIS_H, FOLD_H), SIDE_W(AXIS_W, FOLD_W);
 constexpr int SETS = SIDE_D.sets * SIDE_H.sets * SIDE_W.sets;
-constexpr int COLUMNS = SIDE_D.each * SIDE_H.each * SIDE_W.each * DST_CHANNELS;  // of a set
+constexpr int COLUMNS = SIDE_D.each * SIDE_H.each * SIDE_W.each * DST_CHANNELS;  // columns of a set
 constexpr int BLOCK_COLUMNS = 8 * COLUMN_TILES, COLUMN_BLOCKS = ceil_div(COLUMNS, BLOCK_COLUMNS);
 
 // The pixels that a set's outputs read along one dimension: `count` of them, `step` apart.
@@ -82,7 +83,7 @@ struct Pixels {
   __host__ __device__ constexpr Pixels(Side side, int set) {
     int last = 0;
     bool any = false;
-    for (int pass = 0; pass < 2; ++pass) {  // the first and the last; then what their distances have in common
+    for (int pass = 0; pass < 2; ++pass) {  // the first and the last; then the common divisor of distances
       if (pass == 1) step = 0;
       for (int i = 0; i < side.each; ++i)
         for (int tap = 0; tap < side.axis.kernel; ++tap) {
@@ -128,9 +129,9 @@ constexpr int WEIGHT_BYTES = ALL_STEPS * STEP_BYTES, OFFSET_BYTES = round_up(8 *
 constexpr int ALL_COLUMNS = SETS * COLUMN_BLOCKS * BLOCK_COLUMNS, ROWS = 16 * ROW_TILES * WARPS;
 constexpr int TABLE_BYTES = OFFSET_BYTES + 16 * ALL_COLUMNS + 16 * ROWS;
 
-// A piece of a set: a pixel, counted from the cell's first, and its first channel. Behind the last there is none.
+// A piece of a set: a pixel, relative to the cell's first, and the number of the piece among the pixel's pieces.
 struct Piece {
-  int d, h, w, number;  // of its channels, in pieces
+  int d, h, w, number;
   bool exists;
 
   __device__ __forceinline__ Piece(const Set& set, int index) {
@@ -144,7 +145,7 @@ struct Piece {
   }
 };
 
-// A column of a set: an output, counted from its cell's first, and its channel.
+// A column of a set: an output, relative to its cell's first, and its channel.
 struct Column {
   int d, h, w, channel;
   bool exists;
@@ -159,8 +160,8 @@ struct Column {
   }
 };
 
-// Where the output of a column lies, counted from its cell's first, or a cell's first, counted from the tile's; far
-// outside where there is none.
+// Position of a column's output relative to its cell's first, or of a cell's first output relative to the tile's; far
+// outside the tensor for none.
 struct alignas(16) Place {
   long long bytes;
   short d, h, w;
@@ -172,7 +173,7 @@ __device__ __forceinline__ int weight_at(int src, int dst, int tap) {
   return INPUT_GRAD ? weight_offset(dst, src, tap) : weight_offset(src, dst, tap);
 }
 
-// All weights of a group in the order of fragments, and where the pieces lie that they are multiplied with.
+// Writes a group's weights in the order of fragments, and the offsets of the pieces that they are multiplied with.
 __device__ __forceinline__ void prepare(const Params& params, const scalar_t* weight, char* weights, int* offsets,
                                         Place* places) {
   for (int i = threadIdx.x; i < ROWS; i += THREADS) {
@@ -223,8 +224,8 @@ __device__ __forceinline__ void prepare(const Params& params, const scalar_t* we
   }
 }
 
-// Where the vector at `at` along n, d, h and w of a window comes from, and whether it exists. `src` is the group's
-// first channel of the window's first pixel, which is `first`; vectors have `width` pixels.
+// Address of the vector at `at` along n, d, h and w of a window, and whether it exists. `src`: the group's first
+// channel at the window's first pixel, `first`; vectors have `width` pixels.
 __device__ __forceinline__ const scalar_t* find_vector(const Params& params, const scalar_t* src, const int (&first)[4],
                                                        const int (&at)[4], int width, bool& exists) {
   exists = first[0] + at[0] < params.batch && (unsigned)(first[1] + at[1]) < (unsigned)params.src.size[0] &&
@@ -234,11 +235,11 @@ __device__ __forceinline__ const scalar_t* find_vector(const Params& params, con
                 (long long)at[3] * params.apart[3]);
 }
 
-// A window on its way to shared memory, channels innermost: VECTOR neighbours along w of all channels of a piece are an
-// item.
+// Copies a window to shared memory, channels innermost. One step of a thread loads VECTOR neighbours along w of all
+// channels of a piece.
 template <int VECTOR>
 struct WindowLoader {
-  static constexpr int AT_ONCE = MIN_BLOCKS > 2 ? 2 : 4;  // that are on their way before the first is stored
+  static constexpr int AT_ONCE = MIN_BLOCKS > 2 ? 2 : 4;  // steps whose loads are issued before the first store
   static constexpr int WORDS = VECTOR * (int)sizeof(scalar_t) / 4;
   typedef Vector<scalar_t, VECTOR> Row;
   typedef Vector<scalar_t, PIECE> Pixel;
@@ -266,7 +267,7 @@ struct WindowLoader {
     }
   }
 
-  // Neighbouring lanes store different pixels of two first, so that their banks differ.
+  // Neighbouring lanes store their two pixels in opposite order, so that their banks differ.
   __device__ __forceinline__ void store(const Row (&rows)[PIECE], char* to) const {
     Pixel pixels[VECTOR];
 #pragma unroll
@@ -292,7 +293,7 @@ struct WindowLoader {
   }
 };
 
-// The same where a pixel's channels are neighbours, and pieces whole.
+// The same for contiguous channels of a pixel, in whole pieces.
 __device__ __forceinline__ void load_pixels(const Params& params, const scalar_t* src, const int (&first)[4],
                                             char* window) {
   const int pixels = params.extent[0] * params.extent[1] * params.extent[2] * params.extent[3];
@@ -313,7 +314,7 @@ __device__ __forceinline__ void load_pixels(const Params& params, const scalar_t
 
 // The warp's sums of a column block.
 struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
-  // Adds a step's products. `rows` is where the lane's row of each row tile begins in the window, with its piece.
+  // Adds a step's products. `rows`: address in the window of the lane's row of each row tile, at the lane's piece.
   __device__ __forceinline__ void add(const unsigned (&rows)[ROW_TILES], int offset, const char* weights) {
     typedef Vector<unsigned, 2> Words;
     Words columns[COLUMN_TILES];
@@ -331,13 +332,13 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   }
 };
 
-// The outputs of a warp's column block. A lane has a column of each column tile at two neighbouring cells, the first of
-// which is even: it gets one of these from the lane that has its row.
+// The outputs of a warp's column block. A lane stores a column of each column tile at two neighbouring cells, the first
+// of which is even; lanes exchange sums so that one lane has both.
 struct Outputs {
   const Params& params;
   const int (&at)[4];         // the tile's first output
-  const Place* const cells;   // of the tile
-  const Place* const places;  // of the column block
+  const Place* const cells;   // cells of the tile
+  const Place* const places;  // columns of the column block
   const EpilogueOperands& operands;
   scalar_t* const dst;  // the tile's first output in the group
 
@@ -360,7 +361,7 @@ struct Outputs {
     return (scalar_t*)((char*)dst + cell.bytes + place.bytes);
   }
 
-  // Stores those that can be trusted. Of the others a bit is set.
+  // Stores outputs that are not NaN. Returns a bit for each of the others.
   template <bool WHOLE>
   __device__ __forceinline__ unsigned long long store(const Sums& sums) const {
     const bool odd = fragment_row() % 2;
@@ -446,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     pixel[0] = first[0], pixel[1] = first[1] * SIDE_D.step() + params.first[0];
     pixel[2] = first[2] * SIDE_H.step() + params.first[1], pixel[3] = first[3] * SIDE_W.step() + params.first[2];
     const scalar_t* const from = src + offset_of(params.src, pixel);
-    __syncthreads();  // the window before has been read
+    __syncthreads();  // the previous window has been read
     if (params.vector == 0)
       load_pixels(params, from, pixel, window);
     else if (params.vector == 2)

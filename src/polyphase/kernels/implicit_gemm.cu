@@ -20,13 +20,13 @@
 // multiplies (PING_PONG). LOADER_THREADS produce, in one of three ways:
 //   - LOADER_GROUPS groups of threads copy pixels by cp.async, LOOKAHEAD stages ahead, in the order of memory, then
 //     transpose them within shared memory (channels innermost) and round them;
-//   - where TMA can take boxes of the source (params.boxes), one warp issues TMA and the others only transpose,
+//   - where TMA can load boxes of the source (params.boxes), one warp issues TMA and the others only transpose,
 //     TRANSPOSE_GROUPS groups of them, round-robin over stages;
 //   - with TMA_OPERANDS TMA writes B directly: NHWC, or NCHW in 16 bit (MN_MAJOR) if no tap shifts B.
 //
 // Shared memory: STAGES stages of weights (unless RESIDENT: then they stay, and the work tiles of a block have the same
 // row groups) and pixels; the RESIDENT weights; RAW_SLOTS stages of boxes or rows that are not transposed yet; the
-// epilogue's staging; where each pixel of a tile lies; `Shared`.
+// epilogue's staging; the coordinates of a tile's pixels; `Shared`.
 //
 // Barriers. full[stage]: producers' writes, TMA's bytes; consumers wait. Every thread of a producer group arrives, or
 // the TMA warp, or that and the warps that transpose. empty[stage]: consumers release it, those of all CLUSTER blocks
@@ -35,7 +35,7 @@
 // scheduler's: a work tile is known. Named barrier 1 + group: a producer group; from 6 on: the epilogue's.
 //
 // The kernel may start while its weights are still being packed (programmatic dependent launch), and waits for them
-// when the first pixels are on their way; with SCALED before those, as it must know how many bands there are
+// after it has issued the first pixel loads; with SCALED before them, as it must know the number of bands
 // (operand/scales.cuh).
 
 #include "specialisation.cuh"
@@ -70,18 +70,19 @@
 // What the block keeps in shared memory, apart from the stages.
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long order[CONSUMERS];      // of consumer warpgroups with PING_PONG
-  unsigned long long resident;              // weights have come
-  unsigned long long raw_full[RAW_SLOTS];   // boxes that are to be transposed
-  unsigned long long raw_empty[RAW_SLOTS];  // and their slots, free again
+  unsigned long long order[CONSUMERS];      // the consumer warpgroup may multiply (PING_PONG)
+  unsigned long long resident;              // the RESIDENT weights have arrived
+  unsigned long long raw_full[RAW_SLOTS];   // the slot's box has arrived
+  unsigned long long raw_empty[RAW_SLOTS];  // the slot's box has been transposed
   SchedulerMemory queue;
   int operations[OPERATIONS * LINE_GROUPS + 1];  // distance of each operation's pixels, in bytes
   int counts[ROW_BLOCKS * LINE_GROUPS];          // operations of each row block
 };
 
 // Registers a thread (setmaxnreg). Of 64K, two consumer warpgroups with 224 leave 56 for 128 producers; with 208 they
-// leave 48 for 256. If the compiler spills, it is retried with GIVEN_REGISTERS and CHUNKS_AT_ONCE of `_SHARES`
-// (schedules/implicit_gemm/schedule.py): so many move from each consumer to the producers, or back if negative.
+// leave 48 for 256. If the kernel spills it is recompiled with the next pair of `_SHARES`
+// (schedules/implicit_gemm/schedule.py): GIVEN_REGISTERS registers are taken from every consumer thread and given to
+// the producers (negative: the other way).
 constexpr int PRODUCER_REGISTERS = LOADER_THREADS == 128 ? 56 + 2 * GIVEN_REGISTERS : 48 + GIVEN_REGISTERS;
 constexpr int CONSUMER_REGISTERS = (LOADER_THREADS == 128 ? 224 : 208) - GIVEN_REGISTERS;
 static_assert(!WGMMA || registers_suffice(CONSUMERS * 128, CONSUMER_REGISTERS, LOADER_THREADS, PRODUCER_REGISTERS),
@@ -99,16 +100,16 @@ __device__ __forceinline__ void release(unsigned barrier) {
 }
 
 // STRAIGHT: the products of a stage are unrolled without a branch, so that wgmma's are issued back to back. With a
-// branch among them the assembler puts a fence before each. (That of NVRTC 13.0 says so, C7519; that of 13.5 does it in
-// silence.) So on Hopper there is code for each kind of line group.
+// branch among them the assembler puts a fence before each. (NVRTC 13.0 warns of it, C7519; 13.5 does not.) So on
+// Hopper there is code for each kind of line group.
 constexpr Kinds KINDS = find_kinds();
 constexpr bool ALIKE = KINDS.next[0] == LINE_GROUPS;
 constexpr bool STRAIGHT = K_STEPS * KINDS.operations <= (ALIKE ? 128 : WGMMA ? 256 : 0);
 constexpr int UNROLLED = STRAIGHT ? KINDS.most : 2;
 
-// The tensor cores truncate sums, and the loss grows with every addition. With PARTS = 2 their sums are added up in
-// float32, which rounds, after each stage; and in straight code of one kind (else the assembler serialises products)
-// after at most CHAIN operations.
+// Tensor cores truncate sums, and the error grows with every addition. With PARTS = 2 accumulators are added to a
+// second set in float32, which rounds, after each stage; in straight code of one kind (else the assembler serialises
+// products) also after at most CHAIN operations.
 constexpr int CHAIN = 16;
 __host__ __device__ constexpr int chain_of(int operations) { return ceil_div(operations, ceil_div(operations, CHAIN)); }
 constexpr bool CHAINED = PARTS == 2 && ALIKE && STRAIGHT && K_STEPS * KINDS.most > CHAIN;
@@ -135,7 +136,7 @@ __device__ __forceinline__ StageInput input_of(const Params& params, const TileS
 }
 
 #if BULK_COPY
-// A stage's weights of a row group, by one thread.
+// Run by one thread: copies a stage's weights of a row group.
 __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* from, unsigned barrier) {
   if constexpr (CLUSTER > 1)
     tma_load_bytes_multicast<CLUSTER>(to, from, WEIGHT_STAGE, barrier);
@@ -219,7 +220,7 @@ __device__ __forceinline__ void transpose_stages(const Params& params, const Til
 #endif
 
 #if SCALED
-// Scales of the thread's rows, which are taken back together with the scale of all pixels.
+// Scale factors of the thread's rows. The sums are unscaled by these and by the pixels' scale.
 struct RowFactors {
   float of[ROW_BLOCKS][2];
 
@@ -234,7 +235,7 @@ struct RowFactors {
     for (int i = 0; i < 2 * ROW_BLOCKS; ++i) {
       const float of_row = of[i / 2][i % 2];
       const float smaller = fminf(of_row, of_pixels),
-                  larger = fmaxf(of_row, of_pixels);  // in this order none overflows
+                  larger = fmaxf(of_row, of_pixels);  // this order does not overflow
 #pragma unroll
       for (int pixel_block = 0; pixel_block < PIXEL_BLOCKS; ++pixel_block)
 #pragma unroll
@@ -249,8 +250,8 @@ struct RowFactors {
 
 __device__ __forceinline__ void promote(float& sum, float& total) { total += sum, clear(sum); }
 
-// The kind whose row blocks have `counts` operations. (What is known of a kind is a constant here and below, lest the
-// compiler compute it at run time, amid the products.)
+// The kind whose row blocks have `counts` operations. (A kind's properties are constants here and below, so that they
+// are not computed at run time between wgmma instructions.)
 template <int KIND = 0>
 __device__ __forceinline__ int kind_of(const int (&counts)[ROW_BLOCKS]) {
   if constexpr (KINDS.next[KIND] < LINE_GROUPS) {
@@ -263,14 +264,15 @@ __device__ __forceinline__ int kind_of(const int (&counts)[ROW_BLOCKS]) {
   return KIND;
 }
 
-// A stage of a work tile: where its operands lie in shared memory.
+// Shared-memory addresses of a stage's operands.
 struct Operands {
-  int stages_before;  // of the work tile; 0 overwrites the accumulators (scale-d)
+  int stages_before;  // stages of the work tile before this one; 0 overwrites the accumulators (scale-d)
   unsigned weights, pixels;
   const int* distances;
 };
 
-// The products of a stage, of a group of lines of KIND; where there is no code for each, of `counts` operations.
+// The products of a stage, for a line group of kind KIND; if kinds have no code of their own, `counts` gives the
+// operations.
 template <int KIND>
 __device__ __forceinline__ void multiply(const Params& params, const Operands& of, const int (&counts)[ROW_BLOCKS],
                                          Sums& sums, Sums& totals) {
@@ -322,7 +324,8 @@ __device__ __forceinline__ void multiply_kind(int kind, const Params& params, co
   multiply<KIND>(params, of, counts, sums, totals);
 }
 
-// The table of each operation's B offset (its tap's shift in the run of pixels), and of operations a row block.
+// Writes the table of each operation's B offset (its tap's shift in the run of pixels), and the operations of each row
+// block.
 __device__ __forceinline__ void list_operations(const Params& params, Shared& shared) {
   const int thread = threadIdx.x;
   for (int i = thread; i < OPERATIONS * LINE_GROUPS; i += THREADS) {
@@ -348,7 +351,7 @@ __device__ __forceinline__ void clear_padding(const Params& params, unsigned cha
 }
 
 #if BOX_COPY
-// The producers where TMA brings pixels: the last warp issues it, the others transpose.
+// The producers where TMA loads pixels: the last warp issues it, the others transpose.
 __device__ __forceinline__ void produce_by_tma(const Params& params, TileScheduler& scheduler,
                                                const scalar_t* __restrict__ src, const PrologueOperands& operands,
                                                const unsigned char* __restrict__ packed, Shared& shared,
@@ -404,7 +407,7 @@ __device__ __forceinline__ void wait_pixels_load_weights(unsigned char* stage, c
 #endif
 }
 
-// Operands of stage `stage` that was loaded to `at`. Of `stages_before`, in all bands, only whether it is 0 matters.
+// Operands of stage `stage`, loaded to `at`. `stages_before` counts stages of all bands; only whether it is 0 matters.
 __device__ __forceinline__ Operands operands_of(const Shared& shared, const WorkTile& work, const unsigned char* at,
                                                 const unsigned char* resident, int row_share, int cell_share, int stage,
                                                 int stages_before) {

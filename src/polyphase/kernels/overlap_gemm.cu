@@ -11,16 +11,16 @@
 // reads a window of pixels, which is clipped to the image where the tile spans the image. The window is multiplied in
 // bands of image rows, one after the other. The products of a band stay in shared memory until no output of a later
 // band needs them. Rows of a band's product are its pixels. A warp owns ROW_TILES tiles of 16 of them, and all columns.
-// Of an operation's channels a lane has the CHANNELS neighbours from `lane % 4` · CHANNELS on; of the warp's pixels it
-// has units of UNIT neighbours, the first from `lane / 4` · UNIT on: pixel i of those is row `lane / 4 + i % 2 · 8` of
-// row tile i / 2. A GEMM may permute k and rows in this way, as long as both operands and the store agree.
+// A lane loads CHANNELS neighbouring channels of an operation, from `lane % 4` · CHANNELS on, and units of UNIT
+// neighbouring pixels, the first unit at pixel `lane / 4` · UNIT of the warp: pixel i of a unit is row `lane / 4 + i %
+// 2 · 8` of row tile i / 2. A GEMM may permute k and rows in this way, as long as both operands and the store agree.
 //
 // float32 is split into two parts of TF32. Tensor cores truncate, so each operation's sum is added to the accumulators
 // in float32. The parts of a value that is not finite, or overflows TF32, sum to NaN. So outputs that are NaN are
 // computed again without tensor cores.
 //
-// Shared memory: the weights of STEPS_HELD operations, in the order in which lanes take them, and the product as
-// [column][n][d][h][w], where h is a ring.
+// Shared memory: the weights of STEPS_HELD operations, in the order in which lanes read them, and the product as
+// [column][n][d][h][w], where h is a ring buffer.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -40,11 +40,11 @@ struct Params {
   int batch;
   int lanes[4];   // cells of a tile along n, d, h, w
   int tiles[4];   // tiles along n, d, h, w
-  int extent[4];  // of the window; units along w
+  int extent[4];  // of the window along n, d, h and, in units, w
   int first[4];   // the window's first pixel, counted from the tile's first cell
   int band;       // rows of a band
-  int ring;       // rows that are kept
-  int whole;      // whether a unit, or a lane's channels where those come last, are read at once
+  int ring;       // rows of the product in shared memory
+  int whole;      // whether one load reads a whole unit of pixels (channels last: the lane's channels)
   int vectors;    // whether the outputs of a cell's row are stored together
 };
 
@@ -61,7 +61,7 @@ constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * ELEMENT <= 
 static_assert(STEPS_HELD % PREFETCH == 0, "the prefetched operations are used round robin");
 static_assert(PITCH % 32 == 4, "8 pixels by 4 pairs of columns lie in different banks");
 
-// Whether channel `i` of the thread's in an operation is one of the group's. Behind the last operation none is.
+// Whether the thread's channel `i` of operation `step` exists. Past the last operation none does.
 __device__ __forceinline__ bool is_channel(int step, int i) {
   return IN_CHANNELS % (PREFETCH * OPERATION) == 0 ||
          step * OPERATION + (int)threadIdx.x % 4 * CHANNELS + i < IN_CHANNELS;
@@ -119,19 +119,19 @@ struct Pixels {
   }
 };
 
-// A lane's pixels: where they lie, and where their products go. Outside the image the nearest pixel is read: no output
-// uses that product. WHOLE: a unit, or a lane's channels where those come last, are read at once.
+// Addresses of a lane's pixels, and of their products. Outside the image the nearest pixel is read: no output uses that
+// product. WHOLE: as `Params::whole`.
 template <bool WHOLE>
 struct PixelLoader {
   static constexpr bool IN_ROWS = WHOLE && !X_CHANNELS_LAST;
 
   const Params& params;
-  const scalar_t* rows[UNITS];  // the unit's first pixel in the band's row, the lane's channels that are loaded next
-  int columns[UNITS][UNIT];     // elements from there to each pixel; with IN_ROWS they do not count
-  int heights[UNITS];           // image rows, in the first band
-  int places[UNITS];            // in the product: image and slab, and the unit's first pixel; -1 for none
+  const scalar_t* rows[UNITS];  // the unit's first pixel in the current band's row, at the lane's next channel
+  int columns[UNITS][UNIT];     // elements from there to each pixel; not used by loads with IN_ROWS
+  int heights[UNITS];           // image row of the unit in the first band
+  int places[UNITS];            // element of the product for the unit's first pixel, in ring row 0; -1 for none
 
-  // `x` is the group's first channel, `first` the window's first pixel. Begins the first band.
+  // `x`: the group's first channel. `first`: the window's first pixel. Starts at the first band.
   __device__ __forceinline__ PixelLoader(const Params& params, const scalar_t* x, const int (&first)[4])
       : params(params) {
     const int lane = threadIdx.x % 32, extent[4] = {params.extent[0], params.extent[1], params.band, params.extent[3]};
@@ -159,7 +159,8 @@ struct PixelLoader {
     return min(max(heights[u] + band * params.band, 0), params.x.size[1] - 1);
   }
 
-  // After all operations of the band before. From its row on, since a first row would take two more registers a unit.
+  // Called after the previous band. Advances from that band's row: keeping the first row's address would cost two
+  // registers per unit.
   __device__ __forceinline__ void begin_band(int band) {
     constexpr int LOADED = round_up(STEPS, PREFETCH) * OPERATION;  // channels
 #pragma unroll
@@ -167,10 +168,10 @@ struct PixelLoader {
       rows[u] += (row(u, band) - row(u, band - 1)) * params.x.stride[3] - LOADED * params.x.stride[1];
   }
 
-  // The next operation, which is `step`.
+  // Loads the pixels of the next operation, `step`.
   __device__ __forceinline__ void load(Pixels& to, int step) {
-    constexpr int COUNT = X_CHANNELS_LAST ? CHANNELS : UNIT;  // elements that are neighbours
-    constexpr int RUNS = X_CHANNELS_LAST ? UNIT : CHANNELS;   // of a unit
+    constexpr int COUNT = X_CHANNELS_LAST ? CHANNELS : UNIT;  // contiguous elements
+    constexpr int RUNS = X_CHANNELS_LAST ? UNIT : CHANNELS;   // runs of contiguous elements in a unit
     typedef Vector<unsigned, COUNT * ELEMENT / 4> Words;
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
@@ -205,7 +206,7 @@ struct Rows {
   unsigned high[ROW_TILES][4], low[ROW_TILES][4];
 
   __device__ __forceinline__ Rows(const Pixels& pixels) {
-    __syncwarp();  // so that the compiler does not mingle operations, for which there are no registers
+    __syncwarp();  // keeps the compiler from interleaving operations, which would spill
 #pragma unroll
     for (int i = 0; i < ROW_TILES; ++i)
 #pragma unroll
@@ -219,9 +220,9 @@ struct Rows {
   }
 };
 
-// The product's elements of a warp: of row tile i element k of column tile j.
+// A warp's accumulators: of[i][4 * j + k] is element k of row tile i and column tile j.
 struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
-  // One operation, whose weights are the given.
+  // Adds one operation's products.
   __device__ __forceinline__ void add(Rows& rows, const char* weights) {
     if constexpr (EXACT) {
       float sums[ROW_TILES][4 * COLUMN_TILES];
@@ -283,7 +284,8 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   }
 
  public:
-  // Of a band whose first row is `slot` of the ring, where the first band's is the image's `first_row`.
+  // Writes a band to the product in shared memory. `slot`: ring row of the band's first row; `first_row`: image row of
+  // the first band's first row.
   template <class Loader>
   __device__ __forceinline__ void store(float* product, const Loader& pixels, int first_row, int slot) const {
 #pragma unroll
@@ -306,13 +308,14 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   }
 };
 
-// What a cell reads along one dimension: for each tap whether its pixel exists, and how far that lies.
+// What a cell reads along one dimension: for each tap whether its pixel exists, and the pixel's offset in the product.
 template <int KERNEL>
 struct Reads {
   bool exists[KERNEL];
-  int at[KERNEL];  // pixels of the window
+  int at[KERNEL];
 
-  // `cell` counts from the image's first, `lane` from where `first` does; pixels are `pitch` apart, `ring` of them.
+  // `cell` is relative to the image, `lane` and `first` (the window's first pixel) to the tile. Pixels are `pitch`
+  // apart and wrap after `ring`.
   __device__ __forceinline__ void init(Axis axis, int cell, int lane, int first, int size, int pitch,
                                        int ring = 0x7fffffff) {
 #pragma unroll
@@ -324,8 +327,8 @@ struct Reads {
   }
 };
 
-// The outputs of one cell and channel, of which `columns` and so on lie in the image from the first on. Whether none of
-// them is NaN.
+// Stores the outputs of one cell and channel: the first `slabs`, `rows` and `columns` exist. Returns whether none is
+// NaN.
 __device__ __forceinline__ bool store_cell(const Params& params, const float* product, const Reads<AXIS_D.kernel>& d,
                                            const Reads<AXIS_H.kernel>& h, const Reads<AXIS_W.kernel>& w,
                                            ChannelTerms terms, scalar_t* to, int slabs, int rows, int columns) {
@@ -364,8 +367,8 @@ __device__ __forceinline__ bool store_cell(const Params& params, const float* pr
   return numbers;
 }
 
-// The outputs of a cell one by one, without tensor cores. `x` is the group's first channel, `weight` the channel's
-// first weight, and `first` the cell's first output.
+// Stores a cell's outputs one by one, computed without tensor cores. `x`: the group's first channel; `weight`: the
+// channel's first weight; `first`: the cell's first output.
 __device__ __forceinline__ void store_cell_plainly(const Params& params, const scalar_t* x, const scalar_t* weight,
                                                    const int (&first)[4], ChannelTerms terms, scalar_t* to) {
 #pragma unroll 1
@@ -379,8 +382,8 @@ __device__ __forceinline__ void store_cell_plainly(const Params& params, const s
   }
 }
 
-// Rows `done` to `ready` of a tile's cells; row i of the window is row i + `turn` of the ring, or that past its end. A
-// thread stores all channels of a cell, or with ALONG_CHANNELS one of them, and its neighbours the next ones.
+// Stores rows `done` to `ready` of a tile's cells. Row i of the window is in ring row i + `turn`, modulo `ring`. A
+// thread stores all channels of a cell, or with ALONG_CHANNELS one channel, and its neighbours the next ones.
 __device__ __forceinline__ void store_rows(const Params& params, const float* product, const scalar_t* x,
                                            const scalar_t* weight, const EpilogueOperands& operands, scalar_t* y,
                                            const int (&first)[4], int first_out, int done, int ready, int turn) {
@@ -417,7 +420,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const float* pr
   }
 }
 
-// A tile, by its first cell and output channel; `x` and `weight` are the group's.
+// Computes the tile whose first cell is `first`, from output channel `first_out` on; `x` and `weight` are the group's.
 template <bool WHOLE>
 __device__ __forceinline__ void compute_tile(const Params& params, const scalar_t* __restrict__ x,
                                              const scalar_t* __restrict__ weight, const EpilogueOperands& operands,
@@ -453,7 +456,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, const scalar_
       const int end = owns_pixels ? min(STEPS, begin + STEPS_HELD) : 0;
 #pragma unroll 1
       for (int step = begin; step < end; step += PREFETCH) {
-        // The next band follows; behind the last one it is the image's last row, which nothing needs.
+        // Prefetch the next band; past the last one this reads the image's last row, which nothing uses.
         const int next = step + PREFETCH < STEPS ? step + PREFETCH : 0;
         if (WHOLE && next == 0) loader.begin_band(band + 1);
 #pragma unroll
@@ -465,11 +468,12 @@ __device__ __forceinline__ void compute_tile(const Params& params, const scalar_
         }
       }
     }
-    __syncthreads();  // the sums of the band before are made
+    __syncthreads();  // the outputs of the previous band have been computed
     sums.store(product, loader, window[2], band * params.band % params.ring);
     __syncthreads();
 
-    // The rows of cells that no later band adds to; the first pixels that they read, and from there to the ring.
+    // `ready`: rows of cells to which no later band adds. `oldest`: the first window row that they read; `turn`: from
+    // window rows to ring rows.
     const int end = (band + 1) * params.band + params.first[2] - last_offset(AXIS_H);
     const int ready = band + 1 < bands ? min(max(end, done), params.lanes[2]) : params.lanes[2];
     const int oldest = max(0, done + first_offset(AXIS_H) - params.first[2]), turn = oldest % params.ring - oldest;
@@ -488,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   block /= OUT_BLOCKS;
   const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
   const int group = block / tiles;
-  int first[4];  // cell of the tile
+  int first[4];  // first cell of the tile
   tile_origin(params.tiles, params.lanes, block % tiles, first);
   x += (long long)group * IN_CHANNELS * params.x.stride[1];
   weight += (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN;

@@ -9,10 +9,10 @@
 // tap, and after the first read elements come from L2. The destination may have any strides.
 //
 // A stage has the tap groups of up to WINDOW taps along the width, which read neighbouring elements of its box. The box
-// has HALO more cells along the width than the tile, and the A descriptor of each tap starts a number of box rows
-// further: TMA's swizzle depends on address bits alone. A descriptor reaches eight rows at its address, and the next
-// eight at a constant distance (SBO). So with WINDOW > 1 a tile is cut into runs of eight cells along the width; it is
-// one line of cells, where the next run is SBO away, or a multiple of eight lines, where the line below is.
+// has HALO more cells along the width than the tile, and the A descriptor of each tap starts some box rows further:
+// TMA's swizzle depends on address bits alone. A descriptor reads eight rows, then the next eight at distance SBO. So
+// with WINDOW > 1 a tile is cut into runs of eight cells along the width. If the tile is one line, SBO leads to the
+// next run; if it has a multiple of eight lines, to the same columns one line below.
 //
 // With RUNS the source was written as padded rows (core/run_groups.cuh), which the tensor map describes as a tensor
 // that overlaps itself: its innermost dimension is the run of elements that one cell reads, the next one cells. k is
@@ -20,20 +20,21 @@
 //
 // Index mapping. Two consumer warpgroups multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns; one producer
 // thread issues TMA. Blocks are persistent and take work tiles from an atomic counter (column block fastest, then
-// phase, tile, group, split), since these differ in length: taps that meet nothing but zeros in all of a tile are left
-// out. With split-K each split stores a plane of partial sums (steps/reduce_splits.cu).
+// phase, tile, group, split), since work tiles differ in length: a tap that meets only zeros in all of a tile is
+// skipped. With split-K each split stores a partial plane (steps/reduce_splits.cu).
 //
-// Weights are packed (steps/pack_tap_groups.cu), which also sets the counter to zero. Those of an input gradient may
-// have their source channels innermost: WEIGHT_BOXES of them are loaded by TMA, and blocks take every n-th work tile.
+// steps/pack_tap_groups.cu packs the weights and sets the counter to zero. In an input gradient the weights may already
+// have their source channels innermost: with WEIGHT_BOXES TMA loads them in place, and blocks take every n-th work
+// tile.
 //
 // Results of an input gradient fill whole sectors. In NHWC lanes exchange them so that each has eight bytes of
 // neighbouring channels; in NCHW lanes of neighbouring rows do, so that a thread has neighbouring positions.
 //
-// float32 is read as TF32, or split into two parts of TF32: the source's parts are channels of their own
-// (steps/transpose.cu), those of the weights follow one another. Three products of parts are added.
+// float32 is read as TF32, or split into two parts of TF32. The two parts of the source are separate channels
+// (steps/transpose.cu), the two parts of the weights are adjacent blocks. Three products of parts are added.
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after FLUSH stages they are added in
-// float32 to a second set of registers, where there are more stages.
+// float32 to a second set of registers.
 //
 // Shared memory: BUFFERS stages, each [part][cell of the box][k], then [tap][part][column][k], rows of CHUNK elements.
 
@@ -54,42 +55,41 @@
 #include "ptx/tma.cuh"
 
 struct Params {
-  TensorMap source_box, second_box;  // of weights, or of runs in phases of fewer taps along the width
+  TensorMap source_box, second_box;  // second: weights, or with RUNS the source for phases with fewer taps along w
   Tensor5 dst;
   int source_size[3];
   int batch, groups;
   int lanes[4];     // cells of a tile along n, d, h, w; their product is at most the rows of a block
   int tiles[4];     // tiles along n, d, h, w
-  int splits;       // of a work tile's stages
-  int sums;         // whether results stay accum_t, a plane for each split
+  int splits;       // split-K: shares of the stages
+  int sums;         // whether results stay accum_t, a partial plane for each split
   int vector;       // whether neighbouring channels are stored together
-  long long plane;  // elements of a plane of partial sums
+  long long plane;  // elements of a partial plane
 };
 
 constexpr int COLUMN_BLOCKS = ceil_div(DST_CHANNELS, COLUMNS);
-// Sums of a thread, those that are flushed counted twice; the thread that loads has the registers that they leave.
+// Accumulators of a consumer thread, twice as many if flushed to a second set. Producers get the remaining registers.
 constexpr int HELD_SUMS = ROW_TILES * COLUMNS / 2 * (FLUSH > 0 ? 2 : 1);
 constexpr int PRODUCER_REGISTERS = HELD_SUMS > 160 ? 40 : 56, CONSUMER_REGISTERS = HELD_SUMS > 160 ? 232 : 224;
 static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
 static_assert(PITCH == CHUNK * (int)sizeof(scalar_t), "a row of a stage is a tap group");
 static_assert(WINDOW == 1 || !RUNS, "the taps of a run are one group");
-static_assert(!WEIGHT_BOXES || (INPUT_GRAD && PARTS == 1 && !RUNS),
-              "weights that TMA reads as they lie have k innermost");
+static_assert(!WEIGHT_BOXES || (INPUT_GRAD && PARTS == 1 && !RUNS), "weights that TMA reads in place have k innermost");
 
-// Bytes of a stage: of a part of the source, all parts of a tap's weights, and together.
+// Bytes of one part of a stage's source box, of all parts of a tap's weights, and of a stage.
 constexpr int BOX_BYTES = BOX_ROWS * PITCH, TAP_BYTES = PARTS * B_BYTES;
 constexpr int WINDOW_BYTES = round_up(PARTS * BOX_BYTES + WINDOW * TAP_BYTES, 1024);
 
 constexpr unsigned NOWHERE = ~0u;
 
-// Where rows of the product lie in a box, in rows of it.
+// Maps rows of the GEMM tile to rows of the loaded box.
 struct BoxRows {
-  int lines, pitch;  // lines of cells along the width, and from one to the next
+  int lines, pitch;  // lines of cells along the width; box rows from one line to the next
 
   __device__ __forceinline__ explicit BoxRows(const int (&lanes)[4])
       : lines(lanes[0] * lanes[1] * lanes[2]), pitch(lanes[3] + HALO) {}
 
-  // A tile of 64 rows, and the eight rows behind its first eight.
+  // Box row where the 64-row tile `index` begins. next_eight(): distance to its second eight rows (SBO).
   __device__ __forceinline__ int tile(int index) const {
     if (WINDOW == 1) return 64 * index;
     const int column = 8 * index / lines;
@@ -97,7 +97,7 @@ struct BoxRows {
   }
   __device__ __forceinline__ int next_eight() const { return WINDOW == 1 || lines == 1 ? 8 : pitch; }
 
-  // The cell of a row along n, d, h and w, from the tile's first, a byte each; NOWHERE past the tile.
+  // The cell of a row, relative to the tile's first: n, d, h and w, a byte each. NOWHERE past the tile.
   static __device__ __forceinline__ unsigned place(const int (&lanes)[4], int row) {
     int at[4];
     if (WINDOW == 1) {
@@ -112,10 +112,9 @@ struct BoxRows {
   }
 };
 
-// What a block computes before it stores.
 struct WorkTile {
   int split, group, phase, column_block;
-  int first[4];  // cell along n, d, h, w
+  int first[4];  // first cell along n, d, h, w
 
   __device__ __forceinline__ WorkTile(const Params& params, int index) {
     const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
@@ -131,14 +130,15 @@ struct WorkTile {
   }
 };
 
-// Taps that a work tile may leave out: not those along the width of a run, nor those that planes are counted by.
+// Whether a work tile may skip taps that meet only zeros. With RUNS, taps along w form one run and stay; in an input
+// gradient with RUNS the planes are numbered by tap, so none is skipped.
 constexpr bool LEAVES_OUT = !(RUNS && INPUT_GRAD), LEAVES_OUT_W = LEAVES_OUT && !RUNS;
 
-// The taps of a work tile's phase that meet the source anywhere in it, and the stages of its split: their tap groups.
+// The taps of a work tile's phase that meet the source in at least one cell, and the stages of its split.
 struct TileTaps {
   Phase met;
-  int all, slab, row;  // taps of the phase, at one tap along d, and along h, too
-  int skipped = 0;     // of all, before the first that is met
+  int all, slab, row;  // taps of the phase; of them at one d; of them at one d and h
+  int skipped = 0;     // taps before the first that is met
   int first, count;    // stages
 
   __device__ __forceinline__ TileTaps(const Params& params, const WorkTile& work) : met(work.phase) {
@@ -153,7 +153,7 @@ struct TileTaps {
     first = work.split * each, count = max(0, min(each, stages - first));
   }
 
-  // Where the weights of a stage's first tap are packed, behind those of the tap groups that are left out before.
+  // Index of the packed weights of a stage's first tap; skipped tap groups count.
   __device__ __forceinline__ int packed(const TapWindow& at, int index) const {
     if (!LEAVES_OUT) return index;
     if (JOINED) {
@@ -164,7 +164,7 @@ struct TileTaps {
   }
 
  private:
-  // Returns how many taps are left out before those that are met.
+  // Returns the number of taps skipped before the first that is met.
   template <class PhaseAxis>
   static __device__ __forceinline__ int keep_met(PhaseAxis& taps, Axis axis, int cell, int cells, int size) {
     const int first = cell * src_cell(axis) + taps.src;
@@ -172,15 +172,15 @@ struct TileTaps {
   }
 };
 
-// Work tiles and their stages on their way from the thread that takes them to the warps that multiply: short ones are
-// loaded ahead.
+// Queue of work tiles and their stage counts, from the producer thread to the consumer warps. Several entries, so that
+// short work tiles are loaded ahead.
 constexpr int QUEUE = 4;
 struct WorkQueue {
   PipelineBarriers<QUEUE> ring;
   int work[QUEUE], stages[QUEUE];
 };
 
-// By one thread: the boxes of a stage.
+// Run by one thread: loads the source boxes of a stage.
 __device__ __forceinline__ void load_source(const Params& params, const scalar_t* src, const WorkTile& work,
                                             const Phase& phase, const TapWindow& at, int index, unsigned to,
                                             unsigned full) {
@@ -207,7 +207,7 @@ __device__ __forceinline__ void load_source(const Params& params, const scalar_t
   }
 }
 
-// By one thread: the weights of a stage's taps, the first of which are number `packed` of those that are packed.
+// Run by one thread: loads the weights of a stage's taps; `packed` is the index of the first tap's packed weights.
 __device__ __forceinline__ void load_weights(const Params& params, const unsigned char* weights, const WorkTile& work,
                                              const Phase& phase, const TapWindow& at, int packed, unsigned to,
                                              unsigned full) {
@@ -233,7 +233,7 @@ __device__ __forceinline__ void load_weights(const Params& params, const unsigne
   }
 }
 
-// By one thread: takes work tiles, and loads the boxes and weights of all their stages.
+// Run by one thread: takes work tiles, and loads the boxes and weights of all their stages.
 __device__ __forceinline__ void load_items(const Params& params, const scalar_t* src, unsigned char* weights,
                                            PipelineBarriers<BUFFERS>& ring, WorkQueue& queue, int (&taps_of)[BUFFERS],
                                            const unsigned char* buffers) {
@@ -255,7 +255,7 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
     const TileTaps taps(params, work);
     give(taps.count);
     const int block = (work.group * PHASES + work.phase) * COLUMN_BLOCKS + work.column_block;
-    const int before = block * PACKED_STAGES + taps.skipped;  // stages whose weights are packed before these
+    const int before = block * PACKED_STAGES + taps.skipped;  // tap groups whose weights are packed before these
     TapWindow at(taps.met, taps.first);
 #pragma unroll 1
     for (int stage = taps.first; stage < taps.first + taps.count; ++stage) {
@@ -274,7 +274,7 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
   }
 }
 
-// The products of `stages` stages, to sums that begin with them.
+// Overwrites the sums with the products of `stages` stages.
 __device__ __forceinline__ void multiply(Sums& sums, int stages, const BoxRows& box, PipelineBarriers<BUFFERS>& ring,
                                          PipelineState<BUFFERS>& state, const int (&taps_of)[BUFFERS],
                                          const unsigned char* buffers) {
@@ -291,15 +291,15 @@ __device__ __forceinline__ void multiply(Sums& sums, int stages, const BoxRows& 
   consume_stages(stages, ring, state, products, add, [&] { wgmma_wait<0>(), pin(sums.of); });
 }
 
-// The row of the product that a thread stores as number `i`: its own or, of an input gradient in NCHW, of 16 two
-// neighbours.
+// The `i`-th row that a thread stores: its accumulators' row or, for an input gradient in NCHW, one of two neighbouring
+// rows of 16.
 constexpr bool ROW_PAIRS = INPUT_GRAD && !DST_CHANNELS_LAST;
 __device__ __forceinline__ int stored_row(int i) {
   return ROW_PAIRS ? (Sums::row(i & ~1) & ~1) + threadIdx.x % 8 / 4 * 8 + i % 2 : Sums::row(i);
 }
 
-// The results of a work tile of an input gradient, which `targets` are the rows of; `dst` is its first column's. All
-// lanes of a warp are here.
+// Stores a work tile of an input gradient. `targets`: offset of each row, negative for none; `dst`: the first column.
+// Called by all lanes of a warp.
 template <class Stored>
 __device__ __forceinline__ void store_gradient(const Params& params, const Sums& sums,
                                                const long long (&targets)[2 * ROW_TILES], int columns, Stored* dst) {
@@ -322,7 +322,7 @@ __device__ __forceinline__ void store_gradient(const Params& params, const Sums&
   }
 }
 
-// The outputs of a work tile of a forward pass.
+// Stores a work tile of a forward pass.
 __device__ __forceinline__ void store_outputs(const Params& params, const WorkTile& work, const Sums& sums,
                                               const long long (&targets)[2 * ROW_TILES],
                                               const EpilogueOperands& operands, scalar_t* dst) {
@@ -365,7 +365,7 @@ __device__ __forceinline__ void store_outputs(const Params& params, const WorkTi
   }
 }
 
-// The results of a work tile, whose rows lie at `places` of it.
+// Stores a work tile; `places` are the cells of the thread's rows (BoxRows::place).
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Phase& phase, const Sums& sums,
                                       const unsigned (&places)[2 * ROW_TILES], const EpilogueOperands& operands,
                                       scalar_t* dst) {
@@ -434,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       multiply(sums, stages, box, ring, state, taps_of, shared_memory);
       if (stages == 0) sums.clear();
     }
-    const WorkTile work(params, index);  // read again, so that it takes no registers beside the products
+    const WorkTile work(params, index);  // computed again, so that it holds no registers during the products
     store(params, work, Phase(work.phase), FLUSH > 0 ? total : sums, places, operands, dst);
     queue.ring.release(place.index);
     place.next();

@@ -3,25 +3,26 @@
 //
 //   gw[cb, cp, tap] = Σ over positions k of   base[cb, k - shift(j_w)] · phased[plane(r), cp, k + shift(j_d, j_h)]
 //
-// Both operands are read as planes whose positions are innermost (steps/flatten_positions.cu), of padded images,
-// so that a shift is a distance in memory, and elements outside an image are multiplied by zero. "base" is the layer's
-// input, and "phased" the gradient of its output, one plane for each residue; with stride 1 they may be SWAPPED, where
-// taps count backwards. TMA begins at multiples of 16 bytes, and so do rows of a padded image: shifts along d and h are
-// where a box begins, those along the width are of copies of the base, COPIES of them, that are shifted beforehand. Or
-// taps along the width are SPREAD: each has a plane of the phased operand. A base that is not shifted along the width
-// may be the tensor itself, and the gradient of a single tap, too. Then stages are those of one image, or of a slab of
-// it where the rows of its slabs are padded in the phased operand alone; what lies beyond either is zero, by TMA.
+// Both operands are flattened (steps/flatten_positions.cu): copies of padded images with positions innermost, so that a
+// shift is a distance in memory, and elements outside an image are multiplied by zero. "base" is the layer's input, and
+// "phased" the gradient of its output, one copy for each residue; with stride 1 they may be SWAPPED, and taps count
+// backwards. TMA boxes begin at multiples of 16 bytes, and so do rows of a padded image. So a shift along d or h moves
+// the box, and for shifts along the width there are COPIES copies of the base, each shifted by another tap. With SPREAD
+// every tap along the width has its own copy of the phased operand instead. A base without shifts along the width, or
+// the gradient of a layer with a single tap, may be the tensor itself. Then a stage stays within one image, or one slab
+// where only the phased operand pads its rows. TMA fills the rest with zeros.
 //
-// Index mapping. An item is CHUNK channels at one tap of its side: j_w of the base, all others of the phased operand;
-// or with WINDOW all j of the base, and all r of the phased operand, so that this one is read less often. A tile has
-// ROW_ITEMS items of one side by COLUMN_ITEMS items of the other; MIRRORED, rows are of the base. k runs over
-// positions, split among `splits` blocks, which leave planes of partial sums (steps/transpose.cu, or reduce_splits.cu
-// where the order stays); sums that are complete are `narrowed` to the tensors' type at once. Two consumer warpgroups
-// multiply; the lanes of one producer warp issue TMA, one box each. Blocks are persistent and take every gridDim-th
-// work tile (tile of the phased side fastest, then of the base, group, split).
+// Index mapping. An item is CHUNK channels at one tap index: items of the base are numbered by j_w, items of the phased
+// operand by the remaining indices (r, j_d, j_h). With WINDOW all j number the base and all r the phased operand, which
+// is then read less often. A tile has ROW_ITEMS items of one side by COLUMN_ITEMS items of the other; MIRRORED: rows
+// are items of the base. k runs over positions, split among `splits` blocks, each of which writes a partial plane
+// (added by steps/transpose.cu, or reduce_splits.cu if no transpose is needed); complete sums are `narrowed` to the
+// tensors' type at once. Two consumer warpgroups multiply; the lanes of one producer warp issue TMA, one box each.
+// Blocks are persistent and take every gridDim-th work tile (tile of the phased side fastest, then of the base, group,
+// split).
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
-// float32 to the plane in memory, or, where float32 comes in two parts, after PROMOTE stages to registers.
+// float32 to the partial plane in memory; if float32 is split into two parts, after PROMOTE stages to registers.
 //
 // Shared memory: BUFFERS stages (mainloop/k_major_product.cuh).
 
@@ -42,16 +43,16 @@ static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODU
 struct Params {
   TensorMap base_box, phased_box;
   int groups, splits, items;
-  int stages, slab_stages, slabs;  // slabs of an image; one of all images where positions count these
+  int stages, slab_stages, slabs;  // all stages; stages of a slab; slabs of an image (1 if positions span all images)
   int flush;
-  int again;              // whether planes have the sums of other images already
+  int again;              // whether the partial planes already hold the sums of other images
   int narrowed;           // whether sums are complete after the first flush, and stored in the tensors' type
   int column, row, slab;  // positions to the next column, row and slab of a padded image; slab 0 with several `slabs`
-  int base_image, phased_image;  // the first image in a tensor that is read in place; 0 in planes
-  long long plane;               // elements of a plane of partial sums
+  int base_image, phased_image;  // the first image of a tensor that is read in place; 0 in a copy
+  long long plane;               // elements of a partial plane
 };
 
-// One dimension: residues, and taps of the first of these.
+// One dimension: number of residues, taps of the first residue, and positions between taps that are STEP apart.
 struct Residues {
   int count, taps, shift;
 };
@@ -63,11 +64,13 @@ constexpr int STEP_W = SPREAD ? AXIS_W.kernel : tap_step(AXIS_W);
 constexpr Residues ALONG_D = residues(AXIS_D, STEP_D), ALONG_H = residues(AXIS_H, STEP_H);
 constexpr Residues ALONG_W = residues(AXIS_W, STEP_W);
 constexpr int TAPS = AXIS_D.kernel * AXIS_H.kernel * AXIS_W.kernel;
-// Along d and h, of either side.
+// Tap indices along d and h that number the items of each side.
 constexpr int BASE_D = WINDOW_D ? ALONG_D.taps : 1, BASE_H = WINDOW_H ? ALONG_H.taps : 1;
 constexpr int PHASED_D = WINDOW_D ? ALONG_D.count : AXIS_D.kernel, PHASED_H = WINDOW_H ? ALONG_H.count : AXIS_H.kernel;
 static_assert(BASE_D * PHASED_D == AXIS_D.kernel && BASE_H * PHASED_H == AXIS_H.kernel, "taps that do not exist");
-constexpr int COPIES_SHIFT = COPIES * ALONG_W.shift;  // of whole pieces, where there are taps behind the last copy's
+// Positions spanned by COPIES taps. If there are more taps this is a multiple of 16 bytes, so they reuse the copies at
+// another start.
+constexpr int COPIES_SHIFT = COPIES * ALONG_W.shift;
 constexpr int IN_CHANNELS = SWAPPED ? PHASED_CHANNELS : BASE_CHANNELS;
 constexpr int OUT_CHANNELS = SWAPPED ? BASE_CHANNELS : PHASED_CHANNELS;  // innermost in the result
 
@@ -78,11 +81,11 @@ constexpr int PHASED_CHUNKS = ceil_div(PHASED_CHANNELS, PHASED_CHUNK);
 constexpr int DEPTH = PITCH / (int)sizeof(scalar_t);
 static_assert(ROW_ITEMS * ROW_CHUNK <= ROWS && COLUMN_ITEMS * COLUMN_CHUNK == COLUMNS, "a tile is items");
 
-// Tiles: of the last j_w fewer residues may have a tap, so that the phased side has fewer items.
+// Tiles. The last j_w may exist for some residues only; its tiles have fewer items on the phased side.
 constexpr int LAST_RESIDUES = AXIS_W.kernel - (ALONG_W.taps - 1) * STEP_W;
-constexpr int ITEMS_OF_TAP = BASE_D * BASE_H * BASE_CHUNKS;  // of the base, with the same j_w
+constexpr int ITEMS_OF_TAP = BASE_D * BASE_H * BASE_CHUNKS;  // items of the base with the same j_w
 constexpr int BASE_TILES = ceil_div(ALONG_W.taps * ITEMS_OF_TAP, BASE_ITEMS);
-constexpr int WHOLE_TILES =  // of the base, that meet all residues
+constexpr int WHOLE_TILES =  // tiles of the base whose j_w exists for all residues
     LAST_RESIDUES >= ALONG_W.count ? BASE_TILES : ceil_div((ALONG_W.taps - 1) * ITEMS_OF_TAP, BASE_ITEMS);
 __host__ __device__ constexpr int phased_items(int residues_w) {
   return residues_w * PHASED_D * PHASED_H * PHASED_CHUNKS;
@@ -91,7 +94,7 @@ constexpr int MANY = ceil_div(phased_items(ALONG_W.count), PHASED_ITEMS);
 constexpr int FEW = ceil_div(phased_items(LAST_RESIDUES < ALONG_W.count ? LAST_RESIDUES : ALONG_W.count), PHASED_ITEMS);
 constexpr int TILES = WHOLE_TILES * MANY + (BASE_TILES - WHOLE_TILES) * FEW;
 
-// What a block computes before it stores: the first items of both sides, and stages.
+// A work tile: the first items of both sides, and its stages.
 struct WorkTile {
   int base, phased, group, split, first, stages;
 
@@ -108,11 +111,11 @@ struct WorkTile {
   }
 };
 
-// Some channels of a group, from `channel` on, at a tap of their side.
+// CHUNK channels of a group, the first of which is `channel`, at one tap index of their side.
 struct Item {
   int channel, d, h, w;
 };
-// Of the base: j along each dimension; none exists where w is not below ALONG_W.taps.
+// d, h, w: j along each dimension.
 struct BaseItem : Item {
   __device__ __forceinline__ explicit BaseItem(int index) {
     channel = index % BASE_CHUNKS * BASE_CHUNK;
@@ -120,7 +123,7 @@ struct BaseItem : Item {
   }
   __device__ __forceinline__ bool exists() const { return w < ALONG_W.taps; }
 };
-// Of the phased operand: the residue along the width, taps or residues along d and h.
+// w: the residue along the width; d, h: the tap, or with WINDOW its residue.
 struct PhasedItem : Item {
   __device__ __forceinline__ explicit PhasedItem(int index) {
     channel = index % PHASED_CHUNKS * PHASED_CHUNK;
@@ -129,15 +132,15 @@ struct PhasedItem : Item {
   }
   __device__ __forceinline__ bool exists() const { return w < ALONG_W.count; }
 };
-// Positions that so many taps of one residue are apart.
+// Distance in positions for a tap index difference of (d, h).
 __device__ __forceinline__ int apart(const Params& params, int d, int h) {
   return d * ALONG_D.shift * params.slab + h * ALONG_H.shift * params.row;
 }
 
-// Where a box begins: at a position and a slab beside those of its stage, a channel, and a plane.
+// Origin of a box: position and slab relative to those of its stage, channel, and copy of the operand (`plane`).
 struct Box {
   int position, channel, plane, slab;
-  unsigned offset;  // in a stage
+  unsigned offset;  // in the stage's shared memory
   bool exists, base;
 
   __device__ __forceinline__ Box(const Params& params, const WorkTile& work, int index) {
@@ -162,12 +165,12 @@ struct Box {
       plane = ((residue_d * ALONG_H.count + residue_h) * ALONG_W.count + at.w) * PARTS + part;
       exists = exists && at.exists();
     }
-    if (params.slabs == 1) slab = 0;  // it is positions
+    if (params.slabs == 1) slab = 0;  // `position` includes it
   }
 };
 constexpr int BOXES_OF_LANE = ceil_div(PARTS * (ROW_ITEMS + COLUMN_ITEMS), 32);
 
-// By one warp: the boxes of all stages of the block's work tiles.
+// Run by one warp: loads the boxes of all stages of the block's work tiles.
 __device__ __forceinline__ void load_items(const Params& params, const scalar_t* x, const scalar_t* grad,
                                            PipelineBarriers<BUFFERS>& ring, const unsigned char* buffers) {
   griddepcontrol_wait();
@@ -211,8 +214,8 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
   }
 }
 
-// Where a row's or a column's sums belong: elements of the group's weights, and its share of the tap along w, which
-// none has that does not exist.
+// Where a row's or a column's sums are stored: its share of the element in the group's weights, and of the tap along w.
+// tap_w is AXIS_W.kernel for a row or column that does not exist.
 struct Place {
   int element, tap_w;
 
@@ -233,7 +236,8 @@ __device__ __forceinline__ Place row_place(const WorkTile& work, int row) {
   if (item >= ROW_ITEMS) found.tap_w = AXIS_W.kernel;
   return found;
 }
-// Of a column of eight whose first is known at compile time: chunks are whole eights, so that a warp has one item.
+// Place of a column; `eight` is known at compile time. A chunk is a multiple of eight columns, so eight columns belong
+// to one item.
 __device__ __forceinline__ Place column_place(int first_item, int eight, int column) {
   return Place(first_item + 8 * eight / COLUMN_CHUNK, 8 * eight % COLUMN_CHUNK + column, !MIRRORED);
 }
@@ -242,11 +246,11 @@ __device__ __forceinline__ Place column_place(int first_item, int eight, int col
 constexpr bool PAIRS = MIRRORED != SWAPPED && OUT_CHANNELS % 2 == 0;
 typedef Vector<float, PAIRS ? 2 : 1> Stored;
 typedef Vector<scalar_t, PAIRS ? 2 : 1> Narrowed;
-constexpr int STORES = PAIRS ? 1 : 2;   // of two columns
-constexpr int AT_ONCE = 4 / ROW_TILES;  // eights of columns, of which what was there is read together
+constexpr int STORES = PAIRS ? 1 : 2;   // for two columns
+constexpr int AT_ONCE = 4 / ROW_TILES;  // eights of columns whose earlier sums are loaded together
 constexpr int OF_ROW = AT_ONCE * STORES, ROWS_OF_THREAD = 2 * ROW_TILES;
 
-// The sums of a work tile, all of them or those of the first `flush` stages or of the next ones: `again`.
+// Stores the sums of a work tile; `again`: adds them to the sums that earlier stages or images left.
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums, void* partial,
                                       bool again) {
   const long long from = work.split * params.plane + (long long)work.group * (IN_CHANNELS * TAPS * OUT_CHANNELS) +
@@ -260,7 +264,7 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
   }
 #pragma unroll
   for (int first = 0; first < COLUMNS / 8; first += AT_ONCE) {
-    // Opaque, so that the compiler does not find all columns' places at once: there are no registers for that.
+    // Opaque, so that the compiler does not compute all columns' places at once, which would spill.
     const int first_item = (int)opaque(MIRRORED ? work.phased : work.base);
     int places[OF_ROW], at_taps[OF_ROW];
 #pragma unroll
@@ -332,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
       } else {
         sums.multiply(count, ring, state, shared_memory);
-        if (count == 0) sums.clear();  // of an empty batch
+        if (count == 0) sums.clear();  // an empty batch
       }
       store(params, work, PROMOTE > 0 ? total : sums, partial, stage > 0 || params.again);
       stage += count;

@@ -2,10 +2,10 @@
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
-// GEMM. M = (output channel, tap) pairs of a group, N = its input channels, K = batch x input positions. A CTA owns one
-// M x N tile, OUT_CHUNK output channels with all their taps by COLUMNS input channels, and one split of K: a contiguous
-// run of tiles of positions. A pipeline stage holds one K-tile, which is one tile of positions. Splits write different
-// planes of `partial`, which the caller sums in order: the result does not depend on timing.
+// GEMM. M = (output channel, tap) pairs of a group, N = its input channels, K = batch x input positions. A block owns
+// one M x N tile, OUT_CHUNK output channels with all their taps by COLUMNS input channels, and one split of K: a
+// contiguous run of tiles of positions. A pipeline stage holds one K-tile, which is one tile of positions. Splits write
+// different planes of `partial`, which the caller sums in order: the result does not depend on timing.
 //
 // With channels last, in half types, x is an MN-major B operand (MN_MAJOR: the descriptor's transpose bit), and W and C
 // of g are merged: one channel, whose rows have W*C elements (`as_one_channel` in schedules/window_gemm/window.py).
@@ -40,7 +40,7 @@ struct Params {
   int narrowed;        // whether `partial` is the result, in the tensors' type
   int skew;            // elements by which the window starts early along w, so that TMA boxes and pairs are aligned
   int box_bytes;       // of the window, 0 if threads copy it
-  int piece_bytes;     // bytes of a cp.async of the input, 8 or 4, 0 if TMA brings it
+  int piece_bytes;     // bytes of a cp.async of the input, 8 or 4, 0 if TMA loads it
   int table_bytes, stage_bytes, window_offset;  // of the offset table and a stage; of the window in its stage
   long long split_length;                       // tiles of a split
   long long all_tiles;
@@ -51,9 +51,9 @@ constexpr int GRID_N = ceil_div(IN_CHANNELS, COLUMNS), GRID_M = ceil_div(OUT_CHA
 
 static_assert(OUT_CHUNK * TAPS <= ROWS, "a block computes all taps of its channels");
 
-constexpr int ALL_ROWS = OUT_CHANNELS * TAPS;  // of the product, which are innermost in the result
-// Rows that are stored together: two where a thread's are neighbours and every tile's first is even. (Where two lanes
-// had to exchange sums for that, the compiler would fence each product.)
+constexpr int ALL_ROWS = OUT_CHANNELS * TAPS;  // rows of the product; innermost in the result
+// Rows that are stored together: two if a thread's rows are neighbours and every tile's first row is even. (If two
+// lanes had to exchange sums for that, the compiler would fence each product.)
 constexpr int TOGETHER = PAIRS && ALL_ROWS % 2 == 0 && OUT_CHUNK * TAPS % 2 == 0 ? 2 : 1;
 typedef Vector<float, TOGETHER> Stored;
 typedef Vector<scalar_t, TOGETHER> Narrowed;
@@ -63,7 +63,7 @@ typedef Vector<scalar_t, TOGETHER> Narrowed;
 __device__ __forceinline__ void flush(const Sums& sums, void* partial, long long to, int columns, int filled,
                                       bool again, bool narrowed) {
   to += (long long)Sums::first_column() * ALL_ROWS + Sums::row(0);
-  columns -= Sums::first_column();  // valid ones, from the thread's first on
+  columns -= Sums::first_column();  // valid columns, from the thread's first
   constexpr int AT_ONCE = PRELOADED > 1 ? PRELOADED : 1, OF_COLUMN = 2 * ROW_TILES / TOGETHER;
 #pragma unroll
   for (int first = 0; first < COLUMN_TILES; first += AT_ONCE) {
@@ -124,14 +124,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       (int)(first_tile + params.split_length < params.all_tiles ? params.split_length : params.all_tiles - first_tile);
 
   const int first_in = block_n * COLUMNS, first_out = block_m * OUT_CHUNK;
-  const int channels = OUT_CHANNELS - first_out;  // valid ones, from the tile's first on
+  const int channels = OUT_CHANNELS - first_out;  // valid channels, from the tile's first
 
   char* const stage_memory = (char*)shared_memory;  // each stage: B (x, swizzled), then the window of g, from which A
                                                     // is gathered into registers
   int* const offsets = (int*)(shared_memory + STAGES * params.stage_bytes);
   Place* const places = (Place*)((char*)offsets + params.table_bytes);
 
-  // Whether TMA brings both operands. If the window must be copied by threads, all loaders join in.
+  // Whether TMA loads both operands. If threads must copy the window, all producers do.
   const bool all_by_tma = params.box_bytes != 0;
   ring.init(all_by_tma);
   __syncthreads();
@@ -144,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       named_barrier_sync(LOADERS_MEET, LOADERS);
     }
     const scalar_t* const first_channel = grad + (long long)(group * OUT_CHANNELS + first_out) * params.g.stride[1];
-    int tile[4], origin[4];  // the next tile, and its first position, then the first element of its window
+    // tile: the next tile's index. origin: its first position; after to_window() the first element of its window.
+    int tile[4], origin[4];
     decode(params.tiles, first_tile, tile);
     auto locate = [&]() {
 #pragma unroll
@@ -170,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         },
         [&](int, char* to, unsigned barrier) {
           locate();
-          if (ELEMENT == 2 && params.piece_bytes) {  // built anew for each stage: kept, it would spill
+          if (ELEMENT == 2 && params.piece_bytes) {  // built again for each stage, since keeping it would spill
             const RunLoader x_loader(params.x, params.runs, params.piece_bytes, params.tile_extent, params.joined);
             const scalar_t* const column = x + (long long)(group * IN_CHANNELS + first_in) * params.x.stride[1];
             if (params.piece_bytes == 8) x_loader.load<8>(column, IN_CHANNELS - first_in, to, params.batch, origin);

@@ -41,9 +41,9 @@ from polyphase.schedules import SCHEDULES
 from polyphase.schedules.cost import prologue_seconds
 from polyphase.schedules.schedule import Candidate, Schedule
 
-#: Another config of the list is taken where its prediction is less than that much of the first's, and another
-#: schedule's first (in gradients what it would take so) where it is less than that much of the one so taken.
-#: Margins of gradients: benchmarks/experiments/024-narrow-groups-and-choices.
+#: Within a schedule, another config replaces the first if predicted below CLEARLY × its time. Then another schedule
+#: (forward: its first config; gradients: the config it would pick at this size) replaces that if below
+#: CLEARLY_BY_OTHERS × its time. Margins of gradients: benchmarks/experiments/024-narrow-groups-and-choices.
 CLEARLY = 0.97
 CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
 #: How far a schedule's prediction must be ahead of those that it is `Schedule.behind`, in seconds and as a share of

@@ -1,4 +1,4 @@
-"""Tensor maps: what TMA needs to know of a tensor, but for its address."""
+"""Tensor maps without addresses. `jit/encode_tensor_map.py` encodes them for the driver."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ TENSOR_MAP_BYTES = 128
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A TMA descriptor (``CUtensorMap``) without its base pointer: the boxes that TMA copies of a kernel's tensor.
+    """A TMA descriptor (``CUtensorMap``) without its base pointer.
 
-    Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. ``box`` are the elements
-    that are copied, of every ``steps``-th of the tensor. Chunks of 16 bytes are swizzled within ``swizzle`` bytes.
-    ``tf32``: float32 elements are rounded to TF32 on their way. ``tensor`` counts the kernel's tensors.
+    Dimensions are listed innermost first, ``strides`` in bytes, without the first dimension's. ``box``: elements copied
+    per dimension. ``steps``: the driver's ``elementStrides``. Chunks of 16 bytes are swizzled within ``swizzle`` bytes.
+    ``tf32``: TMA rounds float32 elements to TF32. ``tensor``: index in `Step.operands` of the tensor that it describes.
     """
 
     dtype: str

@@ -41,17 +41,17 @@ class Schedule:
     """One way to compute a pass. It says what a config costs; `polyphase.plan.shortlist` alone ranks configs.
 
     A layer keeps a short list of configs whatever its batch and images, so that new sizes compile few kernels. The
-    list is made at a ranking size, `ranked_at`; other sizes may have a say.
+    list is ranked at the size `ranked_at`, and partly at the sizes `others` and `own`.
 
-    ``passes``: those that it computes, ``on_tensor_cores`` or not.
+    ``passes``: the passes that it computes. ``on_tensor_cores``: whether it uses them.
 
-    ``adapts``: gradients, too, take another of the list where that is clearly faster at the size at hand. ``offered``:
-    the length of the list, at most. ``kept``: whether making it takes longer than reading it from the disk.
-    ``compared``: how many of the first are compared at `others`, too. ``best``: how many are taken before those that
-    are best at one of the sizes of `own`. ``prunes``: whether `search` leaves out what is not asked for.
-    ``behind``: schedules, by name, that compute a gradient as this one does, which takes longer for small layers than
-    is predicted: it comes after them, unless it is far ahead. ``any_constants``: whether strides, dilations and
-    paddings may be huge; kernels that list phases, or compute whole tiles of cells, do not count that far.
+    ``adapts``: gradients, too, take another config of the list that is clearly faster at the actual size. ``offered``:
+    the most configs of the list. ``kept``: whether the list is kept on disk, as making it takes longer than reading it.
+    ``compared``: number of first configs that are also compared at `others`. ``best``: number of configs listed before
+    the winners at the sizes of `own`. ``prunes``: whether `search` returns only as many configs as asked for.
+    ``behind``: schedules preferred to this one unless it is predicted far faster, because its predictions for small
+    layers are too low. ``any_constants``: whether strides, dilations and paddings may be huge: kernels that list
+    phases, or compute whole tiles of cells, overflow.
     """
 
     name: str

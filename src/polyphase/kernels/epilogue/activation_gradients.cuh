@@ -6,13 +6,14 @@
 #include "specialisation.cuh"
 #include "epilogue/activations.cuh"
 
-// As `GRADIENTS` in program/batch_norm.py counts them.
+// In the order of `GRADIENTS` in program/batch_norm.py.
 enum Gradient { IDENTITY, RELU, LEAKY_RELU, ELU, CLAMP, GELU, SILU, TANH, SIGMOID, HARDSWISH };
 
 __device__ __forceinline__ float error_function(float v) { return erff(v); }
 __device__ __forceinline__ double error_function(double v) { return erf(v); }
 
-// Of the activation GRADIENT's argument v, where that of its result is g. `first` and `second` are its constants.
+// The gradient at the argument v of the activation GRADIENT, from that of its result, g. `first` and `second` are its
+// constants.
 __device__ __forceinline__ accum_t activation_gradient(accum_t g, accum_t v, accum_t first, accum_t second) {
   if (GRADIENT == RELU) return v <= 0 ? 0 : g;
   if (GRADIENT == LEAKY_RELU) return v > 0 ? g : g * first;

@@ -7,12 +7,12 @@
 #include "ptx/exponential.cuh"
 #include "ptx/maximum.cuh"
 
-// For half types without the correction of its exponent, which is off by 2^-24 of that.
+// Half types skip the correction of the exponent, whose relative error is 2^-24.
 __device__ __forceinline__ float exponential(float v) {
   return sizeof(scalar_t) == 2 ? exp2_approximate(v * 1.44269504f) : expf(v);
 }
 __device__ __forceinline__ double exponential(double v) { return exp(v); }
-// Of what is zero or less, as a term of a sum: off by 2^-24 of its exponent.
+// e^v for v <= 0, as a term of a sum: the relative error of the exponent is 2^-24.
 __device__ __forceinline__ float exponential_term(float v) { return exp2_approximate(v * 1.44269504f); }
 __device__ __forceinline__ double exponential_term(double v) { return exp(v); }
 __device__ __forceinline__ float exponential_minus_one(float v) { return expm1f(v); }
@@ -22,15 +22,14 @@ __device__ __forceinline__ double log_of_one_plus(double v) { return log1p(v); }
 __device__ __forceinline__ float logarithm(float v) { return logf(v); }
 __device__ __forceinline__ double logarithm(double v) { return log(v); }
 __device__ __forceinline__ float square_root(float v) { return sqrtf(v); }
-// Two units in the last place off, a few instructions instead of dozens.
+// An error of two units in the last place, by a few instructions instead of dozens.
 __device__ __forceinline__ float quotient(float dividend, float divisor) {
   return divide_approximate(dividend, divisor);
 }
 __device__ __forceinline__ double quotient(double dividend, double divisor) { return dividend / divisor; }
 __device__ __forceinline__ double square_root(double v) { return sqrt(v); }
 // (1 - e) / (1 + e) with e the exponential of -2·|v|; below 1/2, where the difference would cancel, |v| + |v|³·P(v²).
-// tanhf has a branch for that, around which values are computed one after the other. Errors are below 5e-7 of the
-// result.
+// tanhf branches there, so that values are computed one after the other. Relative errors are below 5e-7.
 __device__ __forceinline__ float hyperbolic_tangent(float v) {
   const float magnitude = fabsf(v), square = v * v, e = exp2_approximate(-2.88539008f * magnitude);
   float factor = 0.017235378f;
@@ -48,10 +47,10 @@ __device__ __forceinline__ accum_t leaky_relu(accum_t v, accum_t slope) { return
 __device__ __forceinline__ accum_t elu(accum_t v, accum_t alpha) {
   return v > 0 ? v : alpha * exponential_minus_one(v);
 }
-// v times the share of the normal distribution below it. What lies beyond |v| is two to the power of minus a polynomial
-// of |v| (least squares with weights, so that errors of the product are even; beyond 6 nothing is left). That takes
-// half the instructions of erff, and no sum with one cancels where v is negative: errors are below 3e-7, of
-// erff 1.2e-6. Of minus infinity it is 0, where PyTorch has NaN.
+// v·Φ(v), Φ being the normal distribution function. The tail beyond |v| is two to the power of a negative polynomial of
+// |v| (weighted least squares, so that errors of the product are even; 0 beyond 6). That takes half the instructions of
+// erff, and nothing cancels for negative v: errors are below 3e-7, with erff 1.2e-6. At minus infinity it is 0, where
+// PyTorch has NaN.
 __device__ __forceinline__ float gelu(float v) {
   const float magnitude = fminf(fabsf(v), 6.f);
   float power = 1.6243137e-06f;
@@ -80,9 +79,9 @@ __device__ __forceinline__ accum_t hardswish(accum_t v) {
 __device__ __forceinline__ accum_t softplus(accum_t v, accum_t beta, accum_t threshold) {
   return v * beta > threshold ? v : log_of_one_plus(exponential(v * beta)) / beta;
 }
-// sin² has the period π, of which whole ones are taken off in two parts, with an error of 2^-24 of the angle. What is
-// left is at most π/2, and sin²(r) = r²·P(r²): errors are below 3e-7 for angles up to 2^17, and grow beyond. From 2^23
-// periods on the remainder may exceed π/2; it is clamped, so that results stay within 0 and 1.
+// sin² has the period π. Whole periods are subtracted in two parts, with a relative error of 2^-24. The remainder r is
+// at most π/2, and sin²(r) = r²·P(r²): errors are below 3e-7 for angles up to 2^17, and grow beyond. From 2^23 periods
+// on the remainder may exceed π/2; it is clamped, so that results stay within 0 and 1.
 __device__ __forceinline__ float sine_squared(float angle) {
   const float periods = fmaf(angle, 0.31830988618f, 12582912.f) - 12582912.f;  // to the nearest number
   const float left = fmaf(periods, 8.7422776573e-8f, fmaf(periods, -3.14159274101f, angle));

@@ -1,14 +1,12 @@
-// Results on their way from accumulators to memory: lanes exchange some, so that a warp's store fills whole sectors.
-// All lanes of a warp are at each of these.
+// Lanes exchange results before a store, so that a warp's store fills whole sectors. All lanes of a warp call these.
 
 #pragma once
 
 #include "specialisation.cuh"
 #include "core/types.cuh"
 
-// A row's results of two tiles of eight columns, two neighbours of each, in half precision. Two lanes exchange one pair
-// for the other: each has four neighbours then, of one of both tiles, from column `first_exchanged()` of the sixteen
-// on.
+// `pairs`: two neighbouring results of a row in each of two tiles of eight columns, in half precision. Two lanes swap a
+// pair, so that each has four neighbours of one tile, from column `first_exchanged()` of the sixteen on.
 __device__ __forceinline__ Vector<unsigned, 2> exchanged(const Vector<scalar_t, 2> (&pairs)[2]) {
   const unsigned mine[2] = {*(const unsigned*)&pairs[0], *(const unsigned*)&pairs[1]};
   const bool odd = threadIdx.x % 2;
@@ -17,7 +15,7 @@ __device__ __forceinline__ Vector<unsigned, 2> exchanged(const Vector<scalar_t, 
 }
 __device__ __forceinline__ int first_exchanged() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
 
-// The same of sums.
+// The same for sums.
 __device__ __forceinline__ Vector<unsigned, 2> exchanged(const float* first, const float* second) {
   Vector<scalar_t, 2> pairs[2];
 #pragma unroll
@@ -25,8 +23,8 @@ __device__ __forceinline__ Vector<unsigned, 2> exchanged(const float* first, con
   return exchanged(pairs);
 }
 
-// Two columns of a row of the first eight, and of one of the second: lanes of neighbouring rows exchange one for
-// another, so that a lane has both columns of two neighbouring rows, `first` the first column's.
+// A lane has two columns of one row in the first eight rows and of one in the second eight. Lanes of neighbouring rows
+// swap, so that each has both columns of two neighbouring rows; `first` receives the first column.
 template <class Stored>
 __device__ __forceinline__ void exchange_rows(Vector<Stored, 2>& first, Vector<Stored, 2>& second) {
   typedef Vector<unsigned, sizeof(first) / sizeof(unsigned)> Words;

@@ -2,13 +2,13 @@
 //
 //   y = narrow(finish(sum, terms, to))        finish(sum, terms, to) = operations(sum + terms.bias)
 //
-// A sum stays accum_t until here, and is narrowed once, last. The operations are data (problem/epilogue.py), of which
-// epilogue/operations.cuh is made for each kernel; without any a sum gets its bias alone. What they need of an output
-// channel is in `ChannelTerms`; what they need of an output itself (a residual, what differs between samples) they read
-// at `to`, its place in the destination, or nothing where that is null: an output that is not stored.
+// A sum stays accum_t until here, and is narrowed once, last. The operations are data (problem/epilogue.py) from which
+// epilogue/operations.cuh is generated for each kernel; without operations a sum only gets its bias. Operands of an
+// output channel are in `ChannelTerms`. Operands of a single output (a residual, values per sample) are read at `to`,
+// its place in the destination; `to` is null for an output that is not stored, and then nothing is read.
 //
-// With EPILOGUE_NORMALIZES an operation normalises over the channels of a pixel. A kernel that can have all of these
-// has `normalized_value` of each sum first, makes `Normal` of them (epilogue/normal.cuh), and gives that to `finish`.
+// With EPILOGUE_NORMALIZES an operation normalises over the channels of a pixel. A kernel that holds all channels first
+// takes `normalized_value` of each sum, computes a `Normal` from them (epilogue/normal.cuh), and passes it to `finish`.
 
 #pragma once
 
@@ -22,15 +22,15 @@
 
 #include "epilogue/operations.cuh"
 
-// What the outputs of a pixel are normalised by: their mean, and one over their standard deviation; for a softmax the
-// largest of them, and one over the sum of exponentials.
+// Mean of a pixel's outputs and one over their standard deviation; for a softmax their maximum and one over the sum of
+// exponentials.
 struct Normal {
   accum_t center, factor;
 };
 
 #if EPILOGUE
 
-// Addresses of what the epilogue reads, from a channel on: a kernel makes them of its parameters, and adds channels.
+// Addresses of the epilogue's operands, from a channel on. A kernel makes them from its parameters, then adds channels.
 struct EpilogueOperands {
   const scalar_t* bias;
   int channel;
@@ -44,7 +44,7 @@ struct EpilogueOperands {
   __device__ __forceinline__ void operator+=(int channels) { *this = *this + channels; }
 };
 
-// What the outputs of a channel have in common, as a kernel keeps it in registers.
+// The operands of a channel, which a kernel keeps in registers.
 struct ChannelTerms {
   accum_t bias;
   OperationTerms operations;
@@ -53,14 +53,14 @@ struct ChannelTerms {
   long long sample_stride;
 };
 
-// The terms of channel `channel`, counted from the operands' first. Nothing is read of a channel that does not exist.
+// The terms of channel `channel`, relative to the operands' first. Nothing is read for a channel that does not exist.
 __device__ __forceinline__ ChannelTerms channel_terms(const EpilogueOperands& of, int channel, bool exists = true) {
   const int all = EPILOGUE_CHANNEL(of.channel + channel);
   return {HAS_BIAS && exists ? widen(read(of.bias + channel)) : (accum_t)0, operation_terms(of.operations, all, exists),
           all, of.dst, of.sample_stride};
 }
 
-// The bias alone: of a partial sum, or of a sum that is looked at before it is finished.
+// Adds the bias alone: to a partial sum, or to a sum that is tested before it is finished.
 __device__ __forceinline__ accum_t add_bias(accum_t sum, const ChannelTerms& terms) {
   return HAS_BIAS ? sum + terms.bias : sum;
 }
@@ -68,12 +68,12 @@ __device__ __forceinline__ accum_t add_bias(accum_t sum, float scale, const Chan
   return HAS_BIAS ? fmaf((float)sum, scale, (float)terms.bias) : sum * scale;
 }
 
-// Where the first residual of the output at `to` lies.
+// Address of the first residual of the output at `to`.
 __device__ __forceinline__ const scalar_t* residual_at(const ChannelTerms& terms, const scalar_t* to) {
   return first_residual(terms.operations) + (to - terms.dst);
 }
 
-// The operations alone, of a sum with its bias; its first residual is `residual`, where that is known.
+// Applies the operations to a sum that has its bias. `residual`: its first residual, if it was loaded before.
 __device__ __forceinline__ accum_t operate(accum_t value, const ChannelTerms& terms, const scalar_t* to,
                                            const Normal& normal = {}, const accum_t* residual = nullptr) {
   const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
@@ -88,7 +88,7 @@ __device__ __forceinline__ accum_t finish(accum_t sum, const ChannelTerms& terms
 }
 
 #if EPILOGUE_NORMALIZES
-// What is normalised over channels.
+// The value that is normalised over channels.
 __device__ __forceinline__ accum_t normalized_value(accum_t sum, const ChannelTerms& terms, const scalar_t* to) {
   const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
   const long long sample = EPILOGUE_PER_SAMPLE && to ? place / terms.sample_stride : 0;
@@ -96,12 +96,12 @@ __device__ __forceinline__ accum_t normalized_value(accum_t sum, const ChannelTe
 }
 #endif
 
-// Has what is read for the output at `to` come to L2, if there is one.
+// Prefetches the operands of the output at `to` to L2; nothing if it is null.
 __device__ __forceinline__ void prefetch(const ChannelTerms& terms, const scalar_t* to) {
   if (to) prefetch_residuals(terms.operations, to - terms.dst);
 }
 
-// The same where operands were scaled, which only float32's are: `scale` undoes it.
+// The same for scaled operands (float32 only): multiplies by `scale` first.
 __device__ __forceinline__ accum_t finish(accum_t sum, float scale, const ChannelTerms& terms, const scalar_t* to) {
   return operate(add_bias(sum, scale, terms), terms, to);
 }
@@ -135,7 +135,7 @@ __device__ __forceinline__ accum_t finish(accum_t sum, float scale, ChannelTerms
 
 #endif
 
-// The place of an output, or nothing where it is not stored, or no operation asks.
+// The place of an output; null if it is not stored, or if no operation reads it.
 __device__ __forceinline__ const scalar_t* place_if(bool stored, const scalar_t* place) {
   return EPILOGUE_READS_PLACES && stored ? place : nullptr;
 }

@@ -1,13 +1,14 @@
-// The moments of each pixel's channels, for an operation that normalises over these (LayerNorm, softmax), where the
-// accumulators of a warpgroup have all channels of a pixel: channels are rows, pixels columns.
+// The moments of each pixel's channels, for an operation that normalises over channels (LayerNorm, softmax). The
+// accumulators of a warpgroup hold all channels of a pixel: channels are rows, pixels columns.
 //
-//   1. A thread finds those of its own rows of a column.
-//   2. The eight lanes that have other rows of the same columns add theirs up. Of the columns that two lanes share each
-//      goes on with half, so that eight columns take 4 + 2 + 1 exchanges, and each lane ends with one of them.
-//   3. A thread for each column adds up those of the four warps, through shared memory.
+//   1. A thread computes the moments of its own rows, for each column.
+//   2. The eight lanes with other rows of the same columns combine theirs. At each step two lanes split the columns
+//   that
+//      they share, so that eight columns take 4 + 2 + 1 exchanges, and each lane ends with one column.
+//   3. One thread for each column combines the four warps' moments, through shared memory.
 //
-// Moments are the mean and the sum of squared deviations from it, and are added as such: no sum of squares cancels. Of
-// a softmax they are the largest value and the sum of exponentials of the differences from it.
+// Moments are the mean and the sum of squared deviations from it, and are combined as such, so that no sum of squares
+// cancels. For a softmax they are the maximum and the sum of exponentials of the differences from it.
 
 #pragma once
 
@@ -20,7 +21,7 @@ struct Moments {
   // Before the first value. A softmax begins with the least finite number, so that minus infinities add nothing.
   float center = EPILOGUE_SOFTMAX ? -3.402823466e38f : 0.f, spread = 0.f;
 
-  // One value more than `count`.
+  // Adds a value to the moments of `count` values.
   __device__ __forceinline__ void add(float value, int count) {
     if (EPILOGUE_SOFTMAX) {
       const float ahead = value - center, power = exponential_term(-fabsf(ahead));
@@ -34,7 +35,7 @@ struct Moments {
   }
 };
 
-// Those of `count` values and of `others`.
+// Combines the moments of `count` values and of `others` values.
 __device__ __forceinline__ Moments both(const Moments& one, const Moments& other, int count, int others) {
   const float ahead = other.center - one.center;
   if (EPILOGUE_SOFTMAX) {
@@ -49,7 +50,7 @@ __device__ __forceinline__ Moments both(const Moments& one, const Moments& other
 constexpr bool ALL_ROWS_EXIST = DST_CHANNELS % ROWS == 0;
 static_assert(CHANNEL_GROUPS == 1 && STACKED == 1, "a warpgroup has all channels of a pixel, and nothing else");
 
-// Of the 16 rows that a warp has of each row block, those that are channels.
+// Rows of a warp that are channels; it has 16 rows of each row block.
 __device__ __forceinline__ int rows_of_warp(int warp) {
   int rows = 0;
 #pragma unroll
@@ -57,8 +58,8 @@ __device__ __forceinline__ int rows_of_warp(int warp) {
   return rows;
 }
 
-// Adds up the moments of columns that lanes share, of `count` rows of the thread's. Those of COLUMNS / 8 remain, in
-// front, of the columns from `first_column` on.
+// Combines the lanes' moments of the columns that they share; a thread's are those of `count` rows. The moments of
+// COLUMNS / 8 columns remain, in front: those from `first_column` on.
 template <int COLUMNS>
 __device__ __forceinline__ void add_up_rows(Moments (&of)[COLUMNS], int count) {
 #pragma unroll
@@ -82,8 +83,7 @@ __device__ __forceinline__ int first_column() {
   return of_warp % 2 * (COLUMNS / 2) + of_warp / 2 % 2 * (COLUMNS / 4) + of_warp / 4 * (COLUMNS / 8);
 }
 
-// What a pixel's outputs are normalised by: of the moments that the warps have, those of one `pitch` behind the
-// other's.
+// The `Normal` of a pixel. The warps' moments are `pitch` apart.
 __device__ __forceinline__ Normal normal_of(const Moments* of_warps, int pitch) {
   Moments all = of_warps[0];
   int count = rows_of_warp(0);

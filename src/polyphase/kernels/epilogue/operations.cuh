@@ -1,5 +1,5 @@
-// The operations of an epilogue behind the bias. `operations_text` (jit/epilogue.py) makes a text of this kind for each
-// kernel that includes epilogue/finish.cuh. The one below is that of an epilogue without operations.
+// The elementwise operations of an epilogue, after the bias. `operations_text` (jit/epilogue.py) generates such a text
+// for each kernel that includes epilogue/finish.cuh. The text below is that of an epilogue without operations.
 
 #pragma once
 

@@ -1,7 +1,7 @@
-// Rows of the destination that lie in shared memory as they are to lie in memory, and are written from there, on Hopper
-// by TMA. A sector of 32 bytes that two stores share costs the L2 cache far more than its bytes
-// (docs/notebook.md), so rows are as long as they come, and written from a sector's first byte on. To that end they
-// begin as far behind a sector's first byte in shared memory as they will.
+// Writes rows of the destination that are staged in shared memory in their final order, on Hopper by TMA. A sector of
+// 32 bytes that two stores share costs the L2 cache far more than its bytes (docs/notebook.md), so rows are as long as
+// possible, and written from a sector's first byte on. So a staged row has the same offset in a sector as its
+// destination.
 
 #pragma once
 
@@ -18,28 +18,27 @@ __device__ __forceinline__ int misalignment(const scalar_t* address) {
   return (unsigned)(unsigned long long)address / (unsigned)sizeof(scalar_t) % SECTOR;
 }
 
-// TMA stores, where the specialisation says BULK_STORES: on Hopper. What the thread has written to shared memory is
-// there for TMA after this.
+// Makes the thread's writes to shared memory visible to TMA stores (BULK_STORES, on Hopper).
 __device__ __forceinline__ void publish_rows() {
   if (BULK_STORES) fence_proxy_async();
 }
 __device__ __forceinline__ void bulk_stores_commit() {
   if (BULK_STORES) tma_store_commit();
 }
-// Until TMA has read all that the thread has committed.
+// Waits until TMA has read the shared memory of all stores that the thread has committed.
 __device__ __forceinline__ void bulk_stores_wait() {
   if (BULK_STORES) tma_store_wait_read();
 }
 
-// What of a row lies in sectors of its own.
+// The part of a row that fills whole sectors.
 struct Body {
-  int head, length;  // elements before it, and its own
+  int head, length;  // elements before it; its elements
 
   __device__ __forceinline__ Body(const scalar_t* to, int row)
       : head(min(row, (SECTOR - misalignment(to)) % SECTOR)), length((row - head) / SECTOR * SECTOR) {}
 };
 
-// That of a row of `length` elements, by TMA, or by a warp.
+// Writes the body of a row of `length` elements: by TMA, issued by one thread, or by a warp.
 __device__ __forceinline__ void bulk_store_body(scalar_t* to, const scalar_t* from, int length) {
   const Body body(to, length);
   if (body.length > 0) tma_store_bytes(to + body.head, from + body.head, body.length * (unsigned)sizeof(scalar_t));
@@ -52,8 +51,8 @@ __device__ __forceinline__ void write_body(scalar_t* to, const scalar_t* from, i
     ((Wide*)(to + body.head))[i] = ((const Wide*)(from + body.head))[i];
 }
 
-// The rest of it, by as many lanes as may be needed. Neighbouring rows that share a sector, written by one instruction,
-// write it whole.
+// Writes the rest of a row, by END_LANES lanes. Neighbouring rows that share a sector are written by one instruction,
+// so the sector is written whole.
 constexpr int END_LANES = 2 * SECTOR, ENDS_AT_ONCE = 32 / END_LANES;
 __device__ __forceinline__ void write_ends(scalar_t* to, const scalar_t* from, int length) {
   const Body body(to, length);
@@ -62,12 +61,13 @@ __device__ __forceinline__ void write_ends(scalar_t* to, const scalar_t* from, i
   if (edge < end) to[edge] = from[edge];
 }
 
-// A row whose elements are `stride` apart in memory.
+// Writes a row whose elements are `stride` apart in memory.
 __device__ __forceinline__ void write_apart(scalar_t* to, const scalar_t* from, int length, long long stride) {
   for (int i = threadIdx.x % 32; i < length; i += 32) to[i * stride] = from[i];
 }
 
-// Calls write(to, from, length) with the row of each of a warp's first `count` lanes, of AT_ONCE in parts of the warp.
+// Calls write(to, from, length) for the row of each of a warp's first `count` lanes. AT_ONCE rows are written together,
+// each by its part of the warp.
 template <int AT_ONCE, class Write>
 __device__ __forceinline__ void for_rows(scalar_t* to, const scalar_t* from, int length, int count,
                                          const Write& write) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void for_rows(scalar_t* to, const scalar_t* from, int
   }
 }
 
-// A row of each of a warp's first `count` lanes, of 0 elements for the others.
+// Writes the row of each of a warp's first `count` lanes; other lanes have rows of 0 elements.
 __device__ __forceinline__ void write_rows(scalar_t* to, const scalar_t* from, int length, int count,
                                            long long stride) {
   if (stride != 1) {

@@ -1,5 +1,5 @@
-// Stores accumulators of an input gradient: rows are positions, columns are channels. All lanes of a warp are at each
-// of these. `columns`: how many exist from the first on, none where the row does not exist; all where blocks are WHOLE.
+// Stores accumulators of an input gradient: rows are positions, columns are channels. All lanes of a warp call these.
+// `columns`: how many columns exist from the first on, 0 if the row does not exist. WHOLE: all columns exist.
 
 #pragma once
 
@@ -36,8 +36,8 @@ __device__ __forceinline__ void store_pixel(const float (&sums)[COLUMNS / 2], in
   }
 }
 
-// Stores 16 rows in NCHW: the thread's two, which are neighbours, from `to` on, null for none. `channel` is the step
-// from a column to the next.
+// Stores 16 rows in NCHW: a thread stores two neighbouring rows from `to` on; null for none. `channel`: elements from a
+// column to the next.
 template <bool WHOLE, class Stored>
 __device__ __forceinline__ void store_row_pair(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2],
                                                long long channel, int columns) {

@@ -1,12 +1,12 @@
 // Epilogue where a row is one tap of one channel (TAPS_IN_ROWS): col2im (overlap-add), bias, narrowing and stores.
 //
 // A column of the product holds what one pixel adds to every output that it reaches. The columns of a work tile, its
-// halo included, go to shared memory, a row of PARTIAL_PITCH floats for each tap; then each lane takes a cell of the
-// tile, its neighbours the neighbouring ones, and adds up for every output of one row of the cell the taps of its
-// phase, each from the pixel that the tap reads. Writing the rows waits until the rows before have been added up, and
-// the other way round. With WHOLE_IMAGES there is no halo among the columns: taps that read beside the image are left
-// out. Memory is for the columns of a work tile and a set; or where channels come last for SETS sets and the images of
-// ROUND_PIXELS columns, round by round, so that more channels of a pixel are written at once.
+// halo included, are written to shared memory, a row of PARTIAL_PITCH floats for each tap. Then each lane takes a cell
+// of the tile, neighbouring lanes neighbouring cells, and adds for every output of one row of the cell the taps of its
+// phase, each from the pixel that the tap reads. Named barriers separate writing rows and adding them. With
+// WHOLE_IMAGES the columns have no halo: taps that read outside the image are skipped. Shared memory holds the columns
+// of a work tile and one set; with channels last SETS sets of the images of ROUND_PIXELS columns, round by round, so
+// that more channels of a pixel are written at once.
 
 #pragma once
 
@@ -17,23 +17,22 @@
 #include "ptx/named_barrier.cuh"
 #include "mainloop/gemm_tile.cuh"
 
-typedef scalar_t result_t;  // of the destination
+typedef scalar_t result_t;  // the destination's type
 
 constexpr int PARTIAL_ROWS = most_rows();
-constexpr int CELLS = CELL_SHARES * GROUP_CELLS;  // of a work tile, those in its halo included
+constexpr int CELLS = CELL_SHARES * GROUP_CELLS;  // cells of a work tile, halo included
 static_assert(SETS == 1 ? ROUND_PIXELS == CELLS : WHOLE_IMAGES && DST_CHANNELS_LAST && CHANNEL_BLOCKS % SETS == 0,
               "rounds are whole images, and whole sets");
-constexpr int ROUND_COLUMNS = ROUND_PIXELS + (SETS > 1 ? 2 : 0);    // pairs may begin before and end behind the pixels
+constexpr int ROUND_COLUMNS = ROUND_PIXELS + (SETS > 1 ? 2 : 0);    // pairs may begin before and end after the pixels
 constexpr int PARTIAL_PITCH = round_up(ROUND_COLUMNS - 8, 32) + 8;  // 4 rows by 8 columns lie in different banks
-constexpr int PARTIALS = SETS * PARTIAL_ROWS * PARTIAL_PITCH;       // of a round
+constexpr int PARTIALS = SETS * PARTIAL_ROWS * PARTIAL_PITCH;       // partial products of a round
 constexpr bool ALONE = PING_PONG || COOPERATIVE;                    // warpgroups store for themselves
 constexpr int PARTIAL_BYTES = (ALONE ? CONSUMERS : 1) * PARTIALS * (int)sizeof(float);
 constexpr int STORE_BYTES = PARTIAL_BYTES + CELLS * (int)sizeof(unsigned);
 constexpr int FIRST_STORE_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
-// Channels that a lane adds up at a time, none of which waits for another: those of several sets, all of them; of a
-// set, where images are whole and channels come first, as many as leave it 16 sums; elsewhere those that it stores
-// together.
+// Channels that a lane adds at a time, independently of each other: with several sets all channels; with whole images
+// and channels first as many as make 16 sums; else the channels that it stores together.
 constexpr int ROUND_CHANNELS = SETS * ROW_CHANNELS;
 __host__ __device__ constexpr int at_a_time(int channels) {
   int found = 1;
@@ -46,18 +45,18 @@ constexpr int CHANNELS = SETS > 1            ? ROUND_CHANNELS
                          : DST_CHANNELS_LAST ? at_a_time(gcd(ROW_CHANNELS, VECTOR_ELEMENTS))
                          : WHOLE_IMAGES      ? at_a_time(ROW_CHANNELS)
                                              : 1;
-// Neighbours in memory, of those or of a cell's row, that it stores together.
+// Elements of one store: neighbouring channels, or elements of a cell's row.
 constexpr int WIDE = gcd(DST_CHANNELS_LAST ? CHANNELS : DST_W, VECTOR_ELEMENTS);
 
 struct Epilogue {
   const Params& params;
   const WorkTile& work;
   const Sums& sums;
-  int first_cell;                   // of the warpgroup, among the tile's columns
+  int first_cell;                   // the warpgroup's first cell among the tile's columns
   const unsigned* cells;            // positions of the tile's cells
   scalar_t* dst;                    // the work tile's first channel, the tile's first batch entry
-  const EpilogueOperands operands;  // of the work tile's first channel
-  float* partials;                  // of a round
+  const EpilogueOperands operands;  // the work tile's first channel's
+  float* partials;                  // partial products of a round
 
   static constexpr int STORERS = ALONE ? 128 : CONSUMERS * 128;
 
@@ -72,7 +71,7 @@ struct Epilogue {
         operands(operands + work.channel_group * GROUP_CHANNELS),
         partials((float*)memory + (ALONE ? threadIdx.x / 128 * PARTIALS : 0)) {}
 
-  // Cell `i` of the tile, one behind the other without the halo.
+  // Cell `i` of the tile, counted without the halo.
   static __device__ __forceinline__ Pixel find_cell(const Params& params, int i) {
     Pixel p;
     p.w = i % params.cells[2], i = i / params.cells[2];
@@ -80,8 +79,8 @@ struct Epilogue {
     p.d = i % params.cells[0], p.n = i / params.cells[0];
     return p;
   }
-  // What is the same for every work tile: where the tile's cells lie. (Those of whole images may be more than its
-  // pixels.)
+  // Once per kernel: positions of the tile's cells, the same for every work tile. (Whole images may have more cells
+  // than pixels.)
   static __device__ __forceinline__ void prepare(const Params& params, unsigned char* memory) {
     for (int cell = threadIdx.x; !WHOLE_IMAGES && cell < CELLS; cell += THREADS) {
       const Pixel p = find_cell(params, cell);
@@ -89,7 +88,7 @@ struct Epilogue {
     }
   }
 
-  // A round of the sets from FIRST on: columns from `begin`, an even one, to before `end`.
+  // Writes a round of the sets from FIRST on: columns `begin` (even) to `end` - 1.
   template <int FIRST>
   __device__ __forceinline__ void write_partials(int begin, int end) const {
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -114,14 +113,14 @@ struct Epilogue {
       }
   }
 
-  // The elements of a cell's row, of which the first `columns` exist, for as many of CHANNELS as exist.
+  // Writes a cell's row: its first `columns` elements, for `channels` of CHANNELS.
   __device__ __forceinline__ void write(const float (&value)[CHANNELS][DST_W], scalar_t* to, int columns,
                                         int channels) const {
     constexpr bool LAST = DST_CHANNELS_LAST;
     constexpr int INNER = LAST ? CHANNELS : DST_W;
-    const int inner = LAST ? channels : columns, outer = LAST ? columns : channels;  // that exist
+    const int inner = LAST ? channels : columns, outer = LAST ? columns : channels;
     const long long inner_stride = LAST ? 1 : params.dst.stride[4], outer_stride = params.dst.stride[LAST ? 4 : 1];
-    alignas(16) scalar_t narrowed[DST_W * CHANNELS];  // as they lie in memory
+    alignas(16) scalar_t narrowed[DST_W * CHANNELS];  // in memory order
 #pragma unroll
     for (int i = 0; i < DST_W * CHANNELS; ++i)
       narrow(LAST ? value[i % INNER][i / INNER] : value[i / INNER][i % INNER], narrowed[i]);
@@ -139,16 +138,16 @@ struct Epilogue {
     }
   }
 
-  // The end of a round's channels, counted like `first` from the work tile's.
+  // One past a round's last channel; like `first` relative to the work tile's first channel.
   __device__ __forceinline__ int channels_behind(int first) const {
     return min(first + ROUND_CHANNELS, DST_CHANNELS - work.channel_group * GROUP_CHANNELS);
   }
-  // Those of the channels from `channel` to before `behind`.
+  // Reads the terms of channels `channel` to `behind` - 1.
   __device__ __forceinline__ void read_terms(ChannelTerms (&of)[CHANNELS], int channel, int behind) const {
 #pragma unroll
     for (int i = 0; i < CHANNELS; ++i) of[i] = channel_terms(operands, channel + i, channel + i < behind);
   }
-  // What `write` takes, of sums.
+  // Finishes sums for `write`.
   __device__ __forceinline__ void finish_all(float (&value)[CHANNELS][DST_W], const ChannelTerms (&terms)[CHANNELS],
                                              const scalar_t* to, int columns, int channels) const {
 #pragma unroll
@@ -160,20 +159,20 @@ struct Epilogue {
       }
   }
 
-  // Where a cell lies: in the image; its first pixel among the columns, or with WHOLE_IMAGES its own; its first element
-  // of the work tile's first channel; and how far the destination reaches from there.
+  // A cell: its place in the image; its first pixel among the columns (WHOLE_IMAGES: its own pixel); its first element
+  // in the work tile's first channel; and the elements from there to the end of the destination.
   struct Cell {
     int d, h, w, from, columns, rows, slabs;
     scalar_t* to;
   };
 
-  // Cells of the tile.
+  // Number of the tile's cells.
   __device__ __forceinline__ int tile() const {
     return params.run && !WHOLE_IMAGES ? params.run
                                        : params.images * params.cells[0] * params.cells[1] * params.cells[2];
   }
 
-  // Cell `i` of the tile; false where it does not exist.
+  // Finds cell `i` of the tile; false if it does not exist.
   __device__ __forceinline__ bool locate(int i, Cell& cell) const {
     if (i >= tile()) return false;
     Pixel p;
@@ -194,7 +193,7 @@ struct Epilogue {
     return p.n < params.images && work.n + p.n < params.batch && cell.columns > 0 && cell.rows > 0 && cell.slabs > 0;
   }
 
-  // Pixels from a cell's `from` to what a tap reads.
+  // Pixels from a cell's first to the one that a tap reads.
   static __device__ __forceinline__ int distance(Axis axis, int tap) {
     return src_offset(axis, tap) - (WHOLE_IMAGES ? 0 : first_offset(axis));
   }
@@ -203,7 +202,7 @@ struct Epilogue {
     return !WHOLE_IMAGES || (unsigned)(cell + src_offset(axis, tap)) < (unsigned)size;
   }
 
-  // Line LINE of a cell, all channels. (Recursion, so that the taps of a line are constants to the compiler.)
+  // Stores line LINE of a cell, all channels. (Recursive, so that the taps of a line are constants to the compiler.)
   template <int LINE = 0>
   __device__ __forceinline__ void add_lines(const Cell& cell, int first_channel) const {
     constexpr int DEPTH = owned_phase(AXIS_D, LINE / OWNED_H), HEIGHT = owned_phase(AXIS_H, LINE % OWNED_H);
@@ -222,7 +221,7 @@ struct Epilogue {
         float value[CHANNELS][DST_W] = {};
 #pragma unroll
         for (int i = 0; i < CHANNELS; ++i) terms[i] = next[i];
-        read_terms(next, channel + CHANNELS, behind);  // of the next channels, in flight meanwhile
+        read_terms(next, channel + CHANNELS, behind);  // in flight during these channels
 #pragma unroll
         for (int i = 0; i < ALONG_D * ALONG_H; ++i) {
           const int depth_tap = first_tap(AXIS_D, DEPTH) + i / ALONG_H * tap_step(AXIS_D);
@@ -251,7 +250,7 @@ struct Epilogue {
     if constexpr (LINE + 1 < OWNED_LINES) add_lines<LINE + 1>(cell, first_channel);
   }
 
-  // Lines that own no taps, which one work tile stores.
+  // Stores lines that own no taps. One work tile does.
   __device__ __forceinline__ void fill_lines(const Cell& cell, int first_channel) const {
 #pragma unroll 1
     for (int phase = 0; phase < DST_D * DST_H; ++phase) {
@@ -271,8 +270,8 @@ struct Epilogue {
     }
   }
 
-  // A round of the sets from FIRST on: cells from `cell` to before `behind`, whose partial products are those of the
-  // columns from `begin`, an even one, to before `end`.
+  // Computes a round of the sets from FIRST on: cells `cell` to `behind` - 1, whose partial products are in columns
+  // `begin` (even) to `end` - 1.
   template <int FIRST>
   __device__ __forceinline__ void store_round(int begin, int end, int cell, int behind) const {
     const int barrier = FIRST_STORE_BARRIER + (ALONE ? threadIdx.x / 128 : 0), first_channel = FIRST * ROW_CHANNELS;
@@ -294,7 +293,7 @@ struct Epilogue {
     if constexpr (SETS == 1) {
       store_round<FIRST>(0, CELLS, 0, tile());
     } else {
-      const int images = ROUND_PIXELS / params.pitch[0], cells = tile() / params.images;  // of a round, and of an image
+      const int images = ROUND_PIXELS / params.pitch[0], cells = tile() / params.images;  // of a round; of an image
 #pragma unroll 1
       for (int image = 0; image < params.images; image += images)
         store_round<FIRST>(image * params.pitch[0] & ~1, (image + images) * params.pitch[0], image * cells,

@@ -1,6 +1,6 @@
 // Epilogue where a row block is channels of one phase: adds the bias, narrows, transposes in shared memory and stores
-// whole lines of the destination. Each consumer warpgroup does so for its own accumulators. Where an operation
-// normalises over channels, it first finds what each pixel of a piece is normalised by (epilogue/normal.cuh).
+// whole lines of the destination. Each consumer warpgroup does so for its own accumulators. If an operation normalises
+// over channels, it first computes the `Normal` of each pixel of a piece (epilogue/normal.cuh).
 
 #pragma once
 
@@ -16,7 +16,7 @@
 #include "epilogue/normal.cuh"
 #endif
 
-// The destination's type: the tensors', or that of sums, for a step that reads them.
+// The destination's type: scalar_t, or accum_t if a later step reads sums.
 template <bool>
 struct Result {
   typedef scalar_t Type;
@@ -32,13 +32,13 @@ constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
 constexpr int WIDE = 16 / (int)sizeof(result_t);  // elements of the widest store
 constexpr int COLUMNS = DST_W / WIDTH_PARTS;      // elements of a cell's line, or of its part of the width
 static_assert(WIDTH_PARTS == 1 || !DST_CHANNELS_LAST, "parts of lines of pixels");
-// Whether a work tile's two warpgroups have the two parts of the same lines: two warps then transpose these together.
+// Whether the two warpgroups of a work tile own the two parts of the same lines. Two warps then transpose together.
 constexpr bool JOINT = WIDTH_PARTS > 1 && WIDTH_PARTS == ROW_SHARES;
-constexpr int ROW_COLUMNS = JOINT ? DST_W : COLUMNS;  // of a cell, that are stored together
-// Elements that a thread puts down at once, of the 2 · COLUMNS neighbours of a row that are its own.
+constexpr int ROW_COLUMNS = JOINT ? DST_W : COLUMNS;  // elements of a cell's line that are stored together
+// Elements of one store to shared memory; a thread owns 2 · COLUMNS neighbours of a row.
 constexpr int STAGED = gcd(JOINT ? COLUMNS : 2 * COLUMNS, WIDE);
-// What a warp transposes at a time, 8 channels of a piece; channels last a warpgroup, the 64 channels of its cells.
-// A pitch lets neighbours lie in different banks.
+// Staging of one transpose: of a warp, 8 channels of a piece; with channels last of a warpgroup, the 64 channels of its
+// cells. The pitch avoids bank conflicts between neighbours.
 constexpr int STAGING_PITCH =
     DST_CHANNELS_LAST ? ROWS + WIDE
                       : round_up(PIECE * ROW_COLUMNS, (PIECE * ROW_COLUMNS > 16 * WIDE ? 32 : 16) * WIDE) + 4 * STAGED;
@@ -46,8 +46,8 @@ constexpr int STAGING = (DST_CHANNELS_LAST ? PIECE : 8) * STAGING_PITCH;
 constexpr int STAGERS = DST_CHANNELS_LAST ? 128 : 32;  // threads that share it
 constexpr int STAGING_BYTES = CONSUMERS * (128 / STAGERS) * STAGING * (int)sizeof(result_t);
 
-// Where a cell's first element goes, from the tile's batch entry and the channel; and how many elements are ours from
-// there on along depth, height and width: none of a cell that is not stored.
+// A cell's first element in the destination, relative to the tile's batch entry and the channel, and the number of
+// elements to store from there along depth, height and width: none if the cell is not stored.
 struct Target {
   offset_t offset;
   unsigned reach;
@@ -60,8 +60,7 @@ struct Target {
   }
 };
 static_assert(DST_D < 1024 && DST_H < 1024 && DST_W + 8 < 1024, "ten bits each");
-// Pixels of a piece that are normalised over their channels: the moments that four warps have of each, and its
-// `Normal`.
+// Pixels of a piece that are normalised over their channels. Each has the moments of four warps and a `Normal`.
 constexpr int NORMALS = EPILOGUE_NORMALIZES ? PIECE * COLUMNS : 0;
 constexpr int STORE_BYTES =
     STAGING_BYTES + CONSUMERS * (GROUP_CELLS * (int)sizeof(Target) + 5 * NORMALS * (int)sizeof(Normal));
@@ -78,16 +77,16 @@ struct BitsOf<2> {
 template <int COUNT>
 using Bits = typename BitsOf<COUNT*(int)sizeof(result_t)>::Type;
 
-// Stores what one warp has summed: 16 channels of each row block, all cells of its warpgroup's part of the run.
+// Stores a warp's accumulators: 16 channels of each row block, for all cells of its warpgroup's part of the run.
 struct Epilogue {
   const Params& params;
   const WorkTile& work;
   const Sums& sums;
-  int first_cell;                         // of the warpgroup, among the tile's
+  int first_cell;                         // the warpgroup's first cell in the tile
   result_t* dst;                          // the work tile's first channel, the tile's first batch entry
-  result_t* staging;                      // of the warp, or the warpgroup
-  Target* targets;                        // of the warpgroup's cells
-  ChannelTerms terms[CHANNEL_BLOCKS][2];  // of the thread's rows
+  result_t* staging;                      // the warp's, or the warpgroup's
+  Target* targets;                        // the warpgroup's cells
+  ChannelTerms terms[CHANNEL_BLOCKS][2];  // the thread's rows
 
   __device__ __forceinline__ Epilogue(const Params& params, const WorkTile& work, const Sums& sums, int first_cell,
                                       result_t* dst, const EpilogueOperands& operands, unsigned char* memory)
@@ -110,8 +109,8 @@ struct Epilogue {
     if constexpr (EPILOGUE_READS_PLACES && !DST_CHANNELS_LAST) prefetch_lines();
   }
 
-  // Prefetches what operations read of the work tile's lines to L2, while the last products are in flight. Four lanes
-  // have neighbours of a row, which one of them asks for.
+  // Prefetches to L2 what operations read for the work tile's lines, while the last products are in flight. Four lanes
+  // own neighbours of a row; one of them prefetches for all.
   template <int LINE = 0>
   __device__ __forceinline__ void prefetch_lines() const {
     const int owned = owned_line(LINE, 16 * warp());
@@ -129,36 +128,37 @@ struct Epilogue {
     if constexpr (LINE + 1 < LINE_BLOCKS) prefetch_lines<LINE + 1>();
   }
 
-  // The compiler leaves the load where it stands, long before its result is used.
+  // Keeps the compiler from moving the load down to where its result is used.
   static __device__ __forceinline__ void load_now(float& value) {
     if (HAS_BIAS) materialize(value);
   }
 
-  // Bits in registers of their own before what follows is stored: left to itself the compiler takes the same few for
-  // all, and each waits until those before are stored.
+  // Holds the bits in separate registers before the stores that follow. Otherwise the compiler reuses a few registers,
+  // and each value waits for earlier stores.
   template <class Bits>
   static __device__ __forceinline__ void compute_now(Bits& bits) {
 #pragma unroll
     for (int i = 0; i < (int)sizeof(Bits) / 4; ++i) materialize(((unsigned*)&bits)[i]);
   }
 
-  // What is the same for every work tile: nothing.
+  // Once per kernel: nothing to prepare.
   static __device__ __forceinline__ void prepare(const Params&, unsigned char*) {}
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
 
-  // The channel of a row of the warp's; one that does not exist for a row of no line.
+  // The channel of a row of the warp; a channel that does not exist for a row of no line.
   __device__ __forceinline__ int channel(int block, int row) const {
     if (STACKED > 1)
       return channel_of_row(16 * warp() % LINE_ROWS + row) + (line_of_row(16 * warp()) < STACKED ? 0 : ROWS);
     return (work.channel_group * CHANNEL_BLOCKS + block) * ROWS + channel_of_row(16 * warp() + row);
   }
-  // The line, of those that own taps, that a row of row block `line` of a phase along the width is of.
+  // Index, among the lines that own taps, of the line that `row` of row block `line` belongs to.
   __device__ __forceinline__ int owned_line(int line, int row) const {
     return work.line_group * LINES + line * STACKED + line_of_row(row);
   }
-  // Where a line of a thread's pair of cells lies, and how many of each cell's elements exist, for operations that ask.
+  // Addresses of a line of the thread's pair of cells, and how many elements of each exist, for operations that read
+  // operands by place.
   struct Places {
     const scalar_t* first[2];
     int columns[2];
@@ -168,7 +168,7 @@ struct Epilogue {
       return EPILOGUE_READS_PLACES && phase < columns[cell] ? first[cell] + phase * stride : nullptr;
     }
   };
-  // Cell pair `j` of a piece, in its row of accumulators; the line's elements from `first` on.
+  // Places of cell pair `j` of a piece, for row `half` of `block`; the line's elements from `first` on.
   __device__ __forceinline__ Places places(int piece, int j, int block, int half, int depth, int height,
                                            int first) const {
     Places found = {};
@@ -188,8 +188,8 @@ struct Epilogue {
     return found;
   }
 
-  // The sums of 2 · COLUMNS elements of an output row, of a thread's pair of cells. A line below zero owns no taps.
-  // (Recursion, so that which accumulator holds an element is a constant to the compiler.)
+  // Sums of 2 · COLUMNS elements of an output row, for a thread's pair of cells. A negative line owns no taps.
+  // (Recursive, so that accumulator indices are constants to the compiler.)
   template <int LINE, int I = 0>
   __device__ __forceinline__ void run(float (&value)[2 * COLUMNS], int block, int j, int half) const {
     constexpr bool owned = LINE >= 0 && (WIDTH_PARTS > 1 || has_taps(AXIS_W, I % COLUMNS));
@@ -200,8 +200,8 @@ struct Epilogue {
                      [j % (PIXELS / 8) * 4 + 2 * half + I / COLUMNS];
     if constexpr (I + 1 < 2 * COLUMNS) run<LINE, I + 1>(value, block, j, half);
   }
-  // The elements of cell pair `j` of a piece, the line's from `first` on, in a thread's row of a row block. Their
-  // first residuals are `residuals`, or are read here.
+  // Finished elements of cell pair `j` of a piece, from the line's element `first` on, for a thread's row of a row
+  // block. `residuals`: their first residuals; if null they are read here.
   template <int LINE>
   __device__ __forceinline__ void finish_run(float (&value)[2 * COLUMNS], int piece, int j, int block, int half,
                                              int depth, int height, int first,
@@ -218,9 +218,9 @@ struct Epilogue {
     }
   }
 
-  // Loads the first residuals of cell pairs from `j` on of a piece, for a thread's row of a row block, in the order of
-  // the results. All loads are issued before the first value is used. COUNT neighbours exist together or not at all, as
-  // in the stores; the host passes residuals that are aligned as the destination is.
+  // Loads the first residuals of PAIRS cell pairs of a piece, from `j` on, for a thread's row of a row block, in the
+  // order of the results. All loads are issued before the first value is used. COUNT neighbours exist together or not
+  // at all, as in the stores; the host passes residuals with the alignment of the destination.
   template <int COUNT, int PAIRS>
   __device__ __forceinline__ void load_residuals(Bits<STAGED> (*values)[2 * COLUMNS / STAGED], int piece, int j,
                                                  int block, int half, int depth, int height, int first) const {
@@ -243,16 +243,16 @@ struct Epilogue {
     }
   }
 
-  // Of the pixels of a warpgroup's piece, behind the moments that each warp has of them, behind all targets.
+  // The warpgroup's `Normal`s in shared memory: after all targets and after its four warps' moments.
   __device__ __forceinline__ Normal* normals() const {
     const int group = threadIdx.x / 128;
     return (Normal*)(targets + (CONSUMERS - group) * GROUP_CELLS) + (group * 5 + 4) * NORMALS;
   }
-  // Where the elements of a thread's pair of cells lie among the pixels of a piece.
+  // Index, among the pixels of a piece, of the first element of the thread's cell pair `j`.
   static __device__ __forceinline__ int first_pixel(int j) { return (8 * j + lane() % 4 * 2) * COLUMNS; }
 
 #if EPILOGUE_NORMALIZES
-  // Finds what a line of a piece is normalised by, of as many pairs of cells at a time as make eight pixels or more.
+  // Computes the `Normal`s of a line of a piece, from enough cell pairs at a time to make eight pixels or more.
   template <int LINE>
   __device__ __forceinline__ void find_normals(int piece, int depth, int height, int first) const {
     constexpr int PAIRS = ceil_div(4, COLUMNS), VALUES = round_up(2 * COLUMNS * PAIRS, 8);
@@ -294,15 +294,15 @@ struct Epilogue {
 
   static constexpr int FIRST_BARRIER = 6;  // of the named barriers; those before are the loaders'
 
-  // How the lanes of a warp share what is stored of a piece, COUNT elements at a time: each row of a channel, or two;
-  // channels last, those of a warpgroup the 64 channels of each cell.
+  // How lanes share the stores of a piece, COUNT elements each: the lanes of a warp take each row of a channel, or two;
+  // with channels last the threads of a warpgroup take the 64 channels of each cell.
   template <int COUNT>
   struct Share {
     static constexpr int LANES = DST_CHANNELS_LAST ? ROWS / COUNT : PIECE * ROW_COLUMNS <= 16 * COUNT ? 16 : 32;
     static constexpr int AT_ONCE = STAGERS / LANES;  // rows, or cells
     static constexpr int VECTORS = DST_CHANNELS_LAST ? PIECE / AT_ONCE : ceil_div(PIECE * ROW_COLUMNS, LANES* COUNT);
     offset_t offset[VECTORS];
-    unsigned reach[VECTORS];  // of the cell; nothing where the vector is not stored
+    unsigned reach[VECTORS];  // of the cell; 0 if the vector is not stored
 
     __device__ __forceinline__ bool has_line(int i, int depth, int height) const {
       return DST_D * DST_H == 1 ? reach[i] != 0 : Target::has_line(reach[i], depth, height);
@@ -321,7 +321,7 @@ struct Epilogue {
 
   // Called by a whole warpgroup, while its last products are in flight.
   __device__ __forceinline__ void find_places() const {
-    group_sync();  // the targets of the work tile before are no longer needed
+    group_sync();  // the targets of the previous work tile are no longer needed
 #pragma unroll 1
     for (int i = threadIdx.x % 128; i < GROUP_CELLS; i += 128) {
       Pixel p;
@@ -354,12 +354,12 @@ struct Epilogue {
     }
   }
 
-  // The results of a piece, of a thread's row of a row block, in registers.
+  // The results of a piece for a thread's row of a row block, in registers.
   template <int COUNT, int LINE>
   __device__ __forceinline__ void finish_piece(Bits<STAGED> (&values)[PIECE / 8][2 * COLUMNS / STAGED], int piece,
                                                int block, int half, int depth, int height, int first) const {
     constexpr int TOGETHER = COUNT < STAGED ? COUNT : STAGED;
-    // A single 16-bit element takes a register of its own: of these a pair's are loaded at a time.
+    // A single 16-bit element takes a whole register, so such elements are loaded one cell pair at a time.
     constexpr int AHEAD = TOGETHER * sizeof(scalar_t) >= 4 ? PIECE / 8 : 1;
 #pragma unroll
     for (int j = 0; j < PIECE / 8; ++j) {
@@ -380,15 +380,15 @@ struct Epilogue {
   }
 
   // Channels first. The warp transposes PIECE cells of 8 channels at a time in shared memory, so that its lanes store
-  // neighbouring elements of a row: whole lines are written. Where those are JOINT it has the columns from `first` on
-  // of all channels, and stores those of some. The host has seen to it (store_vector in implicit_gemm/tile.py) that
+  // neighbouring elements of a row: whole lines are written. If JOINT it stages the columns from `first` on of all
+  // channels, and stores all columns of some channels. The host makes sure (store_vector in implicit_gemm/tile.py) that
   // COUNT elements exist together or not at all.
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_piece(int piece, int depth, int height, int first) const {
     constexpr int LANES = Share<COUNT>::LANES, AT_ONCE = Share<COUNT>::AT_ONCE, VECTORS = Share<COUNT>::VECTORS;
     constexpr int STORED = JOINT ? 8 / ROW_SHARES : 8;                          // rows
-    const int ahead = lane() / LANES + (JOINT ? first / COLUMNS * STORED : 0);  // of those
-    result_t* to[VECTORS];                                                      // in the warp's first row
+    const int ahead = lane() / LANES + (JOINT ? first / COLUMNS * STORED : 0);  // the lane's first row
+    result_t* to[VECTORS];                                                      // its address in the warp's first row
     bool exists[VECTORS];
     {
       Share<COUNT> share;
@@ -443,8 +443,8 @@ struct Epilogue {
   }
 
   // Channels last: a thread's two rows are neighbouring channels, eight lanes hold 16 of them, and four warps all 64.
-  // The warpgroup transposes one phase of a piece, so that a lane stores 16 bytes, or the COUNT elements that are
-  // aligned, and its neighbours those beside them.
+  // The warpgroup transposes one phase of a piece, so that a lane stores 16 bytes, or COUNT aligned elements, and
+  // neighbouring lanes the bytes next to them.
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_pixels(int piece, int depth, int height) const {
     Share<WIDE> share;
@@ -481,11 +481,11 @@ struct Epilogue {
     }
   }
 
-  // Channels last: where what a thread stores of a row lies: on the line at `depth` and `height`, or where lines are
-  // STACKED on that of the row.
+  // Channels last: the line and channel of a row that a thread stores. The line is that at `depth` and `height`, or
+  // with STACKED lines the row's.
   struct StoredLine {
     int depth, height, channel;  // a channel that does not exist for a row of no line
-    long long offset;            // of the channel on that line, or where lines are STACKED in the tile
+    long long offset;            // elements to the channel on that line, or with STACKED lines in the tile
   };
   template <int LINE>
   __device__ __forceinline__ StoredLine stored_line(int row, int depth, int height) const {
@@ -496,7 +496,7 @@ struct Epilogue {
     return {depth, height, channel, depth * params.dst.stride[2] + height * params.dst.stride[3] + channel};
   }
 
-  // Stores a phase that a warpgroup has left in shared memory, 16 bytes at a time.
+  // Stores a phase that the warpgroup has staged, 16 bytes at a time.
   template <int LINE>
   __device__ __forceinline__ void store_wide(const Share<WIDE>& share, result_t* to, int channels, int phase, int depth,
                                              int height) const {
@@ -519,7 +519,7 @@ struct Epilogue {
     }
   }
 
-  // The same, COUNT elements at a time: lanes run along the channels that there are, and on to the next cell.
+  // The same, COUNT elements at a time: lanes take the existing channels of a cell, then those of the next.
   template <int COUNT, int LINE>
   __device__ __forceinline__ void store_narrow(int piece, result_t* to, int channels, int phase, int depth,
                                                int height) const {
@@ -556,7 +556,7 @@ struct Epilogue {
     if constexpr (LINE + 1 < LINE_BLOCKS) store_lines<COUNT, LINE + 1>(piece);
   }
 
-  // The work tile's lines; and one work tile stores those that own no taps.
+  // Stores the work tile's lines. One work tile also stores the lines that own no taps.
   template <int COUNT>
   __device__ __forceinline__ void store_all() const {
 #pragma unroll
@@ -572,7 +572,7 @@ struct Epilogue {
     }
   }
 
-  // Channels last, all elements of a pixel are stored so many at a time, or one by one where they are not aligned.
+  // Channels last: whether a pixel's elements may be stored `count` at a time.
   static __device__ constexpr bool may_store(int count) {
     return !DST_CHANNELS_LAST || count == gcd(DST_CHANNELS, WIDE);
   }

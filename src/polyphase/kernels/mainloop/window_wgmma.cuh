@@ -6,19 +6,19 @@
 // in the input gradient M are positions, K are (output channel, tap) pairs, and B is the weight. (Rows are those of M,
 // columns those of N, `operand` is B.)
 //
-// B is K-major in memory, or MN_MAJOR, which wgmma reads of half types only. TMA brings boxes of it, rounded to TF32
-// and swizzled, or all loaders copy it to where TMA would put it (operand/run_loader.cuh). The window of the output
-// gradient (operand/window.cuh) keeps its order in memory: TMA boxes, or row by row by all loaders where strides are no
-// multiples of 16 bytes (operand/window_rows.cuh). Consumers gather A fragments from the window into registers: a tap
-// or a stride is an offset there, so there is no im2col and no transpose.
+// B is K-major in memory, or MN_MAJOR, which wgmma reads in half types only. TMA loads boxes of it, rounded to TF32
+// and swizzled, or all producers copy it to the same places (operand/run_loader.cuh). The window of the output gradient
+// (operand/window.cuh) keeps its order in memory: TMA loads boxes, or all producers copy it row by row if strides are
+// no multiples of 16 bytes (operand/window_rows.cuh). Consumers gather A fragments from the window into registers: a
+// tap or a stride is an offset there, so there is no im2col and no transpose.
 //
 // GROUPS consumer warpgroups, each with ROW_TILES m64 tiles by all COLUMNS, and one producer warpgroup. STAGES pipeline
 // stages, each with a full and an empty mbarrier.
 //
-// With PAIRS, taps along w come in pairs: neighbours in the window, at even offsets, read at once. They are rows of the
+// With PAIRS, two neighbouring taps along w are read by one load, at an even offset in the window. They are rows of the
 // weight gradient, K of the input gradient. The host aligns the window's start and pitches (`in_pairs`). With
-// ROWS_IN_PAIRS a thread's rows 2·i and 2·i + 1 are neighbours, those that the weight gradient reads at once, or
-// positions of the input gradient.
+// ROWS_IN_PAIRS a thread's rows 2·i and 2·i + 1 are neighbours: the two taps of the weight gradient, or two positions
+// of the input gradient.
 
 #pragma once
 
@@ -37,7 +37,7 @@
 #include "mainloop/accumulators.cuh"
 #include "mainloop/multistage.cuh"
 
-constexpr int GROUPS = WARPS / 4 - 1, CONSUMER_THREADS = 128 * GROUPS;  // the first threads
+constexpr int GROUPS = WARPS / 4 - 1, CONSUMER_THREADS = 128 * GROUPS;  // consumers are the first threads
 constexpr int COLUMNS = 8 * COLUMN_TILES, GROUP_ROWS = 64 * ROW_TILES, ROWS = GROUPS * GROUP_ROWS;
 constexpr int BATCH = ROW_TILES >= 4 ? 1 : 4 / ROW_TILES;  // k-steps whose A fragments are gathered together
 constexpr int WORD = 4 / ELEMENT;                          // K elements of a 32-bit word
@@ -53,8 +53,8 @@ static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 32 * LOAD_
 
 static_assert(LOAD_WARPS == 4 && FIRST_LOAD_WARP == 4 * GROUPS, "the last group loads");
 
-// B of a stage: boxes of `bytes` along K by COLUMNS columns, one behind the other. MN_MAJOR boxes have `bytes` along N
-// by all K of the stage, one behind the other along N.
+// B of a stage: consecutive boxes of `bytes` along K by COLUMNS columns. MN_MAJOR: consecutive boxes of `bytes` along N
+// by all K of the stage.
 struct Runs {
   int count[4];  // boxes along n, d, h and w
   int length;    // elements of a run: along K, or along N if MN_MAJOR
@@ -62,11 +62,11 @@ struct Runs {
   int box;       // bytes of a box
 };
 
-// The barriers, and by how many bytes each stage's window is shifted (operand/window_rows.cuh).
+// The barriers, and each stage's window shift in bytes (operand/window_rows.cuh).
 struct WindowBarriers : PipelineBarriers<STAGES> {
   int shift[STAGES];
 
-  // One producer thread arrives where TMA brings all; else every producer warp does.
+  // `all_by_tma`: one producer thread arrives; else every producer warp does.
   __device__ __forceinline__ void init(bool all_by_tma) {
     if (threadIdx.x > 0) return;
     PipelineBarriers<STAGES>::init(all_by_tma ? 1 : LOAD_WARPS, 4 * GROUPS);
@@ -74,7 +74,8 @@ struct WindowBarriers : PipelineBarriers<STAGES> {
   }
 };
 
-// By one thread: TMA loads of B's boxes. `place` is the first box's origin in the tensor map's order, innermost first.
+// Run by one thread: TMA loads of B's boxes. `place`: the first box's origin in the tensor map's order, innermost
+// first.
 __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* tensor, const Runs& runs,
                                           const int (&place)[5], char* to, unsigned barrier) {
   const int count = runs.count[0] * runs.count[1] * runs.count[2] * runs.count[3];
@@ -89,7 +90,7 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
   }
 }
 
-// Producers, before and behind all that they load.
+// Called by producers before their first load and after their last.
 __device__ __forceinline__ void begin_loading() { setmaxnreg_dec<PRODUCER_REGISTERS>(); }
 __device__ __forceinline__ void end_loading() {
   cp_async_commit();
@@ -122,16 +123,17 @@ __device__ __forceinline__ void load_stages(int stages, bool all_by_tma, WindowB
 
 // The accumulators of a warpgroup.
 struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
-  // Row `i` of the thread's 2 · ROW_TILES, and its first column; sum k of tile j lies in row 2·j + k / 2 % 2 and in
-  // column k / 4 · 8 + k % 2 from there on. (Which of an instruction's rows is which is all the same to the product.)
+  // Row `i` of the thread's 2 · ROW_TILES rows, and its first column. Sum k of tile j is at row 2·j + k / 2 % 2 and
+  // column first_column() + k / 4 · 8 + k % 2. (The order of rows within an instruction is free, as long as loads of A
+  // and stores agree.)
   static __device__ __forceinline__ int row(int i) {
     const int first = threadIdx.x / 128 * GROUP_ROWS + threadIdx.x / 32 % 4 * 16 + i / 2 * 64;
     return first + (ROWS_IN_PAIRS ? 2 * fragment_row() + i % 2 : fragment_row() + i % 2 * 8);
   }
   static __device__ __forceinline__ int first_column() { return fragment_column(); }
 
-  // The `steps` k-steps of a stage. `begin`: they overwrite the accumulators (scale-d = 0). `row_offsets`: the
-  // window's, of the thread's rows; `rounded`: it holds TF32 already.
+  // Multiplies the `steps` k-steps of a stage. `begin`: they overwrite the accumulators (scale-d = 0). `row_offsets`:
+  // offsets of the thread's rows in the window. `rounded`: the window holds TF32 already.
   __device__ __forceinline__ void add(const char* window, const char* operand, const Runs& runs, const int* offsets,
                                       const int (&row_offsets)[ROW_TILES][2], int steps, bool begin, bool rounded) {
     if (ELEMENT == 4 && !rounded)
@@ -226,7 +228,7 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
       if constexpr (PAIRS && INPUT_GRAD) return *(const unsigned*)(from + k.value[0]);
       return *(const unsigned short*)(from + k.value[0]) | *(const unsigned short*)(from + k.value[WORD - 1]) << 16;
     }
-    // The same of two rows that are neighbours in the window.
+    // The same for two rows that are neighbours in the window.
     template <bool ROUND>
     static __device__ __forceinline__ void read_pair(const char* from, const Vector<int, WORD>& k, unsigned* words) {
       if constexpr (ELEMENT == 4) {
@@ -270,7 +272,7 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
 
     __device__ __forceinline__ Operand(const char* from, int pitch, int box)
         : described(swizzled_descriptor(shared_address(from), pitch, MN_MAJOR ? box : 0)) {}
-    // One wgmma, whose B starts `bytes` behind the stage's.
+    // One wgmma, whose B starts `bytes` after the stage's.
     __device__ __forceinline__ void multiply(int bytes, const unsigned (&rows)[4], float (&sums)[4 * COLUMN_TILES],
                                              bool add) const {
       wgmma(sums, rows, described + (bytes >> 4), add);

@@ -35,10 +35,10 @@ from polyphase.schedules.window_gemm.window import rows_as_one_channel
 # Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
 _MAX_UNROLLED = 1600
 _MAX_ACCUMULATORS = 96
-_ROW_LANES = 32  # of several rows
-_MAX_OF_DOUBLES = 312  # registers by the estimate, with channels last: they fit all the same
-_LOADS, _MAX_LOADS = 8, 24  # of a thread, at most, and where no tile has so few
-_TAPS_OF_MANY_LOADS = 256  # at most: with more, dot_dgrad is faster
+_ROW_LANES = 32  # row length where lanes form several rows
+_MAX_OF_DOUBLES = 312  # highest register estimate at which doubles, channels last, still compile
+_LOADS, _MAX_LOADS = 8, 24  # loads per thread at most; the second where no tile needs so few
+_TAPS_OF_MANY_LOADS = 256  # most taps for more loads: beyond, dot_dgrad is faster
 
 
 @dataclass(frozen=True)

@@ -18,31 +18,31 @@ from polyphase.schedules.tensor_cores import counter_bytes
 ROWS = 64  # of a row block
 BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
-CONSUMERS = 2  # warp groups that multiply
-STAGES = 2, 3, 4, 5, 6, 8  # that there may be, but where threads copy operands in place
-_MAX_LONG_PIECE_STRIDE = 5  # output columns of a cell beside which registers are left for longer pieces
-_BIAS_REGISTERS = 12  # beside those, as stores of long pieces were seen to spill
-_STORING_REGISTERS = 160  # for sums, and what a thread holds of a piece: results, and where to store them
+CONSUMERS = 2  # consumer warpgroups
+STAGES = 2, 3, 4, 5, 6, 8  # choices of the number of stages, unless threads copy operands in place
+_MAX_LONG_PIECE_STRIDE = 5  # output columns of a cell up to which registers suffice for longer pieces
+_BIAS_REGISTERS = 12  # in addition, as stores of long pieces were seen to spill
+_STORING_REGISTERS = 160  # for accumulators and a thread's share of a piece: results and their addresses
 SUMS_AT_ONCE = 16  # outputs of a cell's row that a thread adds up, from taps in rows, and then stores
-_MOST_NORMALS = 64  # outputs of a channel in a piece, where a thread holds what normalises each
-_PART_PHASES = 4  # at most, of the phases along the width, where these are in parts
+_MOST_NORMALS = 64  # outputs of a channel in a piece, if a thread holds the `Normal` of each
+_PART_PHASES = 4  # most phases of a part of the width
 
 
 class GemmConfig(NamedTuple):
     """One specialisation of the kernel.
 
     ``pixels · pixel_blocks`` cells and ``channel_blocks · lines · (phases along the width) / width_parts`` row blocks
-    are a warp group's accumulators. ``split`` says what the warp groups that multiply share out: the ``"cells"`` of a
-    tile, its ``"rows"`` (row groups), or whole tiles, in ``"turns"``. ``parts`` is 2 where float32 is split in two TF32
-    numbers, ``k_steps`` the depth of a stage in instructions, ``resident`` whether a thread block keeps its weights,
-    ``wgmma`` whether wgmma is used, or ``mma.sync``. ``tma_operands``: TMA brings pixels as the
-    tensor cores read them, where channels come last; or in half precision, where no tap reads beside its pixel. With
-    ``row_channels`` rows are the taps of so many channels, in as few row blocks as hold them, and ``channel_blocks`` of
-    these sets are one item's; with ``whole_images`` columns are the pixels of whole images, without a halo. With
-    ``stacked`` lines in a row block each has 64 / ``stacked`` of its rows, in whole warps.
-    ``raw_slots`` are for copied stages that are not transposed yet, those of all loading groups. A ``cluster`` of
-    thread blocks shares the weights it loads. ``piece_bytes`` of a row are stored at once, at most. ``scaled``: it
-    multiplies float32 as float16 (kernels/operand/scales.cuh).
+    are a warpgroup's accumulators. ``split`` says what the consumer warpgroups share: the ``"cells"`` of a tile, its
+    ``"rows"`` (row groups: cooperative), or whole work tiles in ``"turns"`` (ping-pong). ``parts`` is 2 if float32 is
+    split into two TF32 numbers, ``k_steps`` the depth of a stage in instructions, ``resident`` whether a block keeps
+    its weights, ``wgmma`` whether wgmma is used instead of ``mma.sync``. ``tma_operands``: TMA writes pixels as the
+    tensor cores read them: channels last, or half precision without taps beside the pixel. With ``row_channels`` > 0
+    each row is a tap of one of that many channels. The fewest row blocks that hold these rows form a set; a work tile
+    has ``channel_blocks`` sets. With ``whole_images`` columns are the pixels of whole images, without a halo. With
+    ``stacked`` lines in a row block each has 64 / ``stacked`` of its rows, in whole warps. ``raw_slots``: slots of all
+    producer groups for copied stages that are not transposed yet. A ``cluster`` of blocks shares the weights it loads.
+    ``piece_bytes``: most bytes of a row in one store. ``scaled``: float32 is multiplied as float16
+    (kernels/operand/scales.cuh).
     """
 
     pixels: int

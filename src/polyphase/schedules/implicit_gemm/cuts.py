@@ -13,13 +13,13 @@ from polyphase.program.tensor_map import tma_strides
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import BOX_PIXELS, CHUNK_BYTES, Taps
 
-_MAX_SIDE = 1023, 63, 63  # of a tile and its halo: pixels of a row, slabs, images (Pixel in the kernel packs them)
+_MAX_SIDE = 1023, 63, 63  # pixels of a row, slabs, images of a tile and its halo (`Pixel` in the kernel packs them)
 _MAX_BOX_SIDE = 256
-_PER_PIXEL = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}  # of a copy's bytes: what it costs beside a cell
+_PER_PIXEL = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}  # by bytes per copy: cost of a halo pixel relative to a cell
 
 
 class Tile(NamedTuple):
-    """The cells of a block and how their halo lies in shared memory, in pixels (see `Geometry` in the kernel)."""
+    """The cells of a block and the layout of their halo in shared memory, in pixels (`Geometry` in the kernel)."""
 
     images: int
     cells: tuple[int, int, int]
@@ -29,13 +29,13 @@ class Tile(NamedTuple):
     skew: int
     copy_bytes: int
     tiles: tuple[int, int, int, int]
-    boxes: int = 0  # that TMA brings for a stage; none where threads copy
+    boxes: int = 0  # boxes that TMA loads for a stage; 0 if threads copy
     box_pixels: int = 0
     run: int = 0  # cells of any rows, and images up to ``images``, one after the other
 
     @property
     def tile_cells(self) -> int:
-        """Cells of a tile; of whole images their pixels."""
+        """Cells of a tile; with whole images their pixels."""
         return self.run or self.images * math.prod(self.cells)
 
     @property
@@ -44,10 +44,10 @@ class Tile(NamedTuple):
         return math.prod(self.tiles)
 
     def work(self, capacity: int) -> float:
-        """What all tiles cost, up to a factor: their cells, and the copies of their halo. Two bytes pass registers."""
+        """Cost of all tiles up to a factor: cells and copies of the halo. Two-byte copies go through registers."""
         n, slabs, rows, columns = self.tiles
         per_pixel = 0.1 if self.boxes else _PER_PIXEL[self.copy_bytes]
-        parts = 1 + 8 / self.cells[2] if columns > 1 else 1.0  # short rows move parts of memory's lines
+        parts = 1 + 8 / self.cells[2] if columns > 1 else 1.0  # short rows move parts of cache lines
         return n * slabs * rows * columns * (capacity + per_pixel * self.halo) * parts
 
 

@@ -102,9 +102,9 @@ class FlatProduct:
 
     @property
     def outer(self) -> tuple[int, int]:
-        """Images, and slabs of each; one of all where positions count images.
+        """(images, slabs per image) that stages must not cross; (1, 1) where positions run over all images.
 
-        Slabs of an image are apart where rows of the base are not padded as those of the phased operand are.
+        Slabs are separate if the rows of the base are not padded like those of the phased operand.
         """
         if not self.in_place:
             return 1, 1

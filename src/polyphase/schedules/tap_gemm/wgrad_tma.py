@@ -89,7 +89,7 @@ class TapGemmWgradTma(Schedule):
         return [config for flat, config in found if buffers(_stage_bytes(flat, config), device) >= LEAST_BUFFERS]
 
     def arranged(self, order: list[WgradTmaConfig]) -> list[WgradTmaConfig]:
-        """Among the first as many of each way to lay out positions: the size at hand decides between them."""
+        """Equally many configs of each operand layout first, so that the actual size can choose between layouts."""
         ways: dict[tuple[bool, bool, bool], list[WgradTmaConfig]] = {}
         for config in order:
             ways.setdefault((config.batched, config.spread, config.in_place), []).append(config)
@@ -100,7 +100,7 @@ class TapGemmWgradTma(Schedule):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
     ) -> Cost | None:
-        """None where the planes would take too much memory or be slow to write, or tensors do not lie as planes do."""
+        """None if flat operands would take too much memory or time to write, or tensors cannot be read in place."""
         flat = _flat(problem, layouts, config)
         lies = flat.in_place is config.in_place and (not config.batched or may_count_images_last(problem, layouts))
         if not lies or not _affordable(flat):
@@ -296,7 +296,7 @@ def _main(
 
 
 def _map(flat: FlatProduct, planes: Flattened, chunk: int, first: int, tensor: int) -> TensorMap:
-    """A stage of an item: positions of a slab, channels, planes, slabs, images up to those from the ``first`` on."""
+    """TMA map of an operand: (position, channel, copy, slab, image). A box is a stage of an item; ``first``: image."""
     side = int((tensor == 0) == flat.swapped)
     (images, slabs), (channel, slab, image) = flat.outer, flat.strides(side)
     channels, positions = planes.shape[1], math.prod(planes.padded) if flat.in_place else planes.positions

@@ -10,19 +10,19 @@ from polyphase.problem.integers import round_up
 from polyphase.schedules.tap_gemm.flat import FlatProduct
 from polyphase.schedules.tap_gemm.k_major import GROUPS, MOST_COLUMNS
 
-_MOST_SUMS = 128  # of a thread, those that are promoted counted twice
-_LEAST_CHUNK = 32  # channels of an item, where there are so many: small boxes cost as much as large ones
+_MOST_SUMS = 128  # accumulators of a thread; twice as many registers if promoted
+_LEAST_CHUNK = 32  # channels of an item, if the layer has as many: small boxes cost as much as large ones
 _MOST_BOX = 256  # channels that a box spans
-_SHAPES = 3  # of columns, offered with each shape of rows
+_SHAPES = 3  # shapes of columns offered with each shape of rows
 
 
 class WgradTmaConfig(NamedTuple):
     """The compile-time shape of ``tap_gemm_wgrad_tma.cu``: items of rows and columns, and channels of each.
 
-    ``mirrored``: rows are of the base. ``swapped``: the base is the gradient of the output. ``window_d``,
-    ``window_h``: the base has taps along depth or height, too, not those along the width alone.
-    ``batched``: images are the innermost dimension of positions. ``spread``: taps along the width are planes of the
-    phased operand. ``in_place``: the base is read as it lies, if it can be.
+    ``mirrored``: GEMM rows come from the base operand (else the phased one). ``swapped``: the base is the output
+    gradient (else the input). ``window_d``, ``window_h``: base items are numbered by taps along depth or height, too,
+    not only along the width. ``batched``: images are the innermost dimension of positions. ``spread``: every tap along
+    the width has its own copy of the phased operand. ``in_place``: the base tensor is read without a copy.
     """
 
     row_tiles: int
@@ -40,12 +40,12 @@ class WgradTmaConfig(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a block."""
+        """Rows of a block."""
         return 64 * GROUPS * self.row_tiles
 
     @property
     def columns(self) -> int:
-        """Of a block."""
+        """Columns of a block."""
         return self.column_items * self.column_chunk
 
     @property
