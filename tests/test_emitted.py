@@ -224,7 +224,7 @@ def test_boxes_are_those_of_the_tensor_at_hand() -> None:
 
 
 def test_boxes_are_packed_by_the_numbers_of_the_driver() -> None:
-    tensor_map = pytest.importorskip("polyphase.jit.tensor_map", reason="needs cuda-bindings, but no GPU")
+    tensor_map = pytest.importorskip("polyphase.jit.encode_tensor_map", reason="needs cuda-bindings, but no GPU")
     assert {name: int(number) for name, number in tensor_map._DTYPES.items()} == support._DATA_TYPES
     assert {name: int(number) for name, number in tensor_map._SWIZZLES.items()} == support._SWIZZLES
     for dtype, tf32, number in (("float32", True, 11), ("float32", False, 7), ("float16", True, 6)):

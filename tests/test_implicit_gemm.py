@@ -26,7 +26,7 @@ from polyphase.schedules.cost import Sharing
 from polyphase.schedules.implicit_gemm import schedule as implicit_gemm
 from polyphase.schedules.implicit_gemm import tile as implicit_gemm_tile
 from polyphase.schedules.implicit_gemm.config import GemmConfig, Product, Taps
-from polyphase.schedules.implicit_gemm.families import Layer, configs
+from polyphase.schedules.implicit_gemm.families import Layer, legal_configs
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import best_tile, items_known, may_take_operands
 from polyphase.schedules.schedule import Candidate
@@ -155,7 +155,7 @@ def gemm_configs(
     offered = (
         (layouts, gather, each)
         for layouts, gather in gathers
-        for config in configs(Layer(problem, gather.src.channels_last, may_take_operands(gather)), device)
+        for config in legal_configs(Layer(problem, gather.src.channels_last, may_take_operands(gather)), device)
         for each in (config, *config.with_longer_pieces(gather))
         if not settings or settings.items() <= each._asdict().items()
     )

@@ -31,7 +31,7 @@ from polyphase.problem.layouts import Layouts
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.direct.general import DirectGeneral, GeneralConfig
 from polyphase.schedules.implicit_gemm.config import Product
-from polyphase.schedules.implicit_gemm.families import Layer, configs
+from polyphase.schedules.implicit_gemm.families import Layer, legal_configs
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from processes import environment, run_python
 
@@ -739,7 +739,7 @@ def test_long_pieces_leave_sums_in_registers(
     """Of all configs that store longer pieces the one that holds most (`GemmConfig.with_longer_pieces`)."""
     problem = ConvTransposeProblem.make(shape, channels, *kernel, dilation=dilation, bias=True, dtype="bfloat16")
     gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
-    found = configs(Layer(problem, False, tma=False), DeviceInfo.for_arch(ARCH))
+    found = legal_configs(Layer(problem, False, tma=False), DeviceInfo.for_arch(ARCH))
     longer = [each for config in found if config.wgmma for each in config.with_longer_pieces(gather)]
     most = max(longer, key=lambda each: each.group_cells * Product.of(gather, each).row_blocks)
     program = ImplicitGemm().program(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)

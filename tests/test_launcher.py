@@ -16,7 +16,7 @@ from cuda.bindings import driver
 
 from polyphase import prepared, runtime
 from polyphase.errors import CompilationError, PolyphaseError
-from polyphase.jit import launcher, tensor_map
+from polyphase.jit import encode_tensor_map, launcher
 from polyphase.jit.source import KernelSource
 from polyphase.plan.planner import plan
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -272,7 +272,7 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
         return bytes([address]) * TENSOR_MAP_BYTES
 
     use(monkeypatch, FakeDriver())
-    monkeypatch.setattr(tensor_map, "encode", encode)
+    monkeypatch.setattr(encode_tensor_map, "encode", encode)
     monkeypatch.setattr(launcher, "_MOST_MAPS", 2)
     executable = executable_of(step)
     (place,) = params_of(step.source).tensor_maps
@@ -302,8 +302,15 @@ def test_another_tensor_has_another_map(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_no_map_without_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeDriver())
-    monkeypatch.setattr(tensor_map, "encode", lambda boxes, address: pytest.fail("a map that nobody reads"))
+    monkeypatch.setattr(encode_tensor_map, "encode", lambda boxes, address: pytest.fail("a map that nobody reads"))
     executable_of(replace(step_with_tensor_map(), tensor_maps=()))(0, [1, 2, 3, 4])
+
+
+def test_more_maps_than_the_kernel_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeDriver())
+    step = step_with_tensor_map()
+    with pytest.raises(ValueError, match="shorter"):
+        executable_of(replace(step, tensor_maps=step.tensor_maps * 3))(0, [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +336,7 @@ def test_maps_say_what_boxes_are(monkeypatch: pytest.MonkeyPatch, boxes: TensorM
         return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(found))
 
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
-    assert tensor_map.encode(boxes, 1 << 40) == found.raw
+    assert encode_tensor_map.encode(boxes, 1 << 40) == found.raw
     element, rank, address, sizes, strides, box, steps, interleave, swizzled, _, fill = given
     assert element.name == f"CU_TENSOR_MAP_DATA_TYPE_{dtype}"
     assert (rank, address) == (5, 1 << 40)
@@ -341,7 +348,7 @@ def test_maps_say_what_boxes_are(monkeypatch: pytest.MonkeyPatch, boxes: TensorM
     assert interleave.name.endswith("INTERLEAVE_NONE")
     assert fill.name.endswith("OOB_FILL_NONE")  # zeros
     given.clear()
-    tensor_map.encode(boxes, 0)  # of an empty tensor
+    encode_tensor_map.encode(boxes, 0)  # of an empty tensor
     assert given[2] > 0
     assert given[2] % 16 == 0
 

@@ -19,7 +19,7 @@ from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import GemmConfig
-from polyphase.schedules.implicit_gemm.families import Layer, configs
+from polyphase.schedules.implicit_gemm.families import Layer, legal_configs
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import best_tile
 
@@ -43,7 +43,7 @@ def scaled(problem: ConvTransposeProblem, most: int, layouts: Layouts | None = N
     def fits(config: GemmConfig) -> bool:
         return config.scaled and best_tile(gather, config, problem.batch, H200) is not None
 
-    found = [*configs(Layer(problem, gather.src.channels_last, tma=False), H200)]
+    found = [*legal_configs(Layer(problem, gather.src.channels_last, tma=False), H200)]
     shuffled = random.Random(str(problem)).sample(found, len(found))
     for config in islice(filter(fits, shuffled), most):
         yield ImplicitGemm().program(problem, Pass.FORWARD, H200, layouts, config)

@@ -29,7 +29,7 @@ from polyphase.schedules.tap_gemm.mma import _SHAPES, TapGemm, TapGemmWgrad
 from polyphase.schedules.tap_gemm.product import taps_met
 from polyphase.schedules.tap_gemm.tma import TapGemmTma
 from polyphase.schedules.tap_gemm.wgrad_tma import TapGemmWgradTma, _flats
-from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, configs_of
+from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, legal_configs
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -345,7 +345,7 @@ IN_PLACE = (
 
 def configs_in_place(problem: ConvTransposeProblem, count: int) -> list[WgradTmaConfig]:
     """Some of those that read an operand in place."""
-    found = [config for each in _flats(problem) if each.in_place for config in configs_of(each)]
+    found = [config for each in _flats(problem) if each.in_place for config in legal_configs(each)]
     assert found
     return found[zlib.crc32(str(problem).encode()) % 4 % len(found) :: max(1, len(found) // count)]
 
@@ -417,7 +417,7 @@ def test_rows_of_planes_are_whole_lines_where_those_are_near(width: int, row: in
     found = flat_product(problem, Layouts.dense(problem))
     assert found.padded == (1, 6, row)
     assert [planes.pitch % 64 for planes in found.planes] == [0, 0]
-    config = next(configs_of(found))
+    config = next(legal_configs(found))
     program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
     candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))

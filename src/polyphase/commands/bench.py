@@ -87,7 +87,7 @@ def bench(
         _draw_again(console, plot_from, png)
         return
     if summarise:
-        from polyphase.commands.sweep import tell
+        from polyphase.commands.bench_graphs import tell
 
         tell(console, _read(summarise, "--summarise"))
         return
@@ -112,7 +112,7 @@ def bench(
     names = [dtype.value for dtype in choices(dtypes or _DTYPES[graphs], Dtype, "--dtypes")]
     last = [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")]
     if graphs:
-        from polyphase.commands.sweep import sweep, tell
+        from polyphase.commands.bench_graphs import sweep, tell
 
         found = sweep(
             console, place, layers, names, last, strict_fp32,

@@ -110,10 +110,10 @@ class _Launches:
         start = ctypes.addressof(self.block)
         # Where each of the kernel's parameters lies.
         table = (ctypes.c_uint64 * (len(operands) + 1))(*(start + 8 * i for i in operands), ctypes.addressof(params))
-        offsets = params_of(step.source).tensor_maps if step.tensor_maps else ()
+        offsets = params_of(step.source).tensor_maps[: len(encoded)] if encoded else ()
         maps = [
             _MovingMap(tensor_map, operands[tensor_map.tensor], params, offset, known)
-            for tensor_map, offset, known in zip(step.tensor_maps, offsets, encoded)
+            for tensor_map, offset, known in zip(step.tensor_maps, offsets, encoded, strict=True)
         ]
         arguments = (_config(step, overlaps), _driver().CUfunction(handle), ctypes.addressof(table), 0)
         self.steps.append((step, arguments, maps))
@@ -141,7 +141,7 @@ class _MovingMap:
         """Has the next launch read the tensor at ``address``."""
         encoded = self._known.get(address)
         if encoded is None:
-            from polyphase.jit.tensor_map import encode
+            from polyphase.jit.encode_tensor_map import encode
 
             if len(self._known) >= _MOST_MAPS:
                 self._known.clear()

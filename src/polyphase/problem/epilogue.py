@@ -1,8 +1,8 @@
-"""What happens to an output behind its sum and bias, as data: elementwise operations in order.
+"""What a kernel applies to a sum after its bias, as data: elementwise operations in order.
 
 The planner, the programs and the text of the kernels read this one description (docs/kernels/epilogue.md). Values are
-in the accumulator's type from the sum on, and are rounded once, behind the last operation. A prologue is made of the
-same operations, on every element of the input (docs/kernels/prologue.md).
+in the accumulator's type from the sum on, and are rounded once, after the last operation. A prologue applies the same
+operations to every element of the input (docs/kernels/prologue.md).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _OPERANDS = {
 _OF_VALUES = ("add_value", "multiply_value")
 _CONSTANTS = {**{name: len(named) for name, named in ACTIVATIONS.items()}, "affine": 2, "normalize": 1, "layer_norm": 1,
               "snake": 2}  # fmt: skip
+# Operations that do not map zero to zero: a prologue with one must not be applied to padding.
 _MOVE_ZERO = ("sigmoid", "softplus", "normalize", "layer_norm", "softmax", "add")
 
 #: The operations that read all channels of a pixel, and how many a kernel has at once: two row blocks. (Of four, what

@@ -28,11 +28,10 @@ MANY_BLOCKS = 264
 class Step:
     """One kernel launch.
 
-    ``params`` is the kernel's last parameter (`polyphase.program.params`); there is none where it is empty. Its
-    tensor maps, in their order those of ``tensor_maps``, are left to be filled in. ``operands`` name the buffers whose
-    addresses are the kernel's other parameters, in order. ``overlaps``: it may start before the step before it ends
-    (programmatic dependent launch). ``one_way``: the same kernel for tensors of this layout alone, which takes less
-    time to compile.
+    ``params`` is the kernel's last parameter (`polyphase.program.params`); empty for none. The k-th of ``tensor_maps``
+    fills its k-th TensorMap member once the tensor's address is known. ``operands`` name the buffers whose addresses
+    are the kernel's other parameters, in order. ``overlaps``: it may start before the previous step ends (programmatic
+    dependent launch). ``one_way``: the same kernel for tensors of this layout alone, which compiles faster.
     """
 
     source: KernelSource

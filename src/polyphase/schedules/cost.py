@@ -35,14 +35,14 @@ def slower_of(work: float, moving: float) -> tuple[float, str]:
     return max(work, moving), "bytes" if moving > work else "instructions"
 
 
-def norm(work: float, moving: float, exponent: float) -> float:
-    """Time of both where they overlap, not wholly: the sum of both for an exponent of 1, the longer for a large one."""
+def overlapped_time(work: float, moving: float, exponent: float) -> float:
+    """Time of both when they overlap in part: a p-norm, the sum for an exponent of 1, the longer for a large one."""
     found: float = (work**exponent + moving**exponent) ** (1 / exponent)
     return found
 
 
 def transpose_seconds(moved: float, device: DeviceInfo, tensors: int = 1) -> float:
-    """Predicted time of the layout transposes of ``tensors`` that read and write so many bytes in all."""
+    """Predicted time of the layout transposes of ``tensors`` that read and write ``moved`` bytes in all."""
     terms = costs("transpose", device)
     return tensors * terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second)
 

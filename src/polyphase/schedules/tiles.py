@@ -1,4 +1,7 @@
-"""Tiles, and what kernels are specialised by, as schedules share them."""
+"""What schedules share: counts of tiles, grids, searches of tiles, split-K planes, a layer's kernel constants.
+
+Tile sizes are the schedules' own: `legal_configs` in each schedule's folder.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 #: Extents along n, d, h and w.
 Four = tuple[int, int, int, int]
 
-# Planes of partial sums take at most this many bytes, or as much as the weight itself.
+# Partial planes take at most this many bytes, or as much as the weight itself.
 _MAX_PLANES_BYTES = 64 << 20
 
 

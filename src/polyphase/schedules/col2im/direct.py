@@ -15,7 +15,7 @@ from polyphase.program.program import Buffer, Program, Transposed, reading_chann
 from polyphase.program.step import SRC, WEIGHT
 from polyphase.schedules.col2im.schedule import MOST_BYTES, MOST_OUTPUTS, PRODUCT, as_row, col2im_step
 from polyphase.schedules.cost import transpose_seconds
-from polyphase.schedules.direct_wgrad.gemm import GemmConfig, gemm_configs
+from polyphase.schedules.direct_wgrad.gemm import GemmConfig, legal_configs
 from polyphase.schedules.direct_wgrad.transposed import FewRows
 from polyphase.schedules.schedule import Cost, Schedule
 
@@ -49,7 +49,7 @@ class Col2imDirect(Schedule):
         return rows._replace(positions=rows.product.rows)
 
     def configs(self, at: FewRows, pass_: Pass, device: DeviceInfo) -> Iterable[GemmConfig]:
-        return filter(at.fits, gemm_configs(at.product, device.shared_bytes_per_block))
+        return filter(at.fits, legal_configs(at.product, device.shared_bytes_per_block))
 
     def seconds(self, at: FewRows, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
         return at.seconds(config, device)

@@ -66,7 +66,7 @@ class DirectChannels(Schedule):
         return gather if gather.src.channels_last and gather.dst.channels_last else None
 
     def configs(self, at: Gather, pass_: Pass, device: DeviceInfo) -> Iterator[ChannelsConfig]:
-        return _configs(at, device)
+        return legal_configs(at, device)
 
     def seconds(self, at: Gather, pass_: Pass, device: DeviceInfo, config: ChannelsConfig) -> float:
         """Cycles by cell and channel, whatever the size of images."""
@@ -177,7 +177,7 @@ def _weight_bytes(gather: Gather, vector: int, lanes: int) -> int:
     return gather.taps * gather.src_channels * lanes * vector * accumulator_bytes(gather.dtype)
 
 
-def _configs(gather: Gather, device: DeviceInfo) -> Iterator[ChannelsConfig]:
+def legal_configs(gather: Gather, device: DeviceInfo) -> Iterator[ChannelsConfig]:
     """Every config of a layer whose taps unroll and whose weights fit."""
     for vector, cells in itertools.product((8, 4, 2, 1), (8, 4, 2, 1)):
         lanes = _lanes(gather, vector)

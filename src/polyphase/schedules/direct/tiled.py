@@ -88,13 +88,13 @@ class DirectTiled(Schedule):
         return _Layer(Gather.of(*_as_read(problem, pass_, layouts)))
 
     def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> Iterator[TiledConfig]:
-        return (config for config, _ in _legal(at.gather, device))
+        return (config for config, _ in legal_configs(at.gather, device))
 
     def search(
         self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
     ) -> dict[TiledConfig, float]:
         """With cycles by cell and destination channel, whatever the size of images."""
-        legal, terms = _legal(at.gather, device), costs("direct_tiled", device)
+        legal, terms = legal_configs(at.gather, device), costs("direct_tiled", device)
         return {config: cycles_per_result(at.gather, config, counts, terms) for config, counts in legal}
 
     def arranged(self, order: list[TiledConfig]) -> list[TiledConfig]:
@@ -311,20 +311,20 @@ def _items(problem: ConvTransposeProblem, gather: Gather, config: TiledConfig) -
     return tiles * problem.groups * blocks
 
 
-def _legal(gather: Gather, device: DeviceInfo) -> list[tuple[TiledConfig, Counts]]:
-    """The `legal_configs`, those of short rows where there are no others, then those of many loads."""
+def legal_configs(gather: Gather, device: DeviceInfo) -> list[tuple[TiledConfig, Counts]]:
+    """Configs with long rows; if there are none, with short rows, too; if there are none, with more loads."""
     ways = [(False, _LOADS), (True, _LOADS)]
     if gather.taps <= _TAPS_OF_MANY_LOADS:
         ways.append((True, _MAX_LOADS))
-    return next(filter(None, (list(legal_configs(gather, device, *way)) for way in ways)), [])
+    return next(filter(None, (list(_within(gather, device, *way)) for way in ways)), [])
 
 
-def legal_configs(
+def _within(
     gather: Gather, device: DeviceInfo, short_rows: bool = False, most: int = _LOADS
 ) -> Iterator[tuple[TiledConfig, Counts]]:
-    """Every config of a layer that compiles without spills by the estimate, and what its threads do.
+    """Every config of a layer that by the estimate compiles without spills, and what its threads do.
 
-    ``short_rows``: those too of whose lanes a row takes but a few, as its halo is wide. ``most``: loads of a thread.
+    ``short_rows``: also configs whose rows take few of the lanes, as the halo is wide. ``most``: loads of a thread.
     """
     tall, last = gather.axes[1] != Axis(1), gather.src.channels_last
     stages = [channels for channels in ((4, 8) if last else (1, 2, 4, 8)) if channels < 2 * gather.src_channels or last]

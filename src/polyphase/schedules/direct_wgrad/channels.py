@@ -109,7 +109,7 @@ class DirectWgradChannels(Schedule):
         return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[ChannelsConfig]:
-        return sorted(_configs(at, device))
+        return sorted(legal_configs(at, device))
 
     def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ChannelsConfig) -> float:
         return _estimate(at, config, device)[0]
@@ -213,7 +213,7 @@ def _splits(problem: ConvTransposeProblem, config: ChannelsConfig, device: Devic
     return splits_in_few_rounds(blocks, resident, most, lambda splits: -(-tiles // splits) + _LEAST_TILES // 2)
 
 
-def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsConfig]:
+def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsConfig]:
     """Every config whose sums fit a thread's registers."""
     size, of_in, of_out = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group, problem.out_channels_per_group
     words = accumulator_bytes(problem.dtype) // 4

@@ -71,7 +71,7 @@ class DirectWgradGemm(Schedule):
         return _product(problem)
 
     def configs(self, at: GemmProduct, pass_: Pass, device: DeviceInfo) -> Iterator[GemmConfig]:
-        return gemm_configs(at, device.shared_bytes_per_block)
+        return legal_configs(at, device.shared_bytes_per_block)
 
     def seconds(self, at: GemmProduct, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
         """Cycles of a multiprocessor per position, whatever the size of images; where positions are few, of all."""
@@ -193,7 +193,7 @@ def shared_values(config: GemmConfig) -> int:
     return 2 * config.depth * (row_pitch + column_pitch) + THREADS * config.thread_rows * config.thread_columns
 
 
-def gemm_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfig]:
+def legal_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfig]:
     """Every config whose registers and shared memory suffice for a block, and that is not mostly idle."""
     rows = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if count <= next_power_of_two(product.rows)]
     columns = [count for count in (4, 8, 16, 32, 64, 128) if count <= max(4, next_power_of_two(product.columns))]

@@ -84,7 +84,7 @@ class DirectWgradLong(Schedule):
         return standard(problem) if layouts.output[4] == 1 else None
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[LongConfig]:
-        return sorted(_configs(at))
+        return sorted(legal_configs(at))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: LongConfig
@@ -195,7 +195,7 @@ def _shared_bytes(problem: ConvTransposeProblem, config: LongConfig) -> int:
     return 2 * config.threads * config.vector * accumulator_bytes(problem.dtype)
 
 
-def _configs(problem: ConvTransposeProblem) -> Iterator[LongConfig]:
+def legal_configs(problem: ConvTransposeProblem) -> Iterator[LongConfig]:
     """Every config whose sums fit a thread's registers."""
     words, size = accumulator_bytes(problem.dtype) // 4, DTYPE_BYTES[problem.dtype]
     channels = [held for held in equal_parts(problem.in_channels_per_group) if held <= _MAX_HELD]

@@ -151,7 +151,7 @@ class DirectWgradWindows(Schedule):
         return _Layer.of(problem, Layouts.dense(problem))
 
     def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> list[WindowsConfig]:
-        members = dict.fromkeys(_configs(at, 0 if device.has_wgmma else _SPARE))
+        members = dict.fromkeys(legal_configs(at, 0 if device.has_wgmma else _SPARE))
         return sorted([config for config in members if config.threads >= _FEW_THREADS] or members)
 
     def seconds(self, at: _Layer, pass_: Pass, device: DeviceInfo, config: WindowsConfig) -> float:
@@ -332,7 +332,7 @@ def _estimate(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: Dev
     return seconds + planes + terms.end, slower_of(work, moving)[1]
 
 
-def _configs(layer: _Layer, spare: int = 0) -> Iterator[WindowsConfig]:
+def legal_configs(layer: _Layer, spare: int = 0) -> Iterator[WindowsConfig]:
     """Configs worth trying; a thread needs ``spare`` registers beyond the estimate."""
     problem = layer.problem
     axis = problem.axes3[2]

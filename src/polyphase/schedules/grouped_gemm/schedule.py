@@ -98,7 +98,7 @@ class GroupedGemm(Schedule):
         return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GroupedConfig]:
-        return _configs(at, device)
+        return legal_configs(at, device)
 
     def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:
         """Wide images, with long rows."""
@@ -319,7 +319,7 @@ def _at_once(problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tilin
     return max(1, min(tiling.total, blocks))
 
 
-def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GroupedConfig]:
+def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GroupedConfig]:
     """Configs whose registers and shared memory do for so many blocks, and for any image."""
     out = problem.out_channels_per_group
     chunks = sorted({min(out, chunk) for chunk in (32, 16, 8, 4)}, reverse=True)

@@ -203,7 +203,7 @@ class GroupedGemmWindow(Schedule):
         return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[WindowConfig]:
-        return _configs(at, pass_, device)
+        return legal_configs(at, pass_, device)
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WindowConfig
@@ -259,7 +259,7 @@ def _product(
     return _Product(gather, (depth, height, width))
 
 
-def _configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[WindowConfig]:
+def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[WindowConfig]:
     """Configs whose sums fit the registers, and whose weights leave room for the window of one cell."""
     layouts = Layouts.dense(problem)
     for folds in _folds(problem, pass_):

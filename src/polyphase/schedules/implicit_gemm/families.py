@@ -72,7 +72,7 @@ class Layer:
         return [replace(self, problem=sized) for sized in found if is_tiny(sized) is is_tiny(self.problem)]
 
 
-def configs(layer: Layer, device: DeviceInfo) -> Iterator[GemmConfig]:
+def legal_configs(layer: Layer, device: DeviceInfo) -> Iterator[GemmConfig]:
     """Every config that the registers allow."""
     for config, stages in families(layer, device):
         yield from (config._replace(stages=count) for count in reversed(stages))

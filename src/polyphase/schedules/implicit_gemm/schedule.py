@@ -28,7 +28,7 @@ from polyphase.schedules.implicit_gemm.config import (
 )
 from polyphase.schedules.implicit_gemm.cost import estimate, prologue_estimate, shared_ends
 from polyphase.schedules.implicit_gemm.cuts import Tile
-from polyphase.schedules.implicit_gemm.families import Layer, configs
+from polyphase.schedules.implicit_gemm.families import Layer, legal_configs
 from polyphase.schedules.implicit_gemm.packing import pack_weights, packing_constants, scales_bytes
 from polyphase.schedules.implicit_gemm.search import RESERVE, Members
 from polyphase.schedules.implicit_gemm.tile import (
@@ -110,7 +110,7 @@ class ImplicitGemm(Schedule):
         return Layer(sized, gather.src.channels_last, may_take_operands(gather), not gather.mirrored)
 
     def configs(self, at: Layer, pass_: Pass, device: DeviceInfo) -> list[GemmConfig]:
-        return list(configs(at, device))
+        return list(legal_configs(at, device))
 
     def seconds(self, at: Layer, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
         """Whatever the bytes."""

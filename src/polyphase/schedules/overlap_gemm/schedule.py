@@ -111,7 +111,7 @@ class OverlapGemm(Schedule):
         return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[OverlapConfig]:
-        return _configs(at, device)
+        return legal_configs(at, device)
 
     def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:
         return [replace(typical(at, sides), batch=batch) for batch, sides in _OTHER_SIZES[is_tiny(at)]]
@@ -335,7 +335,7 @@ class _Work:
         return terms.block + weights + bands * steps * step + ends
 
 
-def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[OverlapConfig]:
+def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[OverlapConfig]:
     """Configs worth a thought: those whose registers and shared memory do for so many blocks, and for any image."""
     out, taps = problem.out_channels_per_group, problem.taps
     steps, parts = steps_of(problem), parts_of(problem)

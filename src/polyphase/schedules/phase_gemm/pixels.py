@@ -85,7 +85,7 @@ class PhaseGemmPixels(Schedule):
         return None if max(counted) >= 2**31 else (_like(problem), _cuts_lines(problem))
 
     def configs(self, at: tuple[ConvTransposeProblem, bool], pass_: Pass, device: DeviceInfo) -> Iterator[PixelsConfig]:
-        return _configs(at[0], device)
+        return legal_configs(at[0], device)
 
     def seconds(
         self, at: tuple[ConvTransposeProblem, bool], pass_: Pass, device: DeviceInfo, config: PixelsConfig
@@ -263,7 +263,8 @@ def _other_bytes(problem: ConvTransposeProblem, columns: int, ahead: bool) -> in
     return _GROUPS * _TERM_PLACES * columns * 4 * terms + _PIXEL_BYTES * ahead
 
 
-def _configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[PixelsConfig]:
+def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[PixelsConfig]:
+    """Configs with the most columns that registers and shared memory allow."""
     wanted = [each for each in _columns(problem) if each == _columns(problem)[0] or each < 2 * _all_columns(problem)]
     apart, most = _run(problem) == 1, device.shared_bytes_of(1)
     narrow_enough = [each for each in wanted if _registers(problem, each, apart) <= _REGISTERS]

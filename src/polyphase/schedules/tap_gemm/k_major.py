@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from polyphase.costs import Costs
 from polyphase.problem.device import DeviceInfo
-from polyphase.schedules.cost import norm
+from polyphase.schedules.cost import overlapped_time
 
 #: Consumer warpgroups; one more warpgroup is the producer.
 GROUPS = 2
@@ -41,7 +41,7 @@ def stage_cycles(
     """
     operations = GROUPS * row_tiles * pitch / 32 * (3 if parts == 2 else 1)
     products = terms.product * operations * max(columns / 2, 16 + columns / 4)
-    cycles: float = norm(taps * products, loading, terms.overlap) + taps * terms.stage
+    cycles: float = overlapped_time(taps * products, loading, terms.overlap) + taps * terms.stage
     return cycles
 
 

@@ -46,9 +46,9 @@ from polyphase.schedules.tap_gemm.tma_config import (
     TmaTapConfig,
     box_rows,
     chunk_of,
-    configs_of,
     flush,
     halo,
+    legal_configs,
     of_config,
     stage_bytes,
     stages_of,
@@ -89,7 +89,9 @@ class TapGemmTma(Schedule):
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaTapConfig]:
         product = product_of(at, pass_, Layouts.dense(at))
         found = [
-            config for config in configs_of(product) if buffers(stage_bytes(product, config), device) >= LEAST_BUFFERS
+            config
+            for config in legal_configs(product)
+            if buffers(stage_bytes(product, config), device) >= LEAST_BUFFERS
         ]
         if product.gather.forward and product.gather.dst.strides[1] != 1:
             found += [config._replace(back=True) for config in found]

@@ -46,7 +46,7 @@ def of_config(product: Product, config: TmaTapConfig) -> Runs | None:
     return runs_of(product, chunk_of(product, config)) if config.runs else None
 
 
-def configs_of(product: Product) -> Iterator[TmaTapConfig]:
+def legal_configs(product: Product) -> Iterator[TmaTapConfig]:
     """Configs whose accumulators fit the registers; rows of a stage have 128 bytes, or the pitch that pads k least."""
     times = 2 if flush(product, TmaTapConfig(1, 8, 128)) else 1
     widest = min(MOST_COLUMNS, 2 * _MOST_SUMS // times)

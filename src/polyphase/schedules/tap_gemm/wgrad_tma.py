@@ -28,7 +28,7 @@ from polyphase.program.program import (
 )
 from polyphase.program.step import GRAD, Step, X
 from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.schedules.cost import norm, slower_of, transpose_seconds
+from polyphase.schedules.cost import overlapped_time, slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.flat import (
     PITCH,
@@ -48,7 +48,7 @@ from polyphase.schedules.tap_gemm.k_major import (
     whole_rounds,
 )
 from polyphase.schedules.tap_gemm.product import common_limits
-from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, configs_of
+from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, legal_configs
 from polyphase.schedules.tiles import affordable_planes, constants_of
 
 _FLUSH = 8192  # positions that tensor cores accumulate before a flush
@@ -85,7 +85,7 @@ class TapGemmWgradTma(Schedule):
         return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgradTmaConfig]:
-        found = itertools.chain.from_iterable(((flat, config) for config in configs_of(flat)) for flat in _flats(at))
+        found = itertools.chain.from_iterable(((flat, config) for config in legal_configs(flat)) for flat in _flats(at))
         return [config for flat, config in found if buffers(_stage_bytes(flat, config), device) >= LEAST_BUFFERS]
 
     def arranged(self, order: list[WgradTmaConfig]) -> list[WgradTmaConfig]:
@@ -356,7 +356,7 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
         cycles = whole_rounds(rounds) * (each * stage + once)
         alone = splits == 1 and (narrows or product.size == 4)
         end = 0.0 if alone else terms.reduce + weights * (8 * splits + product.size) / bandwidth
-        return (norm(cycles, moving, terms.overlap) + terms.launch) / device.clock_hz, end
+        return (overlapped_time(cycles, moving, terms.overlap) + terms.launch) / device.clock_hz, end
 
     most = min(affordable_planes(product.problem), stages // LEAST_STAGES)
     found = best_splits(lambda splits: sum(seconds(splits)), most, items, device)

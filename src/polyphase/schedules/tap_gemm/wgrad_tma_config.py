@@ -64,7 +64,7 @@ class WgradTmaConfig(NamedTuple):
         return (self.column_chunk, self.column_items) if self.mirrored else (self.row_chunk, self.row_items)
 
 
-def configs_of(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
+def legal_configs(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
     """Configs whose accumulators fit the registers; for each shape of rows the best shapes of columns."""
     most = _MOST_SUMS // flat.product.parts
     for window, mirrored, row_tiles in itertools.product(flat.windows, (False, True), (1, 2)):

@@ -20,7 +20,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
-from polyphase.schedules.cost import norm, slower_of
+from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, best_first, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES
@@ -99,7 +99,7 @@ class WindowDgradFma(Schedule):
         return standard(problem) if layouts.output[4] == 1 else None
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[FmaConfig]:
-        return list(_legal(at))
+        return list(legal_configs(at))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: FmaConfig
@@ -143,7 +143,7 @@ class WindowDgradFma(Schedule):
         return assemble(problem, pass_, main_step(source, blocks, config.threads, shared, params))
 
 
-def _legal(problem: ConvTransposeProblem) -> Iterator[FmaConfig]:
+def legal_configs(problem: ConvTransposeProblem) -> Iterator[FmaConfig]:
     """Every config of a layer."""
     inputs, out, taps = problem.in_channels_per_group, problem.out_channels_per_group, problem.taps
     height = problem.axes3[1]
@@ -366,4 +366,4 @@ def _seconds(
     read = items * problem.out_channels_per_group * math.prod(tiling.window.extent) * DTYPE_BYTES[problem.dtype]
     moving = max(problem.bytes, read / terms.from_l2) / device.copy_bytes_per_second
     work = cycles / device.clock_hz
-    return norm(work, moving, terms.overlap), slower_of(work, moving)[1]
+    return overlapped_time(work, moving, terms.overlap), slower_of(work, moving)[1]

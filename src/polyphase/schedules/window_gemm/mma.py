@@ -19,7 +19,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
-from polyphase.schedules.cost import norm, rounds_of, slower_of
+from polyphase.schedules.cost import overlapped_time, rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import Four, affordable_planes, best_first, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import (
@@ -108,7 +108,7 @@ class _WindowMma(Gradient):
         return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[MmaConfig]:
-        return [each._replace(buffers=count) for each in _configs(at, pass_, device) for count in _STAGES]
+        return [each._replace(buffers=count) for each in legal_configs(at, pass_, device) for count in _STAGES]
 
     def search(
         self,
@@ -119,7 +119,7 @@ class _WindowMma(Gradient):
         below: float = math.inf,
     ) -> dict[MmaConfig, float]:
         """Each config at the most stages that leave room for its resident CTAs."""
-        found = sorted(filter(None, (_deepest(at, pass_, each, device) for each in _configs(at, pass_, device))))
+        found = sorted(filter(None, (_deepest(at, pass_, each, device) for each in legal_configs(at, pass_, device))))
         return {config: seconds for seconds, config in found}
 
     def cost(
@@ -347,7 +347,7 @@ def _estimate(
         elif problem.dtype == "float32":
             work *= terms.elementwise_weight_grad
     moving = problem.bytes / device.copy_bytes_per_second
-    return terms.preference * norm(work, moving, terms.overlap), slower_of(work, moving)[1]
+    return terms.preference * overlapped_time(work, moving, terms.overlap), slower_of(work, moving)[1]
 
 
 def _deepest(
@@ -370,7 +370,7 @@ def _deepest(
     return None
 
 
-def _configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[MmaConfig]:
+def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[MmaConfig]:
     """Configs worth trying, without their pipeline depth."""
     out, taps = problem.out_channels_per_group, problem.taps
     per_piece = 16 // DTYPE_BYTES[problem.dtype]

@@ -15,7 +15,7 @@ from polyphase.problem.sizes import is_tiny, standard, typical
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
-from polyphase.schedules.cost import norm, rounds_of, slower_of
+from polyphase.schedules.cost import overlapped_time, rounds_of, slower_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
@@ -274,4 +274,4 @@ def _estimate(
     _, rounds = rounds_of(blocks, 1, device)
     work = rounds * (stages * stage + block) / device.clock_hz + end
     moving = problem.bytes / device.copy_bytes_per_second
-    return norm(work, moving, terms.overlap), slower_of(work, moving)[1]
+    return overlapped_time(work, moving, terms.overlap), slower_of(work, moving)[1]
