@@ -67,8 +67,8 @@ from test_direct_gradients import CHANNELS as CHANNELS_GRAD_LAYERS
 from test_direct_gradients import DOTS as DOTS_LAYERS
 from test_direct_gradients import LONG as LONG_GRAD_LAYERS
 from test_direct_gradients import WINDOWS as WINDOWS_LAYERS
-from test_implicit_gemm import RINGS, GemmCase, gemm_cases, ring_case, share_all_items
-from test_implicit_gemm import items_to_take as items_to_take  # a fixture, of these tests as well
+from test_implicit_gemm import RINGS, GemmCase, gemm_cases, ring_case, share_all_work_tiles
+from test_implicit_gemm import work_tiles_to_take as work_tiles_to_take  # a fixture, of these tests as well
 from test_kernels import PROBLEMS, WIDE_LAYERS, wide
 from test_overlap_gemm import LAYERS as SCATTER_LAYERS
 from test_overlap_gemm import check_inf_and_nan
@@ -278,9 +278,9 @@ def test_products(case: GemmCase, gpu_with_kernels: Gpu) -> None:
 
 
 @pytest.mark.parametrize("name", RINGS)
-def test_items_are_taken_all_around_the_ring(name: str, gpu_with_kernels: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_tiles_around_the_ring(name: str, gpu_with_kernels: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """In clusters, too, whose blocks the emulator runs one by one."""
-    share_all_items(monkeypatch)
+    share_all_work_tiles(monkeypatch)
     device = DeviceInfo.of(gpu_with_kernels.device)
     case = ring_case(name, device)
     for candidate, program in case.offers(device):

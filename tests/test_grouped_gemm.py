@@ -96,7 +96,7 @@ def test_layers_take_every_path() -> None:
                 "rows of whole sectors": tiling.whole_sectors,
                 "several tiles a block": tiling.total > program.main.grid[0],
                 "tiles along the width": tiling.tiles[3] > 1,
-                "several images a tile": tiling.lanes[0] > 1,
+                "several images a tile": tiling.tile_extent[0] > 1,
                 "all of a row's phases have taps": product_of(problem, config.out_chunk).row_blocks
                 == math.ceil(math.prod(problem.stride) * config.out_chunk / 16),
                 "several stages a tile": config.stage_steps < steps_of(problem),
@@ -144,7 +144,7 @@ def test_blocks_take_tile_after_tile(
     assert tiling.total * problem.groups > program.main.grid[0]
     assert (len(program.steps) > 1) is shared
     if name == "tiny images":
-        assert tiling.lanes[0] > 1
+        assert tiling.tile_extent[0] > 1
     elif name == "grouped, every parameter":
         assert _outputs(problem, candidate.config, tiling, device) == outputs
     elif name == "more channels than a block":

@@ -112,7 +112,7 @@ def test_layers_take_every_path() -> None:
                     "pairs of pixels": tiling.vector == 2,
                     "rows that begin early": tiling.skew > 0,
                     "results in pairs": _in_pairs(product, tiling),
-                    "several images": tiling.lanes[0] > 1,
+                    "several images": tiling.tile_extent[0] > 1,
                     "several tiles": math.prod(tiling.tiles) > 1,
                 }
                 taken |= set(facts.items())
@@ -146,9 +146,8 @@ def test_blocks_take_tile_after_tile(sizes: tuple[int, int, int], pass_: Pass) -
     for candidate, program in offers(WINDOW, problem, pass_, device=device):
         found = _best(problem, pass_, Layouts.dense(problem), candidate.config, device)
         assert found is not None
-        if (found[0].lanes[0] > 1) is (batch == 900) and math.prod(found[0].tiles) * problem.groups > program.main.grid[
-            0
-        ]:
+        several, items = found[0].tile_extent[0] > 1, math.prod(found[0].tiles) * problem.groups
+        if several is (batch == 900) and items > program.main.grid[0]:
             break
     else:
         pytest.fail("no config has such tiles")

@@ -28,7 +28,7 @@ from polyphase.schedules.implicit_gemm import tile as implicit_gemm_tile
 from polyphase.schedules.implicit_gemm.config import GemmConfig, Product, Taps
 from polyphase.schedules.implicit_gemm.families import Layer, legal_configs
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
-from polyphase.schedules.implicit_gemm.tile import best_tile, items_known, may_take_operands
+from polyphase.schedules.implicit_gemm.tile import best_tile, may_take_operands, work_tiles_known
 from polyphase.schedules.schedule import Candidate
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
@@ -37,13 +37,13 @@ H200 = DeviceInfo.for_arch("sm_90a")
 
 
 @pytest.fixture(autouse=True)
-def items_to_take(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def work_tiles_to_take(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every other test blocks take from each other what they take only where there are many items."""
     if zlib.crc32(request.node.name.encode()) % 2:
-        share_all_items(monkeypatch)
+        share_all_work_tiles(monkeypatch)
 
 
-def share_all_items(monkeypatch: pytest.MonkeyPatch) -> None:
+def share_all_work_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """All those that are not a block's own because they are loaded before any can be taken."""
     always = Sharing(rounds=1, cycles=0, most=1e9)
     monkeypatch.setattr(implicit_gemm, "_sharing", lambda gather, device: always)
@@ -85,7 +85,7 @@ class GemmCase:
     one_way: bool = False
 
     def offers(self, device: DeviceInfo) -> list[tuple[Candidate, Program]]:
-        few = replace(device, multiprocessors=self.params(device)["tile_items"] if self.config.resident else 2)
+        few = replace(device, multiprocessors=self.params(device)["tile_shares"] if self.config.resident else 2)
         program = ImplicitGemm().program(self.problem, Pass.FORWARD, few, self.layouts, self.config)
         if self.one_way and program.main.one_way is not None:
             program = program.with_main(replace(program.main, source=program.main.one_way))
@@ -277,25 +277,25 @@ RINGS = {
 
 
 def ring_case(name: str, device: DeviceInfo) -> GemmCase:
-    """Of so many items that each slot in which blocks learn of one is used again, where they share all they can."""
+    """So many work tiles that each slot of the queue is used again, where blocks share all they can."""
     channels, channels_last, settings = RINGS[name]
     layer = make((1, channels, 4, 8), 70, 1, bias=True, channels_last=channels_last, tf32=True)
     for batch in (64, 128, 256, 512, 1024):
         case = gemm_case(replace(layer, batch=batch), **{"wgmma": True, **settings})
         ((_, program),) = case.offers(device)
         product = Product.of(Gather.of(case.problem, Pass.FORWARD, case.layouts), case.config)
-        items, own = params(program)["items"], params(program)["own"]
+        items, own = params(program)["work_tiles"], params(program)["own"]
         taken = items - own * program.main.grid[0] // case.config.cluster
         taken //= product.row_groups if case.config.resident else 1
-        if taken > 1.2 * items_known(case.config, product, case.config.stages):
+        if taken > 1.2 * work_tiles_known(case.config, product, case.config.stages):
             return case
-    raise AssertionError("too few items")
+    raise AssertionError("too few work tiles")
 
 
 @pytest.mark.sampled(4, 2)
 @pytest.mark.parametrize("name", RINGS)
-def test_items_are_taken_all_around_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    share_all_items(monkeypatch)
+def test_work_tiles_around_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_all_work_tiles(monkeypatch)
     case = ring_case(name, H200)
     for candidate, program in case.offers(H200):
         for order in (3, "reversed"):
@@ -327,7 +327,7 @@ def test_tiles_of_one_stage_do_not_race() -> None:
 def of_several_tiles(layer: ConvTransposeProblem, config_of: Callable[[ConvTransposeProblem], GemmCase]) -> GemmCase:
     """The config on as few images as come in more tiles than twice the two that a block computes at a time."""
     cases = (config_of(replace(layer, batch=batch)) for batch in (3, 6, 12, 24, 48, 96))
-    return next(case for case in cases if case.params(H200)["items"] > 2 * 2)
+    return next(case for case in cases if case.params(H200)["work_tiles"] > 2 * 2)
 
 
 @pytest.mark.parametrize(("size", "copied"), [((4, 4), 16), ((3, 4), 8), ((2, 5), 4), ((3, 3), 2)])

@@ -28,8 +28,8 @@ from polyphase.schedules import tiles as tiling
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.direct.tiled import DirectTiled, legal_configs
 from polyphase.schedules.schedule import Candidate
-from test_implicit_gemm import items_to_take as items_to_take  # a fixture, of these tests as well
 from test_implicit_gemm import tf32
+from test_implicit_gemm import work_tiles_to_take as work_tiles_to_take  # a fixture, of these tests as well
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make
@@ -220,7 +220,7 @@ def test_chains(buffers: int, slices: int, width: int) -> None:
     """Sums of many channels in several chains, of several items a block, in several orders of threads."""
     problem = make((9, 53, 5, width), 12, (5, 4), 2, 1, bias=True)
     candidate, program = chained(problem, buffers, slices)
-    assert params(program)["items_per_block"] > 1
+    assert params(program)["work_tiles_per_block"] > 1
     assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order=None if width == 9 else 5))
 
 

@@ -58,7 +58,7 @@ def assert_launchable(problem: ConvTransposeProblem, pass_: Pass, device: Device
         return
     constants = dict(program.main.source.constants)
     found = params(program)
-    lanes, tiles, items, per_block = (found[name] for name in ("lanes", "tiles", "items", "items_per_block"))
+    lanes, tiles, items, per_block = (found[name] for name in ("lanes", "tiles", "work_tiles", "work_tiles_per_block"))
     assert math.prod(lanes) <= constants["LANES"]
     forward = pass_ is Pass.FORWARD
     sizes = problem.output_size if forward else problem.input_size
@@ -525,12 +525,12 @@ def test_blocks_share_tiles_where_bytes_bind(dtype: str, shared: bool) -> None:
         (make((0, 256, 64, 64), 64, 2, 2), False, False),  # none
     ],
 )
-def test_blocks_share_items_where_bytes_bind(layer: ConvTransposeProblem, last: bool, shared: bool) -> None:
+def test_blocks_share_work_tiles_where_bytes_bind(layer: ConvTransposeProblem, last: bool, shared: bool) -> None:
     """And never take one before it is told of the others' (FURTHER in core/tile_scheduler.cuh)."""
     problem = replace(layer, channels_last=last, dtype="bfloat16")
     candidate, program = offers(ImplicitGemm(), problem)[0]
     constants, config = dict(program.main.source.constants), candidate.config
-    items, own = params(program)["items"], params(program)["own"]
+    items, own = params(program)["work_tiles"], params(program)["own"]
     clusters = program.main.grid[0] // constants["CLUSTER"]
     assert (own * clusters < items) is shared
     assert own > math.ceil(items / max(1, clusters)) or shared

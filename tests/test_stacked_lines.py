@@ -13,7 +13,7 @@ from kernel_harness import Emulator, assert_exact
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.schedules.implicit_gemm.config import Taps
 from test_implicit_gemm import H200, GemmCase, gemm_configs, gemm_problems
-from test_implicit_gemm import items_to_take as items_to_take  # a fixture, of these tests as well
+from test_implicit_gemm import work_tiles_to_take as work_tiles_to_take  # a fixture, of these tests as well
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 make = ConvTransposeProblem.make

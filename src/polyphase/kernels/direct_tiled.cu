@@ -40,10 +40,10 @@
 struct Params {
   Tensor5 src, dst;
   int batch;
-  int lanes[4];  // extents of the lanes along n, d, h, w; their product is at most LANES
-  int tiles[4];  // tiles along n, d, h, w
-  int items;     // of the layer: groups × DST_BLOCKS
-  int items_per_block;
+  int lanes[4];    // extents of the lanes along n, d, h, w; their product is at most LANES
+  int tiles[4];    // tiles along n, d, h, w
+  int work_tiles;  // of a tile: groups × DST_BLOCKS
+  int work_tiles_per_block;
   int aligned_src;   // whether quads of the source start at a multiple of their size, and none is cut by an edge
   int aligned_rows;  // whether every RUN elements of the destination start at a multiple of their size
 };
@@ -558,8 +558,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const int tile_index = blockIdx.z * gridDim.y + blockIdx.y;
   if (tile_index >= params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3]) return;
-  const int first_work_tile = blockIdx.x * params.items_per_block;
-  const int items = min(params.items_per_block, params.items - first_work_tile);
+  const int first_work_tile = blockIdx.x * params.work_tiles_per_block;
+  const int work_tiles = min(params.work_tiles_per_block, params.work_tiles - first_work_tile);
   const Tile tile = make_tile(params, tile_index);
   src += tile.n * params.src.stride[0];
   dst += tile.n * params.dst.stride[0];
@@ -590,7 +590,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   int group = first_work_tile / DST_BLOCKS, dst_block = first_work_tile % DST_BLOCKS;
   // The step to be loaded next, and how many are left.
-  int ahead_group = group, ahead_block = dst_block, ahead_stage = 0, ahead = items * STAGES;
+  int ahead_group = group, ahead_block = dst_block, ahead_stage = 0, ahead = work_tiles * STAGES;
   const scalar_t *ahead_src = src, *ahead_weight = weight;
   auto load = [&](int buffer) {
     if (ahead-- > 0) {
@@ -619,7 +619,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   for (int step = 0; step < BUFFERS - 1; ++step) load(step);
   int buffer = 0;
 #pragma unroll 1
-  for (int item = 0; item < items; ++item) {
+  for (int work_tile = 0; work_tile < work_tiles; ++work_tile) {
     acc.clear();
 #pragma unroll 1
     for (int stage = 0; stage < STAGES; ++stage) {

@@ -30,7 +30,7 @@
 
 struct Params {
   Tensor5 x, g;
-  int lanes[4];          // positions of a tile along n, d, h, w: one image, one slab, whole POSITIONS along w
+  int tile_extent[4];    // positions of a tile along n, d, h, w: one image, one slab, whole POSITIONS along w
   int tiles[4];          // tiles along n, d, h, w
   int rows, pitch;       // window: rows of a slab, elements from one row to the next
   int x_pitch;           // elements from one channel's positions to the next's, unless X_LAST
@@ -87,12 +87,12 @@ __device__ __forceinline__ void load_input(const float* x, int channels, const P
     constexpr int PIECES = ROWS / PIECE;  // copies for a position
     constexpr int W_STEP = THREADS / PIECES, CHANNEL_STEP = THREADS % PIECES * PIECE;
 #pragma unroll 1
-    for (int h = 0; h < params.lanes[2]; ++h) {
+    for (int h = 0; h < params.tile_extent[2]; ++h) {
       int w = threadIdx.x / PIECES, channel = threadIdx.x % PIECES * PIECE;
       const float* next = from + h * params.x.stride[3] + w * params.x.stride[4];
-      unsigned slot = shared_address(to + h * params.lanes[3] * ROWS) + threadIdx.x * (4 * PIECE);
+      unsigned slot = shared_address(to + h * params.tile_extent[3] * ROWS) + threadIdx.x * (4 * PIECE);
 #pragma unroll 1
-      while (w < params.lanes[3]) {
+      while (w < params.tile_extent[3]) {
         cp_async<4 * PIECE>(slot, next + channel, h < height && w < width && channel < channels);
         slot += THREADS * (4 * PIECE), w += W_STEP, next += W_STEP * params.x.stride[4];
         if (CHANNEL_STEP > 0 && (channel += CHANNEL_STEP) >= ROWS) channel -= ROWS, ++w, next += params.x.stride[4];
@@ -103,12 +103,12 @@ __device__ __forceinline__ void load_input(const float* x, int channels, const P
     const int at_once = THREADS >> params.lanes_log;
     const long long step = at_once * params.x.stride[1];
 #pragma unroll 1
-    for (int h = 0; h < params.lanes[2]; ++h)
+    for (int h = 0; h < params.tile_extent[2]; ++h)
 #pragma unroll 1
-      for (int w = lane * PIECE; w < params.lanes[3]; w += PIECE << params.lanes_log) {
+      for (int w = lane * PIECE; w < params.tile_extent[3]; w += PIECE << params.lanes_log) {
         const bool exists = h < height && w < width;
         const float* next = from + h * params.x.stride[3] + w * params.x.stride[4] + first * params.x.stride[1];
-        unsigned slot = shared_address(to + h * params.lanes[3] + w + first * params.x_pitch);
+        unsigned slot = shared_address(to + h * params.tile_extent[3] + w + first * params.x_pitch);
 #pragma unroll 2
         for (int channel = first; channel < ROWS; channel += at_once) {
           cp_async<4 * PIECE>(slot, next, exists && channel < channels);
@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   // A thread's first element in the input and in the window, and its first positions; it advances by K_SLICES of them.
   const Thread thread;
-  const int of_w = params.lanes[3] / POSITIONS;
+  const int of_w = params.tile_extent[3] / POSITIONS;
   const int first_h = thread.slice / of_w, first_w = thread.slice % of_w, step_h = K_SLICES / of_w;
   const int step_w = K_SLICES % of_w;
   int lines[THREAD_LINES];
@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   auto load = [&](float* to) {
     int at[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) at[i] = tile[i] * params.lanes[i];
+    for (int i = 0; i < 4; ++i) at[i] = tile[i] * params.tile_extent[i];
     if (params.x_piece == 4)
       load_input<4>(x, rows, params, at, to);
     else
@@ -292,8 +292,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (!thread.works) continue;
       int h = first_h, w = first_w;
 #pragma unroll 1
-      while (h < params.lanes[2]) {
-        const int position = h * params.lanes[3] + w * POSITIONS;
+      while (h < params.tile_extent[2]) {
+        const int position = h * params.tile_extent[3] + w * POSITIONS;
         sums.add(from + in_input + position * (X_LAST ? ROWS : 1), params.x_pitch,
                  from + h * AXIS_H.stride * params.pitch + w * (POSITIONS * AXIS_W.stride), lines);
         h += step_h, w += step_w;

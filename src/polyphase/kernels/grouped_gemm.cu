@@ -50,11 +50,11 @@ struct Params {
   Tensor5 x, y;
   StageBox window;
   int batch, groups;
-  int lanes[4];      // cells of a tile along n, d, h, w; two neighbours along w are of one row
-  Divisor tiles[4];  // tiles along n, d, h, w
-  int first[4];      // the window's first pixel, counted from the tile's first cell
-  int skew;          // pixels from there to the first that any tap reads
-  int pitch[4];      // of staged outputs: elements from one channel, image, slab and row that has taps to the next
+  int tile_extent[4];  // cells of a tile along n, d, h, w; two neighbours along w are of one row
+  Divisor tiles[4];    // tiles along n, d, h, w
+  int first[4];        // the window's first pixel, counted from the tile's first cell
+  int skew;            // pixels from there to the first that any tap reads
+  int pitch[4];        // of staged outputs: elements from one channel, image, slab and row that has taps to the next
   int shift[4];  // what outputs in memory are then off a whole number of sectors; a row that follows on is off by none
   int joined;    // rows that follow one another in memory: all of a tile's slab, or 1
   int outputs;   // tiles whose outputs there is room for, 1 or 2
@@ -128,7 +128,7 @@ __device__ __forceinline__ int place_of_row(const Params& params, int channel, i
 
 // A cell of a tile, by its number along n, d, h and w: where the outputs begin that it owns; NOWHERE beyond the tile.
 __device__ __forceinline__ int place_of_cell(const Params& params, const int (&at)[4]) {
-  if (at[0] >= params.lanes[0]) return NOWHERE;
+  if (at[0] >= params.tile_extent[0]) return NOWHERE;
   return place_of_row(params, 0, at[0], at[1] * ALONG_D.phases, at[2] * ALONG_H.phases, at[1] * AXIS_D.stride,
                       at[2] * AXIS_H.stride) +
          staged_place(at[3] * AXIS_W.stride, 0);
@@ -301,8 +301,8 @@ struct Outputs {
   // The first output along the width of a row's for cell `k` of pair `j`, in a tile by its `first` cell; whether the
   // cell is one of the tile's.
   __device__ __forceinline__ bool output_of(const int (&first)[4], const Row& row, int j, int k, int (&at)[4]) const {
-    decode(params.lanes, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + fragment_column() + k, at);
-    const bool in_tile = at[0] < params.lanes[0];
+    decode(params.tile_extent, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + fragment_column() + k, at);
+    const bool in_tile = at[0] < params.tile_extent[0];
     at[0] += first[0], at[1] = (first[1] + at[1]) * AXIS_D.stride + row.d;
     at[2] = (first[2] + at[2]) * AXIS_H.stride + row.h, at[3] = (first[3] + at[3]) * AXIS_W.stride;
     return in_tile;
@@ -407,7 +407,7 @@ struct Outputs {
 __device__ __forceinline__ int bare_pitch(int length) { return HAS_BIAS ? round_up(length + SECTOR, SECTOR) : 0; }
 __device__ __forceinline__ void fill_bare_rows(const Params& params, const EpilogueOperands& operands, int channels,
                                                scalar_t* bare) {
-  const int pitch = bare_pitch(params.lanes[3] * AXIS_W.stride);
+  const int pitch = bare_pitch(params.tile_extent[3] * AXIS_W.stride);
   for (int i = threadIdx.x; i < params.bare_bytes / ELEMENT; i += BLOCK) {
     scalar_t value = zero<scalar_t>();
     if (HAS_BIAS) narrow(finish_empty(channel_terms(operands, min(i / pitch, channels - 1)), nullptr), value);
@@ -425,7 +425,7 @@ struct Writer {
   const int (&size)[4];
 
   __device__ __forceinline__ void write() const {
-    const int images = min(params.lanes[0], size[0]), slabs = min(params.lanes[1] * AXIS_D.stride, size[1]);
+    const int images = min(params.tile_extent[0], size[0]), slabs = min(params.tile_extent[1] * AXIS_D.stride, size[1]);
 #pragma unroll 1
     for (int image = 0; image < images; ++image)
 #pragma unroll 1
@@ -436,8 +436,8 @@ struct Writer {
   // Each warp has neighbouring rows. Each lane tells TMA of one, and then the warp sees to their ends.
   __device__ __forceinline__ void write_slab(int image, int slab) const {
     const int warp = threadIdx.x / 32 - (WARPS + LOAD_WARPS), lane = threadIdx.x % 32;
-    const int lines = min(params.lanes[2] * AXIS_H.stride, size[2]),
-              row = min(params.lanes[3] * AXIS_W.stride, size[3]);
+    const int lines = min(params.tile_extent[2] * AXIS_H.stride, size[2]),
+              row = min(params.tile_extent[3] * AXIS_W.stride, size[3]);
     const int length = params.joined > 1 ? lines * params.y.size[2] : row, of_channel = params.joined > 1 ? 1 : lines;
     const int each = round_up(ceil_div(OUT_CHUNK * of_channel, STORE_WARPS), ENDS_AT_ONCE);
     const int behind = min((warp + 1) * each, OUT_CHUNK * of_channel), d = ALONG_D.number[slab % AXIS_D.stride];
@@ -451,7 +451,7 @@ struct Writer {
                      line * params.y.stride[3];
       const scalar_t* from = staged + find_place(staged_place(0, misalignment(y)) + place);
       if (HAS_BARE && (d < 0 || h < 0))
-        from = bare + channel * bare_pitch(params.lanes[3] * AXIS_W.stride) + misalignment(to);
+        from = bare + channel * bare_pitch(params.tile_extent[3] * AXIS_W.stride) + misalignment(to);
       const int mine = i < behind && channel < channels ? length : 0;
       write_rows(to, from, mine, min(32, behind - first), params.y.stride[4]);
     }
@@ -544,7 +544,7 @@ struct Tiles {
   }
   __device__ __forceinline__ void first_cell(int (&cell)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) cell[i] = at[i] * params.lanes[i];
+    for (int i = 0; i < 4; ++i) cell[i] = at[i] * params.tile_extent[i];
   }
 };
 
@@ -668,7 +668,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
   }
   for (int i = threadIdx.x; i < PAIRS; i += BLOCK) {
     int at[4];
-    decode(params.lanes, 2 * i, at);
+    decode(params.tile_extent, 2 * i, at);
     pairs[i] = Pair(params, at);
   }
   unsigned* counter = nullptr;

@@ -37,15 +37,15 @@
 struct Params {
   Tensor5 src, dst;
   int batch, groups;
-  Divisor lanes[4];   // cells of a tile along n, d, h, w
-  Divisor tiles[4];   // tiles along n, d, h, w
-  Divisor extent[4];  // of the window along n, d, h and, in vectors, w
-  int first[3];       // the window's first pixel along d, h, w, counted from the tile's first cell
-  int skew;           // pixels along w from there to the first that any tap reads
-  int vector;         // pixels along w of one load; 0: one load reads the channels of a piece
-  int apart[4];       // source elements from a channel, slab, row and vector to the next
-  int blocks;         // blocks of a group
-  int pairs;          // whether two neighbouring cells are stored together
+  Divisor tile_extent[4];  // cells of a tile along n, d, h, w
+  Divisor tiles[4];        // tiles along n, d, h, w
+  Divisor extent[4];       // of the window along n, d, h and, in vectors, w
+  int first[3];            // the window's first pixel along d, h, w, counted from the tile's first cell
+  int skew;                // pixels along w from there to the first that any tap reads
+  int vector;              // pixels along w of one load; 0: one load reads the channels of a piece
+  int apart[4];            // source elements from a channel, slab, row and vector to the next
+  int blocks;              // blocks of a group
+  int pairs;               // whether two neighbouring cells are stored together
 };
 
 constexpr int THREADS = 32 * WARPS;
@@ -178,10 +178,10 @@ __device__ __forceinline__ void prepare(const Params& params, const scalar_t* we
                                         Place* places) {
   for (int i = threadIdx.x; i < ROWS; i += THREADS) {
     int at[4];
-    decode(params.lanes, i, at);
+    decode(params.tile_extent, i, at);
     at[1] *= SIDE_D.outputs(), at[2] *= SIDE_H.outputs(), at[3] *= SIDE_W.outputs();
-    places[i] = {offset_of(params.dst, at) * (int)sizeof(scalar_t), at[0] < params.lanes[0] ? (short)at[1] : NOWHERE,
-                 (short)at[2], (short)at[3], (short)at[0]};
+    places[i] = {offset_of(params.dst, at) * (int)sizeof(scalar_t),
+                 at[0] < params.tile_extent[0] ? (short)at[1] : NOWHERE, (short)at[2], (short)at[3], (short)at[0]};
   }
   for (int i = threadIdx.x; i < ALL_COLUMNS; i += THREADS) {
     const Column column(i / (COLUMN_BLOCKS * BLOCK_COLUMNS), i % (COLUMN_BLOCKS * BLOCK_COLUMNS));
@@ -427,13 +427,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   dst += (long long)group * DST_CHANNELS * params.dst.stride[1];
   prepare(params, weight, weights, offsets, places);
 
-  const int cells = params.lanes[0] * params.lanes[1] * params.lanes[2] * params.lanes[3];
+  const int cells = params.tile_extent[0] * params.tile_extent[1] * params.tile_extent[2] * params.tile_extent[3];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = params.extent[3] * max(1, params.vector);
   unsigned rows[ROW_TILES];
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i) {
     int at[4];
-    decode(params.lanes, min((warp * ROW_TILES + i) * 16 + lane % 16, cells - 1), at);
+    decode(params.tile_extent, min((warp * ROW_TILES + i) * 16 + lane % 16, cells - 1), at);
     const int row = (at[0] * params.extent[1] + at[1] * SIDE_D.step()) * params.extent[2] + at[2] * SIDE_H.step();
     rows[i] = shared_address(window + (row * width + at[3] * SIDE_W.step()) * 16);
   }
@@ -443,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     int first[4], pixel[4];
     decode(params.tiles, tile, first);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) first[i] *= params.lanes[i];
+    for (int i = 0; i < 4; ++i) first[i] *= params.tile_extent[i];
     pixel[0] = first[0], pixel[1] = first[1] * SIDE_D.step() + params.first[0];
     pixel[2] = first[2] * SIDE_H.step() + params.first[1], pixel[3] = first[3] * SIDE_W.step() + params.first[2];
     const scalar_t* const from = src + offset_of(params.src, pixel);
@@ -459,10 +459,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int output[4] = {first[0], first[1] * SIDE_D.outputs(), first[2] * SIDE_H.outputs(),
                            first[3] * SIDE_W.outputs()};
     scalar_t* const to = dst + offset_of(params.dst, output);
-    const bool whole = output[0] + params.lanes[0] <= params.batch &&
-                       output[1] + params.lanes[1] * SIDE_D.outputs() <= params.dst.size[0] &&
-                       output[2] + params.lanes[2] * SIDE_H.outputs() <= params.dst.size[1] &&
-                       output[3] + params.lanes[3] * SIDE_W.outputs() <= params.dst.size[2];
+    const bool whole = output[0] + params.tile_extent[0] <= params.batch &&
+                       output[1] + params.tile_extent[1] * SIDE_D.outputs() <= params.dst.size[0] &&
+                       output[2] + params.tile_extent[2] * SIDE_H.outputs() <= params.dst.size[1] &&
+                       output[3] + params.tile_extent[3] * SIDE_W.outputs() <= params.dst.size[2];
 #pragma unroll 1
     for (int set = 0; set < SETS; ++set)
 #pragma unroll 1

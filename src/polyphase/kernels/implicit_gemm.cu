@@ -130,7 +130,7 @@ __device__ __forceinline__ PixelBand band_of(const TileScheduler& scheduler, int
 // How the pixels of a work tile's stage become operands.
 __device__ __forceinline__ StageInput input_of(const Params& params, const TileScheduler& scheduler,
                                                const PrologueOperands& operands, const Cursor& now) {
-  const int row_group = now.index % params.tile_items * ROW_SHARES, group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
+  const int row_group = now.index % params.tile_shares * ROW_SHARES, group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);
   const int channel = stage_of_band(scheduler, now.stage) * STAGE_CHANNELS;
   return {band_of(scheduler, now.stage), {operands, group * SRC_CHANNELS + channel, SRC_CHANNELS - channel}};
 }
@@ -168,15 +168,15 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
     __syncwarp();
     ahead.skip_and_take(scheduler, 1, first_lane), slot_ahead.skip(1);
   };
-  for (int i = 0; i < PIXEL_SLOTS && ahead.index < params.items; ++i) load_pixels();
+  for (int i = 0; i < PIXEL_SLOTS && ahead.index < params.work_tiles; ++i) load_pixels();
   griddepcontrol_wait();
   PipelineState<STAGES> slot;
   int loaded = 0;  // stages, up to PIXEL_SLOTS
-  for (; now.index < params.items; now.skip_behind(ahead, scheduler, 1)) {
+  for (; now.index < params.work_tiles; now.skip_behind(ahead, scheduler, 1)) {
     mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     if (TMA_OPERANDS && loaded == PIXEL_SLOTS) load_pixels();
     if (TMA_OPERANDS && loaded < PIXEL_SLOTS) ++loaded;
-    const unsigned char* const weights = packed + now.index % params.tile_items * (ROW_SHARES * TILE_WEIGHT_BYTES) +
+    const unsigned char* const weights = packed + now.index % params.tile_shares * (ROW_SHARES * TILE_WEIGHT_BYTES) +
                                          stage_of_band(scheduler, now.stage) * WEIGHT_STAGE;
     if (elect()) {
       for (int share = 0; !RESIDENT && share < ROW_SHARES; ++share)
@@ -186,7 +186,7 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
     }
     __syncwarp();
     slot.skip(1);
-    if (!TMA_OPERANDS && ahead.index < params.items) {
+    if (!TMA_OPERANDS && ahead.index < params.work_tiles) {
       mbarrier_wait(raw_empty + 8 * slot_ahead.index, slot_ahead.parity ^ 1);
       load_pixels();
     }
@@ -205,7 +205,7 @@ __device__ __forceinline__ void transpose_stages(const Params& params, const Til
   PipelineState<STAGES> slot;
   PipelineState<RAW_SLOTS> slot_raw;
   now.skip(scheduler, group), slot.skip(group), slot_raw.skip(group);
-  while (now.index < params.items) {
+  while (now.index < params.work_tiles) {
     mbarrier_wait(raw_full + 8 * slot_raw.index, slot_raw.parity);
     mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
     transpose_boxes<TRANSPOSE_WARPS>(params, raw + slot_raw.index * raw_stage,
@@ -380,7 +380,7 @@ __device__ __forceinline__ void load_resident(const Params& params, const unsign
   if (threadIdx.x == 0) {
     griddepcontrol_wait();
     tma_load_bytes(shared_address(resident),
-                   packed + (long long)((int)blockIdx.x % params.tile_items) * RESIDENT_WEIGHTS, RESIDENT_WEIGHTS,
+                   packed + (long long)((int)blockIdx.x % params.tile_shares) * RESIDENT_WEIGHTS, RESIDENT_WEIGHTS,
                    resident_full);
     mbarrier_arrive(resident_full);
   }
@@ -478,8 +478,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   if (TMA_OPERANDS) clear_padding(params, shared_memory + WEIGHT_SLOT, stage_bytes);
 #if !BULK_COPY
   for (int i = thread * 16; i < RESIDENT_WEIGHTS; i += THREADS * 16)
-    *(Vector<unsigned, 4>*)(resident + i) =
-        *(const Vector<unsigned, 4>*)(packed + (long long)((int)blockIdx.x % params.tile_items) * RESIDENT_WEIGHTS + i);
+    *(Vector<unsigned, 4>*)(resident + i) = *(
+        const Vector<unsigned, 4>*)(packed + (long long)((int)blockIdx.x % params.tile_shares) * RESIDENT_WEIGHTS + i);
 #endif
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
@@ -513,7 +513,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     const unsigned char* weights = packed;
     bool new_work = true, new_weights = true;
     auto start_copy = [&]() {
-      if (ahead.index < params.items) {
+      if (ahead.index < params.work_tiles) {
         if (new_work) {
           WorkTile work;
           work.locate(params, ahead.index, 0);
@@ -537,11 +537,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       cp_async_commit();
     };
     // The prologue's rounds only start copies. One loop for both: start_copy is inlined once.
-    for (int round = -LOOKAHEAD; round < 0 || now.index < params.items; ++round) {
+    for (int round = -LOOKAHEAD; round < 0 || now.index < params.work_tiles; ++round) {
       unsigned char* const stage = shared_memory + slot.index * stage_bytes;
       if (round >= 0) {
         if (round == 0) griddepcontrol_wait();
-        if (new_weights) weights = packed + now.index % params.tile_items * (ROW_SHARES * TILE_WEIGHT_BYTES);
+        if (new_weights) weights = packed + now.index % params.tile_shares * (ROW_SHARES * TILE_WEIGHT_BYTES);
         if (!IN_PLACE) mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
         wait_pixels_load_weights(stage, weights, stage_of_band(scheduler, now.stage), loader.thread, full, slot.index);
         named_barrier_sync(1 + loader_group, LOADERS);
@@ -570,7 +570,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     unsigned order_parity = 0;
     if (RESIDENT) load_resident(params, packed, resident, shared);
     Cursor now;
-    for (now.skip(scheduler, position * scheduler.stages()); now.index < params.items;
+    for (now.skip(scheduler, position * scheduler.stages()); now.index < params.work_tiles;
          now.skip(scheduler, CONSUMERS / SHARERS * scheduler.stages())) {
       WorkTile work;
       work.locate(params, now.index, row_share);
@@ -636,6 +636,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       // then serialises the products.
       if (work.n < params.batch) store();
     }
-    if (CLUSTER > 1) cluster_sync();  // other CTAs may still arrive at this one's barriers
+    if (CLUSTER > 1) cluster_sync();  // other blocks may still arrive at this one's barriers
   }
 }

@@ -38,14 +38,14 @@
 struct Params {
   Tensor5 x, y;
   int batch;
-  int lanes[4];   // cells of a tile along n, d, h, w
-  int tiles[4];   // tiles along n, d, h, w
-  int extent[4];  // of the window along n, d, h and, in units, w
-  int first[4];   // the window's first pixel, counted from the tile's first cell
-  int band;       // rows of a band
-  int ring;       // rows of the product in shared memory
-  int whole;      // whether one load reads a whole unit of pixels (channels last: the lane's channels)
-  int vectors;    // whether the outputs of a cell's row are stored together
+  int tile_extent[4];  // cells of a tile along n, d, h, w
+  int tiles[4];        // tiles along n, d, h, w
+  int extent[4];       // of the window along n, d, h and, in units, w
+  int first[4];        // the window's first pixel, counted from the tile's first cell
+  int band;            // rows of a band
+  int ring;            // rows of the product in shared memory
+  int whole;           // whether one load reads a whole unit of pixels (channels last: the lane's channels)
+  int vectors;         // whether the outputs of a cell's row are stored together
 };
 
 constexpr int THREADS = 32 * WARPS;
@@ -314,14 +314,14 @@ struct Reads {
   bool exists[KERNEL];
   int at[KERNEL];
 
-  // `cell` is relative to the image, `lane` and `first` (the window's first pixel) to the tile. Pixels are `pitch`
+  // `cell` is relative to the image, `in_tile` and `first` (the window's first pixel) to the tile. Pixels are `pitch`
   // apart and wrap after `ring`.
-  __device__ __forceinline__ void init(Axis axis, int cell, int lane, int first, int size, int pitch,
+  __device__ __forceinline__ void init(Axis axis, int cell, int in_tile, int first, int size, int pitch,
                                        int ring = 0x7fffffff) {
 #pragma unroll
     for (int tap = 0; tap < KERNEL; ++tap) {
       exists[tap] = (unsigned)(cell + src_offset(axis, tap)) < (unsigned)size;
-      const int pixel = lane + src_offset(axis, tap) - first;
+      const int pixel = in_tile + src_offset(axis, tap) - first;
       at[tap] = (pixel < ring ? pixel : pixel - ring) * pitch;
     }
   }
@@ -387,25 +387,25 @@ __device__ __forceinline__ void store_cell_plainly(const Params& params, const s
 __device__ __forceinline__ void store_rows(const Params& params, const float* product, const scalar_t* x,
                                            const scalar_t* weight, const EpilogueOperands& operands, scalar_t* y,
                                            const int (&first)[4], int first_out, int done, int ready, int turn) {
-  const int extent[4] = {params.lanes[0], params.lanes[1], ready - done, params.lanes[3]};
+  const int extent[4] = {params.tile_extent[0], params.tile_extent[1], ready - done, params.tile_extent[3]};
   const int cells = extent[0] * extent[1] * extent[2] * extent[3], channels = min(OUT_CHUNK, OUT_CHANNELS - first_out);
   const int along = ALONG_CHANNELS ? channels : 1;
   for (int i = threadIdx.x; i < cells * along; i += THREADS) {
-    int lane[4], cell[4];
-    decode(extent, i / along, lane);
-    lane[2] += done;
+    int in_tile[4], cell[4];
+    decode(extent, i / along, in_tile);
+    in_tile[2] += done;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) cell[j] = first[j] + lane[j];
+    for (int j = 0; j < 4; ++j) cell[j] = first[j] + in_tile[j];
     const int slabs = params.y.size[0] - cell[1] * AXIS_D.stride, rows = params.y.size[1] - cell[2] * AXIS_H.stride;
     const int columns = params.y.size[2] - cell[3] * AXIS_W.stride;
     if (cell[0] >= params.batch || slabs <= 0 || rows <= 0 || columns <= 0) continue;
     Reads<AXIS_D.kernel> d;
     Reads<AXIS_H.kernel> h;
     Reads<AXIS_W.kernel> w;
-    d.init(AXIS_D, cell[1], lane[1], params.first[1], params.x.size[0], params.ring * params.extent[3]);
-    h.init(AXIS_H, cell[2], lane[2] + turn, params.first[2], params.x.size[1], params.extent[3], params.ring);
-    w.init(AXIS_W, cell[3], lane[3], params.first[3], params.x.size[2], 1);
-    const float* const of_image = product + lane[0] * (params.extent[1] * params.ring * params.extent[3]);
+    d.init(AXIS_D, cell[1], in_tile[1], params.first[1], params.x.size[0], params.ring * params.extent[3]);
+    h.init(AXIS_H, cell[2], in_tile[2] + turn, params.first[2], params.x.size[1], params.extent[3], params.ring);
+    w.init(AXIS_W, cell[3], in_tile[3], params.first[3], params.x.size[2], 1);
+    const float* const of_image = product + in_tile[0] * (params.extent[1] * params.ring * params.extent[3]);
     cell[1] *= AXIS_D.stride, cell[2] *= AXIS_H.stride, cell[3] *= AXIS_W.stride;
     const int first_channel = i % along, behind = ALONG_CHANNELS ? first_channel + 1 : channels;
     scalar_t* to = y + offset_of(params.y, cell) + (first_out + first_channel) * params.y.stride[1];
@@ -475,7 +475,7 @@ __device__ __forceinline__ void compute_tile(const Params& params, const scalar_
     // `ready`: rows of cells to which no later band adds. `oldest`: the first window row that they read; `turn`: from
     // window rows to ring rows.
     const int end = (band + 1) * params.band + params.first[2] - last_offset(AXIS_H);
-    const int ready = band + 1 < bands ? min(max(end, done), params.lanes[2]) : params.lanes[2];
+    const int ready = band + 1 < bands ? min(max(end, done), params.tile_extent[2]) : params.tile_extent[2];
     const int oldest = max(0, done + first_offset(AXIS_H) - params.first[2]), turn = oldest % params.ring - oldest;
     store_rows(params, product, x, weight, operands, y, first, first_out, done, ready, turn);
     done = ready;
@@ -493,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
   const int group = block / tiles;
   int first[4];  // first cell of the tile
-  tile_origin(params.tiles, params.lanes, block % tiles, first);
+  tile_origin(params.tiles, params.tile_extent, block % tiles, first);
   x += (long long)group * IN_CHANNELS * params.x.stride[1];
   weight += (long long)group * IN_CHANNELS * WEIGHT_STRIDE_IN;
   const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, y, params.y.stride[0]) + group * OUT_CHANNELS;

@@ -60,7 +60,7 @@ struct Params {
   int y_stride[4];   // of channels, d, h and w
 };
 
-constexpr int GROUPS = 2, THREADS = 128 * (GROUPS + 1), TILE = 64 * ROW_TILES * GROUPS;
+constexpr int CONSUMER_GROUPS = 2, THREADS = 128 * (CONSUMER_GROUPS + 1), TILE = 64 * ROW_TILES * CONSUMER_GROUPS;
 constexpr int PIXELS = 2 * ROW_TILES;  // of a thread
 constexpr int RUNS = PIXELS / RUN;
 constexpr int ELEMENT = sizeof(scalar_t), DEPTH = 16;  // channels of an operation
@@ -76,11 +76,12 @@ constexpr int TERMS = SCALED + HAS_BIAS, TERM_PLACES = 3, TERM_BYTES = COLUMNS *
 constexpr int SOME_TERMS = TERMS > 0 ? TERMS : 1;
 
 // The ring of a group's pixels; a row are its pixels of a channel.
-constexpr int PIXEL_SLOTS = 4, SLOT_CHANNELS = 32, ROW_BYTES = TILE / GROUPS * ELEMENT;
+constexpr int PIXEL_SLOTS = 4, SLOT_CHANNELS = 32, ROW_BYTES = TILE / CONSUMER_GROUPS * ELEMENT;
 constexpr int SLOT_BYTES = SLOT_CHANNELS * ROW_BYTES, RUN_SLOTS = ceil_div(IN_CHANNELS, SLOT_CHANNELS);
 
 static_assert(STEPS % STAGE_STEPS == 0, "stages are whole");
-static_assert(registers_suffice(128 * GROUPS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
+static_assert(registers_suffice(128 * CONSUMER_GROUPS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS),
+              "too few registers");
 static_assert(ROW_TILES * ELEMENT == 4, "a thread's outputs are 16 bytes");
 static_assert(!RESIDENT || STAGES == CHUNKS * CHUNK_STAGES, "all stages are there");
 static_assert(PIXELS % RUN == 0, "runs are whole");
@@ -90,8 +91,8 @@ static_assert(AXIS_W.stride % 2 == 0, "a thread's two columns are neighbours in 
 
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long order[GROUPS];  // of the consumer warpgroups; told by the other's warps
-  unsigned long long pixels[GROUPS][PIXEL_SLOTS], room[GROUPS][PIXEL_SLOTS];
+  unsigned long long order[CONSUMER_GROUPS];  // of the consumer warpgroups; told by the other's warps
+  unsigned long long pixels[CONSUMER_GROUPS][PIXEL_SLOTS], room[CONSUMER_GROUPS][PIXEL_SLOTS];
 };
 
 typedef PipelineState<PIXEL_SLOTS> PixelSlot;
@@ -508,8 +509,8 @@ struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
 // By one thread, before all others wait.
 __device__ __forceinline__ void init_barriers(Shared& shared) {
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
-  for (int i = 0; i < STAGES; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, GROUPS);
-  for (int i = 0; i < GROUPS; ++i) {
+  for (int i = 0; i < STAGES; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, CONSUMER_GROUPS);
+  for (int i = 0; i < CONSUMER_GROUPS; ++i) {
     mbarrier_init(shared_address(shared.order) + 8 * i, 4);
     for (int j = 0; j < PIXEL_SLOTS; ++j) {
       mbarrier_init(shared_address(&shared.pixels[i][j]), 32);
@@ -603,18 +604,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   const unsigned order = shared_address(shared.order);
   const unsigned weights = shared_address(shared_memory), pixels = weights + STAGES * STAGE_BYTES;
-  const unsigned all_terms = pixels + (PREFETCH ? GROUPS * PIXEL_SLOTS * SLOT_BYTES : 0);
+  const unsigned all_terms = pixels + (PREFETCH ? CONSUMER_GROUPS * PIXEL_SLOTS * SLOT_BYTES : 0);
   if (threadIdx.x == 0) init_barriers(shared);
   __syncthreads();
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   PipelineState<STAGES, RESIDENT> slot;
 
-  if (group == GROUPS) {  // loads
+  if (group == CONSUMER_GROUPS) {  // loads
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     const int of_group = threadIdx.x / 32 % 4 - 1;  // whose pixels the warp brings
-    if (PREFETCH && of_group >= 0 && of_group < GROUPS)
+    if (PREFETCH && of_group >= 0 && of_group < CONSUMER_GROUPS)
       load_pixels(params, x, pixels + of_group * (PIXEL_SLOTS * SLOT_BYTES), shared, of_group);
-    if (threadIdx.x != 128 * GROUPS) return;
+    if (threadIdx.x != 128 * CONSUMER_GROUPS) return;
     griddepcontrol_wait();
     int missing = CHUNKS;  // of those that stay
     Runs runs(params);
@@ -675,7 +676,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       slot.next();
     }
     __syncwarp();
-    if (lane() == 0) mbarrier_arrive(order + 8 * (GROUPS - 1 - group));
+    if (lane() == 0) mbarrier_arrive(order + 8 * (CONSUMER_GROUPS - 1 - group));
     columns = Columns(params, chunk);  // while the last wgmma are in flight
     if (!PREFETCH && chunk + 1 == run.behind)
       prefetch(params, x, Runs(runs).next(params));  // all at once, before any is waited for

@@ -30,7 +30,7 @@ constexpr int MIN_BLOCKS = 1;  // resident on a multiprocessor, for which the co
 
 // Macros (`MACROS` in jit/source.py), by which headers and code are chosen.
 #define WGMMA 1         // wgmma, not mma.sync
-#define CLUSTER 1       // thread blocks
+#define CLUSTER 1       // blocks
 #define BY_THREADS 0    // MN-major operands of 32 bits pass registers
 #define SCALED 0        // float32 is multiplied as float16
 #define SPLIT 0         // 1: moments are left; 2: those that were left are taken

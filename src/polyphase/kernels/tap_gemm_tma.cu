@@ -59,12 +59,12 @@ struct Params {
   Tensor5 dst;
   int source_size[3];
   int batch, groups;
-  int lanes[4];     // cells of a tile along n, d, h, w; their product is at most the rows of a block
-  int tiles[4];     // tiles along n, d, h, w
-  int splits;       // split-K: shares of the stages
-  int sums;         // whether results stay accum_t, a partial plane for each split
-  int vector;       // whether neighbouring channels are stored together
-  long long plane;  // elements of a partial plane
+  int tile_extent[4];  // cells of a tile along n, d, h, w; their product is at most the rows of a block
+  int tiles[4];        // tiles along n, d, h, w
+  int splits;          // split-K: shares of the stages
+  int sums;            // whether results stay accum_t, a partial plane for each split
+  int vector;          // whether neighbouring channels are stored together
+  long long plane;     // elements of a partial plane
 };
 
 constexpr int COLUMN_BLOCKS = ceil_div(DST_CHANNELS, COLUMNS);
@@ -86,8 +86,8 @@ constexpr unsigned NOWHERE = ~0u;
 struct BoxRows {
   int lines, pitch;  // lines of cells along the width; box rows from one line to the next
 
-  __device__ __forceinline__ explicit BoxRows(const int (&lanes)[4])
-      : lines(lanes[0] * lanes[1] * lanes[2]), pitch(lanes[3] + HALO) {}
+  __device__ __forceinline__ explicit BoxRows(const int (&tile_extent)[4])
+      : lines(tile_extent[0] * tile_extent[1] * tile_extent[2]), pitch(tile_extent[3] + HALO) {}
 
   // Box row where the 64-row tile `index` begins. next_eight(): distance to its second eight rows (SBO).
   __device__ __forceinline__ int tile(int index) const {
@@ -98,17 +98,18 @@ struct BoxRows {
   __device__ __forceinline__ int next_eight() const { return WINDOW == 1 || lines == 1 ? 8 : pitch; }
 
   // The cell of a row, relative to the tile's first: n, d, h and w, a byte each. NOWHERE past the tile.
-  static __device__ __forceinline__ unsigned place(const int (&lanes)[4], int row) {
+  static __device__ __forceinline__ unsigned place(const int (&tile_extent)[4], int row) {
     int at[4];
     if (WINDOW == 1) {
-      decode(lanes, row, at);
+      decode(tile_extent, row, at);
     } else {
-      const int in_order[4] = {ceil_div(lanes[3], 8), lanes[0], lanes[1], lanes[2]};
+      const int in_order[4] = {ceil_div(tile_extent[3], 8), tile_extent[0], tile_extent[1], tile_extent[2]};
       int run[4];
       decode(in_order, row / 8, run);
-      at[0] = run[0] < in_order[0] ? run[1] : lanes[0], at[1] = run[2], at[2] = run[3], at[3] = 8 * run[0] + row % 8;
+      at[0] = run[0] < in_order[0] ? run[1] : tile_extent[0], at[1] = run[2], at[2] = run[3],
+      at[3] = 8 * run[0] + row % 8;
     }
-    return at[0] < lanes[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
+    return at[0] < tile_extent[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
   }
 };
 
@@ -120,7 +121,7 @@ struct WorkTile {
     const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
     column_block = index % COLUMN_BLOCKS, index /= COLUMN_BLOCKS;
     phase = index % PHASES, index /= PHASES;
-    tile_origin(params.tiles, params.lanes, index % tiles, first);
+    tile_origin(params.tiles, params.tile_extent, index % tiles, first);
     index /= tiles;
     group = index % params.groups, split = index / params.groups;
   }
@@ -144,9 +145,9 @@ struct TileTaps {
   __device__ __forceinline__ TileTaps(const Params& params, const WorkTile& work) : met(work.phase) {
     row = JOINED ? 1 : met.w.count, slab = met.h.count * row, all = met.d.count * slab;
     if (LEAVES_OUT) {
-      skipped = slab * keep_met(met.d, AXIS_D, work.first[1], params.lanes[1], params.source_size[0]) +
-                row * keep_met(met.h, AXIS_H, work.first[2], params.lanes[2], params.source_size[1]);
-      if (LEAVES_OUT_W) skipped += keep_met(met.w, AXIS_W, work.first[3], params.lanes[3], params.source_size[2]);
+      skipped = slab * keep_met(met.d, AXIS_D, work.first[1], params.tile_extent[1], params.source_size[0]) +
+                row * keep_met(met.h, AXIS_H, work.first[2], params.tile_extent[2], params.source_size[1]);
+      if (LEAVES_OUT_W) skipped += keep_met(met.w, AXIS_W, work.first[3], params.tile_extent[3], params.source_size[2]);
       met.multiply_counts();
     }
     const int stages = JOINED ? RunGroup::count(met) : TapWindow::count(met), each = ceil_div(stages, params.splits);
@@ -184,7 +185,8 @@ struct WorkQueue {
 __device__ __forceinline__ void load_source(const Params& params, const scalar_t* src, const WorkTile& work,
                                             const Phase& phase, const TapWindow& at, int index, unsigned to,
                                             unsigned full) {
-  const int box_bytes = params.lanes[0] * params.lanes[1] * params.lanes[2] * (params.lanes[3] + HALO) * PITCH;
+  const int box_bytes =
+      params.tile_extent[0] * params.tile_extent[1] * params.tile_extent[2] * (params.tile_extent[3] + HALO) * PITCH;
   if constexpr (RUNS) {
     const RunPlace run(phase, index);
     const TensorMap& box = phase.w.count < RUN_TAPS ? params.second_box : params.source_box;
@@ -411,16 +413,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   PipelineState<BUFFERS> state;
   PipelineState<QUEUE> place;
-  const int items = WorkTile::count(params);
-  const BoxRows box(params.lanes);
+  const int work_tiles = WorkTile::count(params);
+  const BoxRows box(params.tile_extent);
   unsigned places[2 * ROW_TILES];
 #pragma unroll
-  for (int i = 0; i < 2 * ROW_TILES; ++i) places[i] = BoxRows::place(params.lanes, stored_row(i));
+  for (int i = 0; i < 2 * ROW_TILES; ++i) places[i] = BoxRows::place(params.tile_extent, stored_row(i));
 #pragma unroll 1
   while (true) {
     mbarrier_wait(shared_address(queue.ring.full + place.index), place.parity);
     const volatile int& index = queue.work[place.index];
-    if (index >= items) return;
+    if (index >= work_tiles) return;
     const int stages = *(const volatile int*)(queue.stages + place.index);
     Sums sums, total;
     if (FLUSH > 0) {

@@ -42,7 +42,7 @@ static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODU
 
 struct Params {
   TensorMap base_box, phased_box;
-  int groups, splits, items;
+  int groups, splits, work_tiles;
   int stages, slab_stages, slabs;  // all stages; stages of a slab; slabs of an image (1 if positions span all images)
   int flush;
   int again;              // whether the partial planes already hold the sums of other images
@@ -176,7 +176,7 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
   griddepcontrol_wait();
   PipelineState<BUFFERS> state;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
+  for (int index = blockIdx.x; index < params.work_tiles; index += gridDim.x) {
     const WorkTile work(params, index);
     int places[BOXES_OF_LANE][4];
     unsigned offsets[BOXES_OF_LANE];
@@ -320,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   PipelineState<BUFFERS> state;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
+  for (int index = blockIdx.x; index < params.work_tiles; index += gridDim.x) {
     const WorkTile work(params, index);
     int stage = 0;
 #pragma unroll 1

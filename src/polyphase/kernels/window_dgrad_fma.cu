@@ -5,7 +5,7 @@
 // Index mapping. A work tile is a tile of positions by BLOCK_IN input channels of a group. The threads of a block are
 // IN_SLICES × SLICE_THREADS: a slice has IN_TILE input channels, a thread CELLS positions. A stage holds the window of
 // OUT_CHUNK output channels (operand/window_rows.cuh) as it lies in memory, and their weights as [channel][kd][slice]
-// [kh][kw][input channel]. Blocks take items_per_block work tiles one after the other, positions fastest.
+// [kh][kw][input channel]. Blocks take work_tiles_per_block work tiles one after the other, positions fastest.
 //
 // With BY_ROWS a thread's positions lie one below the other, so that they share rows of the window: each row is read
 // once for all of them, and the weights of a slab of taps are registers. Else a thread's positions are SLICE_THREADS
@@ -32,7 +32,7 @@
 struct Params {
   Tensor5 x, g;
   Window window;
-  int batch, items, items_per_block;
+  int batch, work_tiles, work_tiles_per_block;
   int lanes[4];        // a slice's threads along n, d, h and w; without BY_ROWS the positions of a tile
   int tile_extent[4];  // positions of a tile along n, d, h, w
   int tiles[4];        // tiles along n, d, h, w
@@ -65,10 +65,10 @@ struct Step {
   int stage, block;  // block: of input channels, of all groups
   int tile[4];
 
-  __device__ __forceinline__ Step(const Params& params, int item) : stage(0) {
+  __device__ __forceinline__ Step(const Params& params, int work_tile) : stage(0) {
     const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
-    block = item / tiles;
-    decode(params.tiles, item % tiles, tile);
+    block = work_tile / tiles;
+    decode(params.tiles, work_tile % tiles, tile);
   }
   __device__ __forceinline__ void next(const Params& params) {
     if (++stage < STAGES) return;
@@ -287,12 +287,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Place* const places = (Place*)(rows + POSITIONS);
   if (threadIdx.x == 0) ring.init(WARPS, 1);
 
-  const int first_item = blockIdx.x * params.items_per_block;
-  const int steps = min(params.items_per_block, params.items - first_item) * STAGES;
+  const int first_work_tile = blockIdx.x * params.work_tiles_per_block;
+  const int steps = min(params.work_tiles_per_block, params.work_tiles - first_work_tile) * STAGES;
   RowLoader<OUT_CHUNK> windows_of_g(params.g, params.window);
   windows_of_g.init(places);
   list_rows(params, rows);
-  Step step(params, first_item), ahead = step, next = step;
+  Step step(params, first_work_tile), ahead = step, next = step;
   WeightLoader taps;
   taps.load(weight, step);
   taps.store(weights);

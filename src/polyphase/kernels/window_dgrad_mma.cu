@@ -3,7 +3,7 @@
 //   gx[n, ci, i] = Σ over output channels and taps of   w[ci, co, tap] · g[n, co, i·stride + tap·dilation - padding]
 //
 // GEMM. M = input channels of a group, N = batch x input positions, K = its (output channel, tap) pairs, in the
-// weight's order. A CTA owns one M x N tile: ROWS input channels by a tile of at most COLUMNS positions. A pipeline
+// weight's order. A block owns one M x N tile: ROWS input channels by a tile of at most COLUMNS positions. A pipeline
 // stage holds one K-tile: OUT_CHUNK output channels with all their taps.
 //
 // Shared memory: where the pieces of both operands lie, the offsets of a stage's channels and taps and of the

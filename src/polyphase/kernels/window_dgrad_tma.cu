@@ -7,7 +7,7 @@
 // tap and as many output channels as STEPS k-steps take. For each tap TMA loads the tile's elements of the output
 // gradient anew, every stride-th one, and zeros beside the tensor; all but the first time they come from L2.
 //
-// CTAs are persistent: work tiles are dealt out round-robin (N fastest, then tile, group, split), and the next is
+// Blocks are persistent: work tiles are dealt out round-robin (N fastest, then tile, group, split), and the next is
 // loaded while one is stored. Where work tiles are few, K is split `splits` times; each split writes a plane of
 // float32, and another kernel adds them up (steps/reduce_splits.cu).
 //
@@ -31,7 +31,7 @@ struct Params {
   TensorMap grad_box, weight_box;
   Tensor5 x;
   int batch, groups;
-  int tile_extent[4];        // positions of a tile along n, d, h, w; their product is at most M of a CTA
+  int tile_extent[4];        // positions of a tile along n, d, h, w; their product is at most M of a block
   int tiles[4];              // tiles along n, d, h, w
   int splits, split_length;  // of K; K-tiles of each but the last, which may have fewer
   long long plane;           // elements
@@ -115,16 +115,16 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
   }
 }
 
-// By one thread: TMA loads of all stages of the CTA's work tiles.
+// By one thread: TMA loads of all stages of the block's work tiles.
 __device__ __forceinline__ void load_items(const Params& params, const scalar_t* grad, const scalar_t* weight,
                                            PipelineBarriers<STAGES>& ring, const unsigned char* stage_memory) {
   griddepcontrol_wait();
   PipelineState<STAGES> state;
-  const int items = WorkTile::count(params), step = gridDim.x;
+  const int work_tiles = WorkTile::count(params), step = gridDim.x;
   const int bytes =
       params.tile_extent[0] * params.tile_extent[1] * params.tile_extent[2] * params.tile_extent[3] * ROW_PITCH;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < items; index += step) {
+  for (int index = blockIdx.x; index < work_tiles; index += step) {
     const WorkTile work(params, index);
     const int first = work.first_stage(params), end = first + work.stages(params);
     int chunk = first % CHUNKS, tap = first / CHUNKS;
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (threadIdx.x == 0) ring.init(1, CONSUMER_THREADS / 32);
   __syncthreads();
 
-  const int items = WorkTile::count(params), step = gridDim.x;
+  const int work_tiles = WorkTile::count(params), step = gridDim.x;
   PipelineState<STAGES> state;
   if (threadIdx.x < CONSUMER_THREADS) {
     reallocate_registers<true>();
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(params, stored_row(i / 2, i % 2));
 #pragma unroll 1
-    for (int index = blockIdx.x; index < items; index += step) {
+    for (int index = blockIdx.x; index < work_tiles; index += step) {
       const WorkTile work(params, index);
       const int stages = work.stages(params);
       Sums sums, total;

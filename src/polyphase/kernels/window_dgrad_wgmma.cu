@@ -4,8 +4,8 @@
 //
 // GEMM. M = batch x input positions, N = input channels of a group, K = its (output channel, tap) pairs. A work tile is
 // one M x N tile: a tile of at most ROWS positions by COLUMNS input channels. A pipeline stage holds one K-tile:
-// OUT_CHUNK output channels with all their taps. CTAs are persistent: work tiles are dealt out round-robin (N fastest,
-// then tile, group), and the next is loaded while one is stored.
+// OUT_CHUNK output channels with all their taps. Blocks are persistent: work tiles are dealt out round-robin (N
+// fastest, then tile, group), and the next is loaded while one is stored.
 //
 // Tensor-core accumulation truncates at every step. So where K is long, accumulators are flushed every FLUSH stages:
 // they are added to a second set in registers, and start from zero.
@@ -29,7 +29,7 @@ struct Params {
   Tensor5 x, g;
   Window window;
   Runs runs;
-  int batch, items;    // items: work tiles
+  int batch, work_tiles;
   int tile_extent[4];  // positions of a tile along n, d, h, w; their product is at most ROWS
   int tiles[4];        // tiles along n, d, h, w
   int skew;            // elements by which the window starts early along w, so that TMA boxes and pairs are aligned
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       named_barrier_sync(LOADERS_MEET, LOADERS);
     }
 #pragma unroll 1
-    for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
+    for (int index = blockIdx.x; index < params.work_tiles; index += gridDim.x) {
       const WorkTile work(params, index);
       int window[4] = {work.first[0], work.first[1], work.first[2], work.first[3]};
       to_window(window, params.skew);
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) offsets_of_rows[i / 2][i % 2] = positions[Sums::row(i)];
 #pragma unroll 1
-  for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
+  for (int index = blockIdx.x; index < params.work_tiles; index += gridDim.x) {
     Sums sums, total;
     add_stages(K_TILES, ring, state, stage_memory, params.stage_bytes, false,
                [&](int stage, const char* from, int shift) {

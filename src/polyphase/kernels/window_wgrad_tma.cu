@@ -4,13 +4,13 @@
 //
 // GEMM. M = input channels of a group, N = (tap, output channel) pairs, K = batch x input positions. N comes in units:
 // neighbouring output channels at one tap (operand/tap_windows.cuh). A work tile is some rows of M, the units of some
-// windows, and one split of K: of n splits each has every n-th tile of positions, so that concurrent CTAs read
+// windows, and one split of K: of n splits each has every n-th tile of positions, so that concurrent blocks read
 // neighbouring tiles. A pipeline stage holds one K-tile, which is one tile of positions: TMA loads its input and, for
 // each window, the elements of the output gradient that its taps read. Positions past the tensor are zeros of the
 // input. Splits write different planes of `partial`, output channels innermost, which the caller sums in order: the
 // result does not depend on timing.
 //
-// CTAs are persistent: work tiles are dealt out round-robin (N fastest, then M, group, split), and the next is loaded
+// Blocks are persistent: work tiles are dealt out round-robin (N fastest, then M, group, split), and the next is loaded
 // while one is stored.
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
@@ -34,7 +34,7 @@ struct Params {
   int tile_extent[4];     // positions of a tile along n, d, h, w: STEPS k-steps in all
   int tiles[4];           // tiles along n, d, h, w
   int ahead[4];  // from a split's tile to its next, in tiles along n, d, h, w: the number of splits in mixed radix
-  int splits, flush, narrowed, items;
+  int splits, flush, narrowed, work_tiles;
   long long all_tiles;
   long long plane;  // elements of one plane of `partial`: all weights
 };
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (threadIdx.x < CONSUMER_THREADS) {
     reallocate_registers<true>();
 #pragma unroll 1
-    for (int index = blockIdx.x; index < params.items; index += gridDim.x) {
+    for (int index = blockIdx.x; index < params.work_tiles; index += gridDim.x) {
       const WorkTile work(params, index);
       int stage = 0;
 #pragma unroll 1
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     reallocate_registers<false>();
     if (threadIdx.x < CONSUMER_THREADS + 32)
 #pragma unroll 1
-      for (int index = blockIdx.x; index < params.items; index += gridDim.x)
+      for (int index = blockIdx.x; index < params.work_tiles; index += gridDim.x)
         load_tiles(params, WorkTile(params, index), x, grad, ring, state, shared_memory);
   }
 }

@@ -20,7 +20,7 @@ X, GRAD = "x", "grad"
 #: Packed weights and what belongs to them; partial sums of a split-K.
 WORKSPACE, PARTIALS = "workspace", "partials"
 
-#: Thread blocks that keep a GPU busy with moving bytes: two for each multiprocessor of an H200.
+#: Blocks that keep a GPU busy with moving bytes: two for each multiprocessor of an H200.
 MANY_BLOCKS = 264
 
 

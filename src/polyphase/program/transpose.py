@@ -61,7 +61,7 @@ def _tile(channels: int, element: int) -> tuple[int, int, int]:
 
 
 def transpose_blocks(dtype: str, channels: int, pixels: int) -> int:
-    """Thread blocks of a transpose that writes so many channels of so many pixels of all images."""
+    """Blocks of a transpose that writes so many channels of so many pixels of all images."""
     pieces, pixel_bits, halo = _tile(channels, DTYPE_BYTES[dtype])
     row = min(channels, pieces * 16 // DTYPE_BYTES[dtype]) if halo == 0 else pieces * 16 // DTYPE_BYTES[dtype] - halo
     return math.ceil(pixels / (1 << pixel_bits)) * math.ceil((channels + max(0, halo - 1)) / row)

@@ -1,11 +1,11 @@
 // How the forward pass becomes products of matrices: rows of weights, blocks of rows, and the taps of each block.
 //
 // A phase of the output that owns taps is a product of its own: 64 output channels (rows) by input channels, summed
-// over the taps of the phase. A row block is 64 channels of one phase. A thread block computes CHANNEL_BLOCKS · LINES ·
+// over the taps of the phase. A row block is 64 channels of one phase. A block computes CHANNEL_BLOCKS · LINES ·
 // LINE_PHASES of them: all phases along the width, so that lines of the output are written whole, or one of WIDTH_PARTS
 // of these, as if its elements were a line of their own; LINES of the phases along depth and height that own taps.
 //
-// An operation is one tap of one row block. `find_operation` numbers those of a thread block.
+// An operation is one tap of one row block. `find_operation` numbers those of a block.
 //
 // Where output channels are few most of such a block would be empty. So STACKED neighbouring lines may share a row
 // block, LINE_ROWS rows each: an operation is then a pixel that any of them reads along depth and height, and the rows
@@ -15,7 +15,7 @@
 // Where channels are fewer still, or images are so tiny that most of the cells are halo, with TAPS_IN_ROWS a row is one
 // tap of one channel instead, for all taps of LINES of those phases: row blocks are one operation each, and what a
 // pixel adds to the outputs that it reaches is added up afterwards (epilogue/store_overlap.cuh). As few row blocks as
-// hold the taps of ROW_CHANNELS are a set, and a thread block computes CHANNEL_BLOCKS sets. The rows of a set are
+// hold the taps of ROW_CHANNELS are a set, and a block computes CHANNEL_BLOCKS sets. The rows of a set are
 // ordered by line, channel, tap along depth, height and width.
 
 #pragma once
@@ -155,12 +155,12 @@ struct Operation {
   }
 };
 
-// The first of the lines of row block `block` of a thread block whose first line is `first_line`.
+// The first of the lines of row block `block` of a block whose first line is `first_line`.
 __host__ __device__ constexpr int line_of_block(int block, int first_line) {
   return first_line + block / LINE_PHASES % LINE_BLOCKS * STACKED;
 }
 
-// Operations of row block `block` of a thread block whose first line is `first_line`.
+// Operations of row block `block` of a block whose first line is `first_line`.
 __device__ __forceinline__ int operations_of(int block, int first_line) {
   if (TAPS_IN_ROWS) return 1;
   const int line = line_of_block(block, first_line);
@@ -231,7 +231,7 @@ __host__ __device__ constexpr Kinds find_kinds() {
   return kinds;
 }
 
-// Operation `index` of a thread block; false behind the last.
+// Operation `index` of a block; false behind the last.
 __device__ __forceinline__ bool find_operation(int index, int first_line, Operation& operation) {
   for (int block = 0; block < ROW_BLOCKS; ++block) {
     const int count = operations_of(block, first_line);

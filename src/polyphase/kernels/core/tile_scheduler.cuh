@@ -53,7 +53,7 @@ struct TileScheduler {
     for (int i = 0; i < QUEUE; ++i) expect(i);
   }
 
-  // The block's work tile number `ordinal`; not below params.items behind the last.
+  // The block's work tile number `ordinal`; not below params.work_tiles behind the last.
   __device__ __forceinline__ int of(int ordinal) const {
     if (ordinal < params.own) return first_work_tile() + ordinal * work_tile_step();
     const int entry = ordinal - params.own;
@@ -80,11 +80,11 @@ struct TileScheduler {
  private:
   // The compiler waits for the counter where the work tile is used, at the next one.
   __device__ __forceinline__ int claim() const {
-    const int first = params.own * work_tile_step(), row_group = RESIDENT ? (int)blockIdx.x % params.tile_items : 0;
+    const int first = params.own * work_tile_step(), row_group = RESIDENT ? (int)blockIdx.x % params.tile_shares : 0;
     if (!leads_cluster()) return 0;  // the leader tells
     unsigned* const counter = counters + row_group + leader_index();
     griddepcontrol_wait();
-    return first + (int)atomicAdd(counter, 1u) * (RESIDENT ? params.tile_items.value : 1) + row_group;
+    return first + (int)atomicAdd(counter, 1u) * (RESIDENT ? params.tile_shares.value : 1) + row_group;
   }
 
   __device__ __forceinline__ void publish(int slot) const {
@@ -94,7 +94,7 @@ struct TileScheduler {
   __device__ __forceinline__ void expect(int slot) const { expect_word(memory.known + slot); }
 };
 
-// A work tile and a stage of it; `index` is not below params.items behind the last.
+// A work tile and a stage of it; `index` is not below params.work_tiles behind the last.
 struct Cursor {
   int index, stage = 0, ordinal = 0;
 
@@ -113,9 +113,9 @@ struct Cursor {
     return walk(count, scheduler, [&]() {
       if (takes) scheduler.take(ordinal);
       __syncwarp();
-      const int item = scheduler.of(ordinal);
+      const int work_tile = scheduler.of(ordinal);
       if (takes) scheduler.taken(ordinal);
-      return item;
+      return work_tile;
     });
   }
 
@@ -124,7 +124,7 @@ struct Cursor {
   __device__ __forceinline__ bool walk(int count, const TileScheduler& scheduler, const Next& next) {
     const int before = ordinal, stages = scheduler.stages();
 #pragma unroll 1
-    for (stage += count; stage >= stages && index < scheduler.params.items; stage -= stages) {
+    for (stage += count; stage >= stages && index < scheduler.params.work_tiles; stage -= stages) {
       ++ordinal;
       index = uniform(next());
     }

@@ -46,22 +46,22 @@ struct Params {
   TensorMap box;  // of the source's pixels
   Tensor5 src, dst;
   int batch;
-  int images;          // batch entries of a tile
-  Divisor cells[3];    // of a tile, along depth, height and width
-  Divisor tiles[4];    // along batch, depth, height and width
-  Divisor tile_items;  // of one tile, or of a cluster's: row groups, ROW_SHARES at a time
-  Divisor pitch[3];    // pixels of the run from one image, slab and row to the next
-  int items;           // tiles, CLUSTER at a time, by the work tiles of each
-  int run_pixels;      // of the run, halo included: those that are loaded
-  int raw_pitch;       // pixels of the run in a copied stage, or of a box there
-  int chunk_bytes;     // of the run in a stage
-  int skew;            // columns before the first that is needed, so that copies are aligned
-  int copy_bytes;      // of one copy: 16, 8, 4 or 2
-  int store_vector;    // elements of a store
-  int boxes;           // of a stage, one behind the other along the width; none where threads copy
-  int box_pixels;      // of each; the halo behind the last is padding
-  int run;             // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
-  int own;             // work tiles of a block that no other can take; at least FURTHER + 2 (core/tile_scheduler.cuh)
+  int images;           // batch entries of a tile
+  Divisor cells[3];     // of a tile, along depth, height and width
+  Divisor tiles[4];     // along batch, depth, height and width
+  Divisor tile_shares;  // work tiles of a tile, or of a cluster's tiles: row groups / ROW_SHARES
+  Divisor pitch[3];     // pixels of the run from one image, slab and row to the next
+  int work_tiles;       // tiles (CLUSTER at a time) × tile_shares
+  int run_pixels;       // of the run, halo included: those that are loaded
+  int raw_pitch;        // pixels of the run in a copied stage, or of a box there
+  int chunk_bytes;      // of the run in a stage
+  int skew;             // columns before the first that is needed, so that copies are aligned
+  int copy_bytes;       // of one copy: 16, 8, 4 or 2
+  int store_vector;     // elements of a store
+  int boxes;            // of a stage, one behind the other along the width; none where threads copy
+  int box_pixels;       // of each; the halo behind the last is padding
+  int run;  // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
+  int own;  // work tiles of a block that no other can take; at least FURTHER + 2 (core/tile_scheduler.cuh)
 };
 
 // How tensors lie decides how they are loaded and stored, and may differ from launch to launch. A kernel that is
@@ -108,7 +108,7 @@ struct WorkTile {
 
   // `share` is the row group among the work tile's.
   __device__ __forceinline__ void locate(const Params& params, int index, int share) {
-    row_group = index % params.tile_items * ROW_SHARES + share, index = index / params.tile_items;
+    row_group = index % params.tile_shares * ROW_SHARES + share, index = index / params.tile_shares;
     line_group = row_group % LINE_GROUPS;
     channel_group = row_group / LINE_GROUPS % CHANNEL_GROUPS;
     group = row_group / (LINE_GROUPS * CHANNEL_GROUPS);

@@ -17,8 +17,8 @@
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
 
-constexpr int GROUPS = 2, CONSUMER_THREADS = 128 * GROUPS, THREADS = CONSUMER_THREADS + 128;
-constexpr int GROUP_ROWS = 64 * ROW_TILES, ROWS = GROUPS * GROUP_ROWS;
+constexpr int CONSUMER_GROUPS = 2, CONSUMER_THREADS = 128 * CONSUMER_GROUPS, THREADS = CONSUMER_THREADS + 128;
+constexpr int GROUP_ROWS = 64 * ROW_TILES, ROWS = CONSUMER_GROUPS * GROUP_ROWS;
 constexpr int STEPS = PITCH / 32;  // instructions of a stage
 constexpr int A_BYTES = ROWS * PITCH, B_BYTES = COLUMNS * PITCH, STAGE_BYTES = PARTS * (A_BYTES + B_BYTES);
 

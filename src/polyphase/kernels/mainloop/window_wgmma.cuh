@@ -12,8 +12,8 @@
 // no multiples of 16 bytes (operand/window_rows.cuh). Consumers gather A fragments from the window into registers: a
 // tap or a stride is an offset there, so there is no im2col and no transpose.
 //
-// GROUPS consumer warpgroups, each with ROW_TILES m64 tiles by all COLUMNS, and one producer warpgroup. STAGES pipeline
-// stages, each with a full and an empty mbarrier.
+// CONSUMER_GROUPS consumer warpgroups, each with ROW_TILES m64 tiles by all COLUMNS, and one producer warpgroup. STAGES
+// pipeline stages, each with a full and an empty mbarrier.
 //
 // With PAIRS, two neighbouring taps along w are read by one load, at an even offset in the window. They are rows of the
 // weight gradient, K of the input gradient. The host aligns the window's start and pitches (`in_pairs`). With
@@ -37,21 +37,22 @@
 #include "mainloop/accumulators.cuh"
 #include "mainloop/multistage.cuh"
 
-constexpr int GROUPS = WARPS / 4 - 1, CONSUMER_THREADS = 128 * GROUPS;  // consumers are the first threads
-constexpr int COLUMNS = 8 * COLUMN_TILES, GROUP_ROWS = 64 * ROW_TILES, ROWS = GROUPS * GROUP_ROWS;
+constexpr int CONSUMER_GROUPS = WARPS / 4 - 1,
+              CONSUMER_THREADS = 128 * CONSUMER_GROUPS;  // consumers are the first threads
+constexpr int COLUMNS = 8 * COLUMN_TILES, GROUP_ROWS = 64 * ROW_TILES, ROWS = CONSUMER_GROUPS * GROUP_ROWS;
 constexpr int BATCH = ROW_TILES >= 4 ? 1 : 4 / ROW_TILES;  // k-steps whose A fragments are gathered together
 constexpr int WORD = 4 / ELEMENT;                          // K elements of a 32-bit word
 
 // Named barriers of producers, and of consumers.
 constexpr int LOADERS_MEET = 1, CONSUMERS_MEET = 2;
 
-// Registers a thread (setmaxnreg). GROUPS = 2 consumer warpgroups (schedules/window_gemm/wgmma_tile.py) and one
-// producer share the multiprocessor's 64K. Consumers hold 128 accumulators and two sets of A fragments.
+// Registers a thread (setmaxnreg). CONSUMER_GROUPS = 2 consumer warpgroups (schedules/window_gemm/wgmma_tile.py) and
+// one producer share the multiprocessor's 64K. Consumers hold 128 accumulators and two sets of A fragments.
 constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
 static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 32 * LOAD_WARPS, PRODUCER_REGISTERS),
               "too few registers");
 
-static_assert(LOAD_WARPS == 4 && FIRST_LOAD_WARP == 4 * GROUPS, "the last group loads");
+static_assert(LOAD_WARPS == 4 && FIRST_LOAD_WARP == 4 * CONSUMER_GROUPS, "the last group loads");
 
 // B of a stage: consecutive boxes of `bytes` along K by COLUMNS columns. MN_MAJOR: consecutive boxes of `bytes` along N
 // by all K of the stage.
@@ -69,7 +70,7 @@ struct WindowBarriers : PipelineBarriers<STAGES> {
   // `all_by_tma`: one producer thread arrives; else every producer warp does.
   __device__ __forceinline__ void init(bool all_by_tma) {
     if (threadIdx.x > 0) return;
-    PipelineBarriers<STAGES>::init(all_by_tma ? 1 : LOAD_WARPS, 4 * GROUPS);
+    PipelineBarriers<STAGES>::init(all_by_tma ? 1 : LOAD_WARPS, 4 * CONSUMER_GROUPS);
     for (int i = 0; i < STAGES; ++i) shift[i] = 0;
   }
 };

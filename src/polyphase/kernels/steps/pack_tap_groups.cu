@@ -6,7 +6,7 @@
 //
 // k runs over the tap groups of the phase (core/phase.cuh). What does not exist is zero.
 //
-// Index mapping. A transpose through shared memory. A thread block has a tile of TILE_ROWS rows by TILE_TAPS taps by
+// Index mapping. A transpose through shared memory. A block has a tile of TILE_ROWS rows by TILE_TAPS taps by
 // the channels of a tap group. A thread reads 16 bytes of a pair of row and tap, channel by channel, in the order in
 // which weights lie in memory, so that a warp's reads are coalesced; they are written as pieces of the rows that they
 // belong to. An odd pitch keeps both ways free of bank conflicts.

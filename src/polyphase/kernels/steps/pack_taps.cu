@@ -5,7 +5,7 @@
 //
 // Rows and channels that do not exist are zero.
 //
-// A thread block takes a slab through shared memory: a step's input channels, and the rows of SLAB_SETS sets. It reads
+// A block takes a slab through shared memory: a step's input channels, and the rows of SLAB_SETS sets. It reads
 // the slab in the order in which weights lie in memory, each thread all input channels of a row, and writes runs of
 // rows, a chunk for each thread.
 

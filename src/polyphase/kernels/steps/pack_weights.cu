@@ -6,7 +6,7 @@
 // With STACKED lines in a row block rows are [line][channel]. Rows, channels, operations, and pixels that a line does
 // not read are zero.
 //
-// A thread block takes a slab through shared memory: CHUNK input channels, SLAB_CHANNELS output channels, SLAB_TAPS
+// A block takes a slab through shared memory: CHUNK input channels, SLAB_CHANNELS output channels, SLAB_TAPS
 // taps. It reads the slab in the order in which weights lie in memory, so that each is read once, and writes a run of
 // SLAB_CHANNELS rows for every tap. Both loops give an output channel and a tap to a thread: the first moves the input
 // channels of the pair one by one, the second makes them a chunk.

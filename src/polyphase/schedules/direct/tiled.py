@@ -107,12 +107,12 @@ class DirectTiled(Schedule):
         gather = Gather.of(problem, pass_, layouts)
         if not _fits(gather, config, _some_lanes(gather, config), device):
             return None
-        items, counts = _items(problem, gather, config), Counts.of(gather, config)
+        work_tiles, counts = _work_tiles(problem, gather, config), Counts.of(gather, config)
         terms = costs("direct_tiled", device)
-        cycles = cycles_of_rounds(config, counts, items, device.multiprocessors, terms)
+        cycles = cycles_of_rounds(config, counts, work_tiles, device.multiprocessors, terms)
         cycles *= _measured(problem, gather, terms)
         if not gather.forward and not problem.channels_last:  # the others have it in their factors
-            cycles += _found(problem, gather, config, counts, items, device)
+            cycles += _found(problem, gather, config, counts, work_tiles, device)
         work = (cycles + terms.launch) / device.clock_hz
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
@@ -138,22 +138,22 @@ class DirectTiled(Schedule):
             ),
             fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
         )
-        items = dst_blocks * gather.groups
-        per_block = _items_of_block(items, math.prod(tiles), config, device)
+        work_tiles = dst_blocks * gather.groups
+        per_block = _of_block(work_tiles, math.prod(tiles), config, device)
         params = params_of(source).pack(
             src=gather.src,
             dst=gather.dst,
             batch=problem.batch,
             lanes=lanes,
             tiles=tiles,
-            items=items,
-            items_per_block=per_block,
+            work_tiles=work_tiles,
+            work_tiles_per_block=per_block,
             aligned_src=gather.aligned_src,
             aligned_rows=_aligned_rows(gather, config),
         )
         main = Step(
             source=source,
-            grid=(math.ceil(items / per_block), *two_dimensions(math.prod(tiles))),
+            grid=(math.ceil(work_tiles / per_block), *two_dimensions(math.prod(tiles))),
             block=config.threads,
             shared_bytes=_shared_bytes(gather, config, lanes),
             params=params,
@@ -289,22 +289,22 @@ def _extents(cells: int, most: int) -> list[int]:
 
 
 def _found(
-    problem: ConvTransposeProblem, gather: Gather, config: TiledConfig, counts: Counts, items: int, device: DeviceInfo
+    problem: ConvTransposeProblem, gather: Gather, config: TiledConfig, counts: Counts, count: int, device: DeviceInfo
 ) -> float:
-    """Predicted cycles for finding where loads lie, once for each block, and for loading odd rows by elements."""
+    """Predicted cycles to compute load addresses, once a block, and to load odd rows by elements."""
     terms = costs("direct_tiled", device)
     of_tile = problem.groups * math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
-    blocks = items / _items_of_block(of_tile, items // of_tile, config, device)
-    slots = blocks * terms.begin_load + (0.0 if gather.aligned_src else items * counts.stages * terms.odd_load)
+    blocks = count / _of_block(of_tile, count // of_tile, config, device)
+    slots = blocks * terms.begin_load + (0.0 if gather.aligned_src else count * counts.stages * terms.odd_load)
     return slots * config.loads * config.threads / 128 / device.multiprocessors
 
 
-def _items_of_block(items: int, tiles: int, config: TiledConfig, device: DeviceInfo) -> int:
-    """Items of a tile that a block has: more as long as the machine stays full, as it knows its way already."""
-    return max(1, min(items, items * tiles // (8 * device.multiprocessors * config.min_blocks)))
+def _of_block(work_tiles: int, tiles: int, config: TiledConfig, device: DeviceInfo) -> int:
+    """Work tiles of a block: more as long as the machine stays full, since addresses are computed once."""
+    return max(1, min(work_tiles, work_tiles * tiles // (8 * device.multiprocessors * config.min_blocks)))
 
 
-def _items(problem: ConvTransposeProblem, gather: Gather, config: TiledConfig) -> int:
+def _work_tiles(problem: ConvTransposeProblem, gather: Gather, config: TiledConfig) -> int:
     """Work tiles of all tiles."""
     tiles = math.ceil(problem.batch * math.prod(gather.cells) / (config.lanes * config.cells_h * config.cells_w))
     blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))

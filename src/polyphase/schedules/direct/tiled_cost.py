@@ -174,9 +174,9 @@ def cycles_per_result(gather: Gather, config: TiledConfig, counts: Counts, terms
     return cycles * blocks / (config.lanes * config.cells_h * config.cells_w * gather.dst_channels)
 
 
-def cycles_of_rounds(config: TiledConfig, counts: Counts, items: int, multiprocessors: int, terms: Costs) -> float:
-    """Predicted cycles of ``items``: rounds of all blocks that are resident, and a last one of those that are left."""
-    rounds, left = divmod(items, multiprocessors * config.min_blocks)
+def cycles_of_rounds(config: TiledConfig, counts: Counts, work_tiles: int, multiprocessors: int, terms: Costs) -> float:
+    """Predicted cycles of ``work_tiles``: full waves of resident blocks, and a last one of the rest."""
+    rounds, left = divmod(work_tiles, multiprocessors * config.min_blocks)
     cycles = rounds * config.min_blocks * block_cycles(config, counts, config.min_blocks, terms)
     if left:
         resident = math.ceil(left / multiprocessors)

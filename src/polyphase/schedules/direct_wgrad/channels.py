@@ -38,7 +38,7 @@ _MAX_SUMS_OF_ROW = 48
 _MAX_UNROLLED = 448  # products of a thread, in straight-line code; with more some would spill
 _MAX_REGISTERS = 180  # by estimate; with more some would spill
 _CHAIN = 2048  # terms of a sum
-_SHARED_BYTES = 48 << 10  # of a CTA; one row of its threads' sums may take more
+_SHARED_BYTES = 48 << 10  # of a block; one row of its threads' sums may take more
 _LEAST_TILES = 4  # of a split
 
 
@@ -201,7 +201,7 @@ def _tiles(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[Four,
 
 
 def _blocks(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[int, int]:
-    """CTAs of a split: of vectors, and of shares."""
+    """Blocks of a split: of vectors, and of shares."""
     vectors = problem.out_channels // config.vector
     return math.ceil(vectors / config.lanes), math.ceil(config.shares(problem) / config.block_shares)
 

@@ -136,7 +136,7 @@ class _Launch(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """CTAs in all."""
+        """Blocks in all."""
         return self.tiles // self.row_blocks * self.row_shares * self.splits
 
     @property

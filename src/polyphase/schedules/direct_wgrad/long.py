@@ -170,13 +170,13 @@ def _columns(problem: ConvTransposeProblem, config: LongConfig, piece: int) -> i
 
 
 def _row_blocks(problem: ConvTransposeProblem, config: LongConfig) -> int:
-    """CTAs that read the same elements of the output gradient."""
+    """Blocks that read the same elements of the output gradient."""
     channels = math.ceil(problem.in_channels_per_group / config.in_held)
     return channels * math.ceil(_taps_along(problem) / config.taps_held)
 
 
 def _blocks(problem: ConvTransposeProblem, config: LongConfig, piece: int) -> int:
-    """CTAs of a split."""
+    """Blocks of a split."""
     columns = math.ceil(_columns(problem, config, piece) / config.lanes)
     return problem.groups * columns * _row_blocks(problem, config)
 

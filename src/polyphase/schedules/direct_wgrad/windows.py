@@ -27,7 +27,7 @@ from polyphase.schedules.window_gemm.stages import channel_piece, row_piece
 from polyphase.schedules.window_gemm.window import as_one_channel
 
 _POSITIONS = 4  # that a thread takes at once
-_THREADS = (384, 512)  # of a CTA, about; one is resident
+_THREADS = (384, 512)  # of a block, about; one is resident
 _FEW_THREADS = 320  # fewer hide too little latency
 _MOST_COLUMNS = 512  # pairs of output channel and tap
 _MOST_SLICE = 512  # threads that share no positions
@@ -58,7 +58,7 @@ class WindowsConfig(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Threads of a block."""
         return round_up(self.k_slices * self.slice_threads, 32)
 
 
@@ -105,7 +105,7 @@ class _Layer:
 class _Tiling:
     """How a config cuts the input positions into tiles, and what a stage holds, in elements."""
 
-    lanes: Four
+    tile_extent: Four
     tiles: Four
     rows: int
     pitch: int
@@ -174,7 +174,7 @@ class DirectWgradWindows(Schedule):
         tiling = _tiling(layer, config, device)
         assert tiling is not None
         length, planes = parted(tiling.total, _splits(layer, config, tiling, device))
-        flush = max(1, _CHAIN * config.k_slices // math.prod(tiling.lanes))
+        flush = max(1, _CHAIN * config.k_slices // math.prod(tiling.tile_extent))
         source = KernelSource(
             kernel=self.name,
             dtype=problem.dtype,
@@ -191,7 +191,7 @@ class DirectWgradWindows(Schedule):
         params = {
             "x": layer.x,
             "g": layer.grad,
-            "lanes": tiling.lanes,
+            "tile_extent": tiling.tile_extent,
             "tiles": tiling.tiles,
             "rows": tiling.rows,
             "pitch": tiling.pitch,
@@ -214,14 +214,14 @@ class DirectWgradWindows(Schedule):
 
 
 def _blocks(layer: _Layer, config: WindowsConfig) -> int:
-    """CTAs of a split."""
+    """Blocks of a split."""
     problem = layer.problem
     blocks = math.ceil(problem.in_channels_per_group / config.rows) * problem.groups
     return blocks * math.ceil(problem.out_channels_per_group / config.out_chunk)
 
 
 def _splits(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> int:
-    """Split-K count of the positions: every multiprocessor has a CTA."""
+    """Split-K count of the positions: every multiprocessor has a block."""
     full = max(1, device.multiprocessors // _blocks(layer, config))
     return max(1, min(full, affordable_planes(layer.problem), tiling.total))
 
@@ -237,7 +237,7 @@ def _shared_bytes(layer: _Layer, config: WindowsConfig, tiling: _Tiling) -> int:
 
 def _lanes_log(layer: _Layer, tiling: _Tiling) -> int:
     """Threads along a row of the input: as many as it has pieces, of a warp at most."""
-    return min(5, (math.ceil(tiling.lanes[3] / layer.x_piece) - 1).bit_length())
+    return min(5, (math.ceil(tiling.tile_extent[3] / layer.x_piece) - 1).bit_length())
 
 
 @lru_cache(maxsize=8192)
@@ -266,20 +266,20 @@ def _heights(size: int) -> list[int]:
     return sorted({min(size, count) for count in (1, 2, 3, 4, 6, 8, 12, 16)})
 
 
-def _tile(layer: _Layer, config: WindowsConfig, lanes: Four, terms: Costs) -> _Tiling:
+def _tile(layer: _Layer, config: WindowsConfig, tile: Four, terms: Costs) -> _Tiling:
     problem = layer.problem
     _, of_h, of_w = problem.axes3
     taps = _row_shares(problem, config) * config.thread_columns  # along the width, padding included
-    rows = (lanes[2] - 1) * of_h.stride + (of_h.kernel - 1) * of_h.dilation + 1
-    columns = layer.skew + (lanes[3] - 1) * of_w.stride + (taps - 1) * of_w.dilation + 1
+    rows = (tile[2] - 1) * of_h.stride + (of_h.kernel - 1) * of_h.dilation + 1
+    columns = layer.skew + (tile[3] - 1) * of_w.stride + (taps - 1) * of_w.dilation + 1
     pitch = 4 * (math.ceil(columns / 4) | 1)  # an odd number of quads: rows begin in different banks
-    positions = lanes[2] * lanes[3]
+    positions = tile[2] * tile[3]
     x_pitch = config.rows if layer.x.channels_last else positions + (4 - positions) % 32
     window_at = config.rows * positions if layer.x.channels_last else config.rows * x_pitch
     stage = window_at + config.out_chunk * _slabs(problem) * rows * pitch
-    tiles = tiles_of(problem.batch, layer.x.shape[2:], lanes)
+    tiles = tiles_of(problem.batch, layer.x.shape[2:], tile)
     return _Tiling(
-        lanes, tiles, rows, pitch, x_pitch, window_at, stage, _tile_cycles(layer, config, lanes, rows, pitch, terms)
+        tile, tiles, rows, pitch, x_pitch, window_at, stage, _tile_cycles(layer, config, tile, rows, pitch, terms)
     )
 
 
@@ -299,16 +299,16 @@ def _quads(problem: ConvTransposeProblem, thread_columns: int, skew: int, positi
     return len({(skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
 
 
-def _tile_cycles(layer: _Layer, config: WindowsConfig, lanes: Four, rows: int, pitch: int, terms: Costs) -> float:
+def _tile_cycles(layer: _Layer, config: WindowsConfig, tile: Four, rows: int, pitch: int, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a tile."""
     problem = layer.problem
-    steps = math.ceil(lanes[2] * lanes[3] / _POSITIONS / config.k_slices)
+    steps = math.ceil(tile[2] * tile[3] / _POSITIONS / config.k_slices)
     products = _POSITIONS * config.thread_rows * config.thread_lines * config.thread_columns
     of_window = config.thread_lines * _quads(problem, config.thread_columns, layer.skew)
     warps = 4 * math.ceil(config.threads / 128)  # as if rounded up to a warp for each scheduler
     issued = (products + config.thread_rows + of_window + terms.loop) / 4 * terms.issued * warps
     passes = config.thread_rows * math.ceil(min(32, config.row_threads) / 8) + of_window
-    x_copies = config.rows * lanes[2] * lanes[3] / layer.x_piece / 32
+    x_copies = config.rows * tile[2] * tile[3] / layer.x_piece / 32
     window_rows = config.out_chunk * _slabs(problem) * rows
     copies = (x_copies + window_rows * math.ceil(pitch / layer.grad_piece / 32)) * terms.copy + window_rows * terms.row
     return steps * max(issued, passes * terms.wavefront * config.threads / 32) + copies / 4 + terms.stage

@@ -23,7 +23,7 @@ from polyphase.schedules.window_gemm.window import rows_as_one_channel
 _WARPS = 8
 _LEAST_TAPS = 32  # one for each lane
 _CHAIN = 64  # products of a lane in one chain, about
-_RESIDENT = 2  # CTAs of a multiprocessor, by their registers
+_RESIDENT = 2  # blocks of a multiprocessor, by their registers
 
 
 class DotDgradConfig(NamedTuple):
@@ -135,13 +135,13 @@ def _tiles(problem: ConvTransposeProblem, config: DotDgradConfig) -> tuple[int, 
 
 
 def _blocks(problem: ConvTransposeProblem, config: DotDgradConfig) -> int:
-    """CTAs of a split."""
+    """Blocks of a split."""
     channels = math.ceil(problem.in_channels_per_group / config.in_tile) * problem.groups
     return math.ceil(_tiles(problem, config)[1] / _WARPS) * channels
 
 
 def _splits(problem: ConvTransposeProblem, config: DotDgradConfig, device: DeviceInfo) -> int:
-    """Split-K count of the output channels: CTAs fill the machine."""
+    """Split-K count of the output channels: blocks fill the machine."""
     room = 2 * _RESIDENT * device.multiprocessors // max(1, _blocks(problem, config))
     return max(1, min(problem.out_channels_per_group, room, affordable_planes(problem, Pass.INPUT_GRAD)))
 
@@ -164,7 +164,7 @@ def _seconds(
     cycles = rounds * _RESIDENT * _WARPS * (steps * step + terms.end) + terms.launch
     planes = 2 * bytes_ * splits * problem.elements[0] / device.copy_bytes_per_second
     sums = terms.reduce + planes if splits > 1 else 0.0
-    # L2 traffic: weights once for each CTA; elements that a warp's positions share, once.
+    # L2 traffic: weights once for each block; elements that a warp's positions share, once.
     axis = problem.axes3[2]
     row = (axis.kernel - 1) * axis.dilation + 1
     share = min(1.0, ((config.positions - 1) * axis.stride + row) / (config.positions * row))

@@ -20,7 +20,7 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import Sharing, slower_of
-from polyphase.schedules.grouped_gemm.tiling import Tiling, lanes_of, product_of, tiling_of
+from polyphase.schedules.grouped_gemm.tiling import Tiling, product_of, tile_extents, tiling_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import counter_bytes
 from polyphase.schedules.tiles import best_first, constants_of, layer_constants, out_blocks
@@ -130,7 +130,7 @@ class GroupedGemm(Schedule):
             window=tiling.window,
             batch=problem.batch,
             groups=problem.groups,
-            lanes=tiling.lanes,
+            tile_extent=tiling.tile_extent,
             tiles=tiling.tiles,
             first=tiling.first,
             skew=tiling.skew,
@@ -228,7 +228,7 @@ def _tilings(
     problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, columns: int, device: DeviceInfo
 ) -> list[tuple[Tiling, float]]:
     """Those by tiles of at most so many cells, for all configs alike, and the seconds that their bytes take."""
-    tilings = (tiling_of(problem, layouts, out_chunk, lanes) for lanes in lanes_of(problem, columns))
+    tilings = (tiling_of(problem, layouts, out_chunk, tile) for tile in tile_extents(problem, columns))
     return [(each, _floor(problem, out_chunk, each, device)) for each in tilings if each is not None]
 
 
@@ -276,7 +276,7 @@ class _Work:
 
     def _store_cycles(self, tiling: Tiling, resident: int) -> float:
         """Predicted cycles for a tile's outputs, in each of so many resident blocks."""
-        images, slabs, lines, columns = tiling.lanes
+        images, slabs, lines, columns = tiling.tile_extent
         rows = images * slabs * lines * self._rows
         written = rows / (tiling.joined * self._config.store_warps)
         whole = tiling.whole_sectors or tiling.joined > 1

@@ -27,7 +27,7 @@ class Tiling:
     first that is read. ``pitch`` and ``shift`` are those of the kernel's ``Geometry``.
     """
 
-    lanes: tuple[int, int, int, int]
+    tile_extent: tuple[int, int, int, int]
     tiles: tuple[int, int, int, int]
     first: tuple[int, int, int, int]
     skew: int
@@ -47,7 +47,7 @@ class Tiling:
     @cached_property
     def cells(self) -> int:
         """Of a tile."""
-        return math.prod(self.lanes)
+        return math.prod(self.tile_extent)
 
     @property
     def whole_sectors(self) -> bool:
@@ -88,7 +88,7 @@ def product_of(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
 
 
 @lru_cache(maxsize=256)
-def lanes_of(problem: ConvTransposeProblem, columns: int) -> list[tuple[int, int, int, int]]:
+def tile_extents(problem: ConvTransposeProblem, columns: int) -> list[tuple[int, int, int, int]]:
     """Extents of tiles along n, d, h and w of at most so many cells. A tile of one cell is among them."""
     depth, height, width = forward_gather(problem, Layouts.dense(problem)).cells
     found = {(1, 1, 1, 2)}
@@ -108,17 +108,17 @@ def _extents(cells: int, most: int) -> list[int]:
 
 
 def tiling_of(
-    problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: tuple[int, int, int, int]
+    problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, tile: tuple[int, int, int, int]
 ) -> Tiling | None:
     """The tiling by tiles of so many cells along n, d, h and w, or None where those cannot be."""
     size, gather = DTYPE_BYTES[problem.dtype], forward_gather(problem, layouts)
     if gather.src.channels_last or gather.dst.channels_last:
         return None
-    tiles = tiles_of(problem.batch, gather.cells, lanes)
+    tiles = tiles_of(problem.batch, gather.cells, tile)
     depth, height, width = gather.cell_axes
-    piece = row_piece(gather.src, size, layouts.aligned, 0 if tiles[3] <= 1 else lanes[3])
+    piece = row_piece(gather.src, size, layouts.aligned, 0 if tiles[3] <= 1 else tile[3])
     skew = width.first_offset % piece
-    window = (lanes[0], depth.window(lanes[1]), height.window(lanes[2]), round_up(width.window(lanes[3]) + skew, piece))
+    window = (tile[0], depth.window(tile[1]), height.window(tile[2]), round_up(width.window(tile[3]) + skew, piece))
     if max(window) >= MAX_SIDE:
         return None
     places = math.prod(window) // piece
@@ -131,12 +131,12 @@ def tiling_of(
     columns = gather.dst.shape[4]
     batch_stride, channel_stride, depth_stride, height_stride, _ = gather.dst.strides
     bare = any(along.owned < along.dst for along in (depth, height))
-    lines, run = lanes[2] * height.dst, lanes[3] * width.dst
-    whole = lanes[3] >= gather.cells[2] and gather.dst.strides[3:] == (columns, 1) and lines > 1 and not bare
+    lines, run = tile[2] * height.dst, tile[3] * width.dst
+    whole = tile[3] >= gather.cells[2] and gather.dst.strides[3:] == (columns, 1) and lines > 1 and not bare
     row = columns if whole else round_up(run, sector) + sector
-    slab = round_up(lines * row, sector) + sector if whole else lanes[2] * height.owned * row
-    image = lanes[1] * depth.owned * slab
-    channel = lanes[0] * image
+    slab = round_up(lines * row, sector) + sector if whole else tile[2] * height.owned * row
+    image = tile[1] * depth.owned * slab
+    channel = tile[0] * image
     channel += _padding(channel % (128 // size), channel_stride % sector, width.dst, size)
     bare_rows = (out_chunk if problem.bias else 1) if bare else 0
     strides = channel_stride, batch_stride, depth_stride, 0 if whole else height_stride
@@ -146,7 +146,7 @@ def tiling_of(
         return None
     n, d, h, w = tiles
     return Tiling(
-        lanes,
+        tile,
         (n, d, h, w),
         (0, depth.first_offset, height.first_offset, width.first_offset - skew),
         skew,

@@ -155,7 +155,7 @@ class _Product:
 class _Tiling(NamedTuple):
     """How cells are cut into tiles: ``window`` along n, d, h and w; rows begin ``skew`` pixels early."""
 
-    lanes: Four
+    tile_extent: Four
     tiles: Four
     window: Four
     skew: int
@@ -230,7 +230,7 @@ class GroupedGemmWindow(Schedule):
             dst=gather.dst,
             batch=problem.batch,
             groups=problem.groups,
-            lanes=tiling.lanes,
+            tile_extent=tiling.tile_extent,
             tiles=[max(1, count) for count in tiling.tiles],
             extent=(*tiling.window[:3], tiling.window[3] // max(1, tiling.vector)),
             first=(*first[:2], first[2] - tiling.skew),
@@ -315,15 +315,15 @@ def _best(
     product = _product(problem, pass_, layouts, config.folds, config.merged)
     room = device.shared_bytes_of(config.min_blocks) - product.weight_bytes(config)
     found = []
-    for lanes in _lanes(problem.batch, product.cells, config.rows):
-        tiling = _tiling(product, lanes)
+    for tile in _tile_extents(problem.batch, product.cells, config.rows):
+        tiling = _tiling(product, tile)
         if tiling is not None and product.pieces * tiling.plane <= room:
             found.append((tiling, *_seconds(problem, product, config, tiling, device)))
     return min(found, key=lambda each: each[1], default=None)
 
 
 @lru_cache(maxsize=1024)
-def _lanes(batch: int, cells: tuple[int, int, int], rows: int) -> list[Four]:
+def _tile_extents(batch: int, cells: tuple[int, int, int], rows: int) -> list[Four]:
     """Extents of tiles along n, d, h and w. A tile of one cell is among them."""
     depth, height, width = cells
     found = {(1, 1, 1, 1)}
@@ -341,29 +341,29 @@ def _extents(cells: int, most: int) -> list[int]:
     return sorted(each for each in shares | {1, 2, 4, 8, 16, 32, most} if 1 <= each <= min(max(1, cells), most))
 
 
-def _tiling(product: _Product, lanes: Four) -> _Tiling | None:
+def _tiling(product: _Product, tile: Four) -> _Tiling | None:
     gather, (depth, height, width) = product.gather, product.sides
     size = DTYPE_BYTES[gather.dtype]
-    tiles = tiles_of(gather.src.shape[0], product.cells, lanes)
-    vector = min(2, row_piece(gather.src, size, gather.aligned, 0 if tiles[3] <= 1 else lanes[3] * width.step))
+    tiles = tiles_of(gather.src.shape[0], product.cells, tile)
+    vector = min(2, row_piece(gather.src, size, gather.aligned, 0 if tiles[3] <= 1 else tile[3] * width.step))
     channels, piece = gather.src_channels, _PIECE_BYTES // size
     if gather.src.strides[1] == 1 and gather.aligned and channels % piece == 0 and gather.src.apart(1) % piece == 0:
         vector = 0
     skew = width.natural.first_offset % max(1, vector)
-    columns = round_up(width.window(lanes[3]) + skew, max(1, vector))
-    window = lanes[0], depth.window(lanes[1]), height.window(lanes[2]), columns
+    columns = round_up(width.window(tile[3]) + skew, max(1, vector))
+    window = tile[0], depth.window(tile[1]), height.window(tile[2]), columns
     if max(map(abs, gather.src.strides[1:])) * 2 >= 1 << 31:  # the kernel has these in 32 bits
         return None
-    outputs = max(count * side.outputs for count, side in zip(lanes[1:], product.sides))
+    outputs = max(count * side.outputs for count, side in zip(tile[1:], product.sides))
     if max(*window, outputs) > _MAX_SIDE or product.pieces * math.prod(window) * _PIECE_BYTES >= 1 << 20:
         return None
-    return _Tiling(lanes, tiles, window, skew, vector)
+    return _Tiling(tile, tiles, window, skew, vector)
 
 
 def _in_pairs(product: _Product, tiling: _Tiling) -> bool:
     """Whether results of two neighbouring cells lie side by side, in pairs that are aligned."""
     dst = product.gather.dst
-    even = dst.apart(4) % 2 == 0 and dst.strides[4] == 1 and tiling.lanes[3] % 2 == 0
+    even = dst.apart(4) % 2 == 0 and dst.strides[4] == 1 and tiling.tile_extent[3] % 2 == 0
     return even and product.sides[2].outputs == 1 and product.gather.aligned
 
 
@@ -374,7 +374,7 @@ def _seconds(
     terms = costs("grouped_gemm_window", device)
     groups, total = problem.groups, math.prod(tiling.tiles)
     blocks = _blocks(groups, total, config, device)
-    warps = -(-math.prod(tiling.lanes) // (16 * config.row_tiles))
+    warps = -(-math.prod(tiling.tile_extent) // (16 * config.row_tiles))
     work = terms.step * _multiplying(product, config, warps, terms) + _copying(product, tiling, terms)
     work += _storing(product, config, tiling, warps, terms) + terms.tile / config.min_blocks
     cycles = (work**_NORM + (terms.moved * _window_bytes(product, tiling)) ** _NORM) ** (1 / _NORM)
@@ -418,11 +418,11 @@ def _storing(product: _Product, config: WindowConfig, tiling: _Tiling, warps: in
     """Cycles of a multiprocessor for the results: instructions, and sectors, or parts of them, that they write to."""
     gather, size = product.gather, DTYPE_BYTES[product.gather.dtype]
     results = warps * config.row_tiles * 16 * product.blocks(config) * len(product.steps) * 8 * config.column_tiles
-    stored = math.prod(tiling.lanes) * math.prod(side.outputs for side in product.sides) * gather.dst_channels
+    stored = math.prod(tiling.tile_extent) * math.prod(side.outputs for side in product.sides) * gather.dst_channels
     if gather.dst.strides[1] == 1:  # of eight channels of a cell
         sectors = stored / 8 * max(1.0, 8 * size / SECTOR_BYTES)
     else:  # of rows, whose ends other tiles share; two instructions write every other cell, and so does each phase
-        along = tiling.lanes[3] * product.sides[2].outputs
+        along = tiling.tile_extent[3] * product.sides[2].outputs
         sectors = stored / along * (1 + along * gather.dst.strides[4] * size / SECTOR_BYTES)
         sectors *= product.sides[2].outputs * (1 if _in_pairs(product, tiling) else 2)
     return float(terms.result * results / 32 + terms.sector * sectors)

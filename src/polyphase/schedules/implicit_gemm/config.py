@@ -86,7 +86,7 @@ class GemmConfig(NamedTuple):
 
     @property
     def group_cells(self) -> int:
-        """Cells of a warp group."""
+        """Cells of a warpgroup."""
         return self.pixels * self.pixel_blocks
 
     @property
@@ -159,7 +159,7 @@ class GemmConfig(NamedTuple):
 
     @property
     def sharers(self) -> int:
-        """Warp groups that multiply the same item."""
+        """Warpgroups that multiply the same item."""
         return 1 if self.split == "turns" else CONSUMERS
 
     @property

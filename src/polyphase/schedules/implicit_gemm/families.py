@@ -118,7 +118,7 @@ class _Families:
         blocks, lines_of_layer = math.ceil(channels / ROWS), len(taps.lines)
         some_lines = [lines for lines in range(1, lines_of_layer + 1) if lines_of_layer % lines == 0]
         counts = {1, 2, 4} if blocks > 2 else {1, blocks}
-        if problem.epilogue.normalizes:  # warp groups have all channels of a pixel
+        if problem.epilogue.normalizes:  # warpgroups have all channels of a pixel
             return [self._shape(blocks, lines) for lines in some_lines]
         shapes = [self._shape(count, lines) for count in counts for lines in some_lines]
         if not problem.channels_last and (width_parts := Taps.width_parts(problem.axes3)) > 1:

@@ -171,10 +171,10 @@ class ImplicitGemm(Schedule):
         product = Product.of(gather, config)
         tile = best_tile(gather, config, problem.batch, device)
         assert tile is not None
-        tile_items = product.row_groups // config.row_parts
-        items = math.ceil(tile.total / config.cluster) * tile_items
+        tile_shares = product.row_groups // config.row_parts
+        work_tiles = math.ceil(tile.total / config.cluster) * tile_shares
         vector = store_vector(gather, config, tile)
-        clusters = _clusters(items, tile_items, device, config)
+        clusters = _clusters(work_tiles, tile_shares, device, config)
         operands = "float16" if config.scaled else problem.dtype
         transposed = config.tma_operands and not gather.src.channels_last
         source = KernelSource(
@@ -195,9 +195,9 @@ class ImplicitGemm(Schedule):
             images=tile.images,
             cells=tile.cells,
             tiles=tile.tiles,
-            tile_items=tile_items,
+            tile_shares=tile_shares,
             pitch=tile.pitch,
-            items=items,
+            work_tiles=work_tiles,
             run_pixels=tile.halo,
             raw_pitch=tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
             chunk_bytes=tile.allocated * CHUNK_BYTES,
@@ -207,7 +207,7 @@ class ImplicitGemm(Schedule):
             boxes=tile.boxes,
             box_pixels=tile.box_pixels,
             run=tile.run,
-            own=_own_items(gather, config, tile, device, problem, math.ceil(items / max(1, clusters))),
+            own=_own_work_tiles(gather, config, tile, device, problem, math.ceil(work_tiles / max(1, clusters))),
         )
         main = Step(
             source=source,
@@ -273,12 +273,12 @@ def _as_forward(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) ->
     return mirrored, Gather.of(mirrored, Pass.FORWARD, layouts, mirrored=True)
 
 
-def _clusters(items: int, tile_items: int, device: DeviceInfo, config: GemmConfig) -> int:
+def _clusters(work_tiles: int, tile_shares: int, device: DeviceInfo, config: GemmConfig) -> int:
     """Clusters of blocks; those with resident weights stay with their row groups, however few multiprocessors."""
     clusters = max(1, device.multiprocessors // config.cluster)
     if config.resident:
-        clusters = max(1, clusters // tile_items) * tile_items
-    return min(items, clusters)
+        clusters = max(1, clusters // tile_shares) * tile_shares
+    return min(work_tiles, clusters)
 
 
 def _sharing(gather: Gather, device: DeviceInfo) -> Sharing:
@@ -287,7 +287,7 @@ def _sharing(gather: Gather, device: DeviceInfo) -> Sharing:
     return Sharing(terms.sharing_rounds, terms.sharing_cycles, most)
 
 
-def _own_items(
+def _own_work_tiles(
     gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
 ) -> int:
     """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""

@@ -1,4 +1,4 @@
-"""The tiles of `implicit_gemm`: which cells a thread block takes at once, and how they lie in shared memory."""
+"""The tiles of `implicit_gemm`: which cells a block takes at once, and how they lie in shared memory."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ class _SharedBytes:
         return total + (self._table if aligned else self._worst_table) * -(-halo // copied)
 
 
-def items_known(config: GemmConfig, product: Product, stages: int) -> int:
-    """The slots in which a block learns of its items (``QUEUE`` in the kernel)."""
+def work_tiles_known(config: GemmConfig, product: Product, stages: int) -> int:
+    """The slots in which a block learns of its work tiles (``QUEUE`` in the kernel)."""
     ahead = 2 * (stages + config.loader_groups) + config.raw_slots
     return math.ceil(ahead / product.stages(config)) + 4
 
 
 def _static_shared_bytes(config: GemmConfig, product: Product, stages: int) -> int:
-    """The kernel's ``Shared``: barriers, items that are known, distances of operations; what follows is aligned."""
+    """The kernel's ``Shared``: barriers, known work tiles, distances of operations; what follows is aligned."""
     barriers = 8 * (2 * (stages + config.raw_slots) + CONSUMERS + 1)
-    barriers += round_up(12 * items_known(config, product, stages), 8)
+    barriers += round_up(12 * work_tiles_known(config, product, stages), 8)
     alignment = 1024 if config.tma_operands else 128  # of what follows
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment

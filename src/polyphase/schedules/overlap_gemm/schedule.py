@@ -63,7 +63,7 @@ class _Tiling:
     The window comes in bands of ``band`` rows, and the product of ``ring`` rows is kept.
     """
 
-    lanes: tuple[int, int, int, int]
+    tile_extent: tuple[int, int, int, int]
     tiles: tuple[int, int, int, int]
     window: tuple[int, int, int, int]
     first: tuple[int, int, int, int]
@@ -146,7 +146,7 @@ class OverlapGemm(Schedule):
             x=gather.src,
             y=gather.dst,
             batch=problem.batch,
-            lanes=tiling.lanes,
+            tile_extent=tiling.tile_extent,
             tiles=tiling.tiles,
             extent=tiling.window,
             first=tiling.first,
@@ -192,8 +192,8 @@ def _tiling(
     gather, work = forward_gather(problem, layouts), _Work(problem, config, device)
     if gather.src.shape[4] * gather.src.strides[4] >= 2**31:  # the kernel counts elements of a row in 32 bits
         return None
-    extents = _lanes(problem, config.rows, config.unit, device)
-    fitting = filter(None, (_tiles(gather, layouts.aligned, config, lanes) for lanes in extents))
+    extents = _tile_extents(problem, config.rows, config.unit, device)
+    fitting = filter(None, (_tiles(gather, layouts.aligned, config, tile) for tile in extents))
     return min(itertools.islice(fitting, _TILES), key=lambda each: work.seconds(each)[0], default=None)
 
 
@@ -210,7 +210,7 @@ def _window(gather: Gather, dimension: int, cells: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def _lanes(problem: ConvTransposeProblem, room: int, unit: int, device: DeviceInfo) -> list[tuple[int, int, int, int]]:
+def _tile_extents(problem: ConvTransposeProblem, room: int, unit: int, device: DeviceInfo) -> list[Four]:
     """Extents of tiles along n, d, h and w, those first that come to the fewest rows of products in all.
 
     Few tiles are counted in whole rounds of the multiprocessors. A band has ``room`` for so many pixels, and whole
@@ -226,11 +226,11 @@ def _lanes(problem: ConvTransposeProblem, room: int, unit: int, device: DeviceIn
                 rows = _window(gather, 1, h)[1]
                 images = max(1, min(problem.batch, room // max(1, line * rows)))
                 bands = math.ceil(images * line * rows / room)
-                lanes = images, d, h, w
-                tiles = math.prod(tiles_of(problem.batch, cells, lanes))
+                tile = images, d, h, w
+                tiles = math.prod(tiles_of(problem.batch, cells, tile))
                 if tiles < 4 * device.multiprocessors:
                     tiles = round_up(tiles, device.multiprocessors)
-                found[lanes] = tiles * (bands * room + 64)
+                found[tile] = tiles * (bands * room + 64)
     return sorted(found, key=found.__getitem__)
 
 
@@ -240,7 +240,7 @@ def _extents(cells: int, most: int) -> list[int]:
     return sorted(extent for extent in shares | {4, 8, 12, 16, 24, 32, 48, 64} if 1 <= extent <= min(cells, most))
 
 
-def _tiles(gather: Gather, aligned: bool, config: OverlapConfig, lanes: Four) -> _Tiling | None:
+def _tiles(gather: Gather, aligned: bool, config: OverlapConfig, tile: Four) -> _Tiling | None:
     """The tiling by tiles of such extents, or None where those do not fit.
 
     Whole units are read at once where they can be, unless the window only fits pixel by pixel.
@@ -249,19 +249,19 @@ def _tiles(gather: Gather, aligned: bool, config: OverlapConfig, lanes: Four) ->
     if src.channels_last:  # a unit is 8 bytes of neighbouring channels
         batch, _, *others = src.strides
         whole = aligned and widest_piece(size, gather.src_channels, batch, *others) * size >= 8
-        return _bands(gather, config, lanes, whole, 0)
-    step = 0 if lanes[3] >= gather.cells[2] else lanes[3]
+        return _bands(gather, config, tile, whole, 0)
+    step = 0 if tile[3] >= gather.cells[2] else tile[3]
     if row_piece(src, size, aligned, step) >= config.unit:
-        skew = _window(gather, 2, lanes[3])[0] % config.unit
-        if (found := _bands(gather, config, lanes, True, skew)) is not None:
+        skew = _window(gather, 2, tile[3])[0] % config.unit
+        if (found := _bands(gather, config, tile, True, skew)) is not None:
             return found
-    return _bands(gather, config, lanes, False, 0)
+    return _bands(gather, config, tile, False, 0)
 
 
-def _bands(gather: Gather, config: OverlapConfig, lanes: Four, whole: bool, skew: int) -> _Tiling | None:
+def _bands(gather: Gather, config: OverlapConfig, tile: Four, whole: bool, skew: int) -> _Tiling | None:
     """The tiling that reads ``whole`` units or single pixels; rows of the window begin ``skew`` pixels earlier."""
-    images = lanes[0]
-    (depth, slabs), (height, rows), (width, columns) = (_window(gather, i, lanes[1 + i]) for i in range(3))
+    images = tile[0]
+    (depth, slabs), (height, rows), (width, columns) = (_window(gather, i, tile[1 + i]) for i in range(3))
     window = (images, slabs, rows, round_up(columns + skew, config.unit))
     row = images * slabs * window[3]
     band = min(rows, config.rows // row) if row else rows
@@ -269,8 +269,8 @@ def _bands(gather: Gather, config: OverlapConfig, lanes: Four, whole: bool, skew
     ring = rows if band == rows else band + shared
     if (band == 0 and rows > 0) or row * ring > config.pitch - 4:
         return None
-    tiles = tiles_of(gather.src.shape[0], gather.cells, lanes)
-    return _Tiling(lanes, tiles, window, (0, depth, height, width - skew), max(1, band), max(1, ring), whole)
+    tiles = tiles_of(gather.src.shape[0], gather.cells, tile)
+    return _Tiling(tile, tiles, window, (0, depth, height, width - skew), max(1, band), max(1, ring), whole)
 
 
 class _Work:
@@ -330,7 +330,7 @@ class _Work:
         loads = 1 if config.steps_held >= steps else bands * math.ceil(steps / config.steps_held)
         weights = loads * (terms.load + resident * min(steps, config.steps_held) * columns * terms.weights)
         written = bands * config.rows * 8 * columns / config.unit
-        read = math.prod(tiling.lanes) * self._read
+        read = math.prod(tiling.tile_extent) * self._read
         ends = bands * terms.end + resident * (written + read) / 32 * terms.word
         return terms.block + weights + bands * steps * step + ends
 

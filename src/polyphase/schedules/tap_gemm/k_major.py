@@ -10,8 +10,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.schedules.cost import overlapped_time
 
 #: Consumer warpgroups; one more warpgroup is the producer.
-GROUPS = 2
-THREADS = 128 * (GROUPS + 1)
+CONSUMER_GROUPS = 2
+THREADS = 128 * (CONSUMER_GROUPS + 1)
 
 #: N of a wgmma, at most.
 MOST_COLUMNS = 256
@@ -39,7 +39,7 @@ def stage_cycles(
     Narrow products take as long as shared memory is read for their rows. Each of a stage's ``taps`` has products of its
     own, which wait for those before.
     """
-    operations = GROUPS * row_tiles * pitch / 32 * (3 if parts == 2 else 1)
+    operations = CONSUMER_GROUPS * row_tiles * pitch / 32 * (3 if parts == 2 else 1)
     products = terms.product * operations * max(columns / 2, 16 + columns / 4)
     cycles: float = overlapped_time(taps * products, loading, terms.overlap) + taps * terms.stage
     return cycles
@@ -59,7 +59,7 @@ def rounds_of_unequal(rounds: float, most: float) -> float:
     return max(whole, min(whole * most, rounds + most / 2))
 
 
-def best_splits(seconds: Callable[[int], float], most: int, items: int, device: DeviceInfo) -> int:
-    """The split-K of ``items`` work tiles that takes least time: at most ``most``, or two rounds of all splits."""
-    most = max(1, min(most, 2 * device.multiprocessors // max(1, items)))
+def best_splits(seconds: Callable[[int], float], most: int, work_tiles: int, device: DeviceInfo) -> int:
+    """The fastest split-K of ``work_tiles``: at most ``most`` splits, and at most two waves of blocks."""
+    most = max(1, min(most, 2 * device.multiprocessors // max(1, work_tiles)))
     return min(range(1, most + 1), key=lambda splits: (seconds(splits), splits))

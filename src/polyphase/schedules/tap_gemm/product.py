@@ -196,7 +196,7 @@ def pack_step(
 
 
 def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[int, int]:
-    """Rows and taps of a thread block that packs, so that runs of both orders are long and blocks are many."""
+    """Rows and taps of a block that packs, so that runs of both orders are long and blocks are many."""
     taps, pieces = product.problem.taps, chunk // product.piece
     all_items = rows * taps * pieces * chunks
     items = next((each for each in _PACK_ITEMS if all_items >= each * MANY_BLOCKS), _PACK_ITEMS[-1])

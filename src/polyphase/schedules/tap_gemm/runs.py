@@ -98,7 +98,7 @@ class Runs:
         """Whether the step counts so many positions."""
         return self.planes.positions < _MOST_POSITIONS
 
-    def tensor_map(self, pitch: int, lanes: Four, taps: int) -> TensorMap:
+    def tensor_map(self, pitch: int, tile: Four, taps: int) -> TensorMap:
         """A tap group of a tile of cells, of runs of so many taps."""
         size, planes, axis = self.product.size, self.planes, self.product.gather.cell_axes[2]
         depth, height, width = planes.padded
@@ -114,16 +114,16 @@ class Runs:
             self.product.problem.dtype,
             (taps * self.channels, *(count for count, _ in dimensions)),
             tuple(16 if count == 1 else step for count, step in dimensions),
-            (pitch // size, *lanes[::-1]),
+            (pitch // size, *tile[::-1]),
             pitch,
             True,
         )
 
-    def maps(self, pitch: int, lanes: Four) -> tuple[TensorMap, TensorMap]:
+    def maps(self, pitch: int, tile: Four) -> tuple[TensorMap, TensorMap]:
         """The maps for phases with most taps along the width, and for phases with one tap less."""
-        most, fewer = self.tensor_map(pitch, lanes, self.taps), self.taps - 1
+        most, fewer = self.tensor_map(pitch, tile, self.taps), self.taps - 1
         differ = fewer > 0 and fewer in self.product.axis_taps[2]
-        return most, self.tensor_map(pitch, lanes, fewer) if differ else most
+        return most, self.tensor_map(pitch, tile, fewer) if differ else most
 
 
 def side_by_side(axis: Axis, forward: bool) -> bool:

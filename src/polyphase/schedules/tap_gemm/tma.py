@@ -53,7 +53,7 @@ from polyphase.schedules.tap_gemm.tma_config import (
     stage_bytes,
     stages_of,
 )
-from polyphase.schedules.tap_gemm.tma_cost import items_of, options, splits_of, tiles_of_cells
+from polyphase.schedules.tap_gemm.tma_cost import options, splits_of, tiles_of_cells, work_tiles_of
 from polyphase.schedules.tensor_cores import counter_bytes
 from polyphase.schedules.tiles import Four
 
@@ -142,9 +142,9 @@ class TapGemmTma(Schedule):
         assert lie is not None
         product = product_of(problem, pass_, lie)
         gather, chunk = product.gather, chunk_of(product, config)
-        lanes, tiles = tiles_of_cells(product, config, device)
+        tile, tiles = tiles_of_cells(product, config, device)
         splits, stages = splits_of(product, config, device)[0], max(stages_of(product, config))
-        read = _read(product, config, layouts.aligned, lanes)
+        read = _read(product, config, layouts.aligned, tile)
         constants = {
             **dict(gather.constants()),
             "CHUNK": chunk,
@@ -176,7 +176,7 @@ class TapGemmTma(Schedule):
             source_size=gather.src.shape[2:],
             batch=problem.batch,
             groups=problem.groups,
-            lanes=lanes,
+            tile_extent=tile,
             tiles=tiles,
             splits=splits,
             sums=layouts.in_sums or splits > 1,
@@ -185,7 +185,7 @@ class TapGemmTma(Schedule):
         )
         main = Step(
             source=source,
-            grid=(min(items_of(product, config, tiles) * splits, device.multiprocessors), 1, 1),
+            grid=(min(work_tiles_of(product, config, tiles) * splits, device.multiprocessors), 1, 1),
             block=THREADS,
             shared_bytes=buffers(stage_bytes(product, config), device) * stage_bytes(product, config),
             params=params,
@@ -212,16 +212,16 @@ class _Read(NamedTuple):
         return reading_channels_last(inner, dtype, {} if how is None else {SRC: how})
 
 
-def _read(product: Product, config: TmaTapConfig, aligned: bool, lanes: Four) -> _Read:
+def _read(product: Product, config: TmaTapConfig, aligned: bool, tile: Four) -> _Read:
     """The source of a config."""
     how: Transposed | Planes | None
     if runs := of_config(product, config):
         padded, inner, how = runs.channels, runs.inner, runs.planes
-        maps = runs.maps(config.pitch, lanes)
+        maps = runs.maps(config.pitch, tile)
     else:
         side, how = _as_read(product, config, aligned)
         padded, inner = side.shape[1] // (product.problem.groups * product.parts), (1, 1)
-        source = _map(product, config, side, lanes)
+        source = _map(product, config, side, tile)
         maps = source, _weight_map(product, config) if config.boxes else source
     joined = runs is not None and runs.joined
     constants: dict[str, Constant] = {"RUNS": config.runs, "JOINED": joined, "PADDED_CHANNELS": padded}
@@ -272,19 +272,19 @@ def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Sid
     return as_read(product, product.gather.src, aligned, written=written)
 
 
-def _map(product: Product, config: TmaTapConfig, read: Side, lanes: Four) -> TensorMap:
+def _map(product: Product, config: TmaTapConfig, read: Side, tile: Four) -> TensorMap:
     """The box of a stage of a tile of cells."""
     size = product.size
     batch, channels, depth, height, width = read.shape
     image, _, slab, row, column = (step * size for step in read.strides)
     dimensions = zip((width, height, depth, batch), (column, row, slab, image))
-    counts = (lanes[3] + halo(product, config), lanes[2], lanes[1])
+    counts = (tile[3] + halo(product, config), tile[2], tile[1])
     steps = (axis.src if count > 1 else 1 for axis, count in zip(product.gather.cell_axes[::-1], counts))
     return TensorMap(
         product.problem.dtype,
         (channels, width, height, depth, max(1, batch)),
         tuple(16 if count == 1 else step for count, step in dimensions),
-        (config.pitch // size, lanes[3] + halo(product, config), *lanes[2::-1]),
+        (config.pitch // size, tile[3] + halo(product, config), *tile[2::-1]),
         config.pitch,
         True,
         0,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from polyphase.problem.integers import round_up
-from polyphase.schedules.tap_gemm.k_major import GROUPS, MOST_COLUMNS
+from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, MOST_COLUMNS
 from polyphase.schedules.tap_gemm.product import MOST_STEP, Product
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 
@@ -38,7 +38,7 @@ class TmaTapConfig(NamedTuple):
     @property
     def rows(self) -> int:
         """Cells of a block."""
-        return 64 * GROUPS * self.row_tiles
+        return 64 * CONSUMER_GROUPS * self.row_tiles
 
 
 def of_config(product: Product, config: TmaTapConfig) -> Runs | None:

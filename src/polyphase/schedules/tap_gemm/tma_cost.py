@@ -59,7 +59,7 @@ def _extents(batch: int, cells: Three, steps: Three, rows: int, halo: int, most_
                     found.append((n, d, h, w))
         if halo and w + halo <= most_rows:
             found.append((1, 1, 1, w))
-    return [(lanes, math.prod(tiles_of(batch, cells, lanes))) for lanes in found]
+    return [(tile, math.prod(tiles_of(batch, cells, tile))) for tile in found]
 
 
 def options(product: Product, config: TmaTapConfig) -> list[tuple[Four, int]]:
@@ -77,27 +77,27 @@ def tiles_of_cells(product: Product, config: TmaTapConfig, device: DeviceInfo) -
     phases = len(product.phase_taps)
 
     def cycles(each: tuple[Four, int]) -> float:
-        lanes, count = each
-        stages, stage = _all_stages(product, config, lanes)[0], _stage_cycles(product, config, lanes, device)
-        return stages * stage + count * phases * (once + stored * _sectors(product, lanes))
+        tile, count = each
+        stages, stage = _all_stages(product, config, tile)[0], _stage_cycles(product, config, tile, device)
+        return stages * stage + count * phases * (once + stored * _sectors(product, tile))
 
-    lanes, _ = min(options(product, config), key=cycles)
-    return lanes, tiles_of(product.problem.batch, product.cells, lanes)
+    tile, _ = min(options(product, config), key=cycles)
+    return tile, tiles_of(product.problem.batch, product.cells, tile)
 
 
-def _all_stages(product: Product, config: TmaTapConfig, lanes: Four) -> tuple[int, float]:
+def _all_stages(product: Product, config: TmaTapConfig, tile: Four) -> tuple[int, float]:
     """Stages of all work tiles of a column block and a group, and the most of one over their mean.
 
     Taps that meet nothing but zeros in all of a tile have none. Windows have as many taps as in the mean.
     """
     runs, most = of_config(product, config), 1.0
-    axes = list(zip(product.gather.axes, product.gather.src.shape[2:], product.cells, lanes[1:]))
-    count = tiles_of(product.problem.batch, product.cells, lanes)[0]
+    axes = list(zip(product.gather.axes, product.gather.src.shape[2:], product.cells, tile[1:]))
+    count = tiles_of(product.problem.batch, product.cells, tile)[0]
     if runs is not None:
         if not product.gather.forward:
-            return sum(runs.stages) * math.prod(tiles_of(product.problem.batch, product.cells, lanes)), 1.0
+            return sum(runs.stages) * math.prod(tiles_of(product.problem.batch, product.cells, tile)), 1.0
         axes.pop()
-        count *= sum(runs.row_stages) * -(-product.cells[2] // lanes[3])
+        count *= sum(runs.row_stages) * -(-product.cells[2] // tile[3])
     else:
         count *= -(-product.gather.src_channels // chunk_of(product, config))
     for axis, size, cells, extent in axes:
@@ -107,16 +107,16 @@ def _all_stages(product: Product, config: TmaTapConfig, lanes: Four) -> tuple[in
     return count if config.window == 1 else math.ceil(count / taps_of_window(product, config)), most
 
 
-def _sectors(product: Product, lanes: Four) -> float:
+def _sectors(product: Product, tile: Four) -> float:
     """Sectors that the results of a tile touch, over those that they would fill if they lay together."""
     if product.gather.dst.strides[1] == 1:
         return 1.0
-    _, _, rows, columns = lanes
+    _, _, rows, columns = tile
     together = columns * (rows if columns == product.cells[2] else 1) * product.gather.cell_axes[2].dst
     return 1.0 + _SECTOR / (together * product.size)
 
 
-def items_of(product: Product, config: TmaTapConfig, tiles: Four) -> int:
+def work_tiles_of(product: Product, config: TmaTapConfig, tiles: Four) -> int:
     """Work tiles, without split-K."""
     columns = -(-product.gather.dst_channels // config.columns)
     return math.prod(tiles) * len(product.phase_taps) * columns * product.problem.groups
@@ -126,21 +126,21 @@ def items_of(product: Product, config: TmaTapConfig, tiles: Four) -> int:
 def splits_of(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[int, float]:
     """Splits of a work tile's stages, and the predicted seconds of packing, product and reduction."""
     terms, own = costs("tap_gemm_tma", device), costs("tap_gemm", device)
-    lanes, tiles = tiles_of_cells(product, config, device)
-    items, stages = items_of(product, config, tiles), stages_of(product, config)
-    stage = _stage_cycles(product, config, lanes, device)
+    tile, tiles = tiles_of_cells(product, config, device)
+    work_tiles, stages = work_tiles_of(product, config, tiles), stages_of(product, config)
+    stage = _stage_cycles(product, config, tile, device)
     once, stored = _cycles_of_tile(product, config, device)
-    once += stored * _sectors(product, lanes)
+    once += stored * _sectors(product, tile)
     size, elements = product.size, math.prod(product.gather.dst.shape)
     packed = sum(stages) * config.pitch * product.parts * round_up(product.gather.dst_channels, config.columns)
     packing = own.pack + packed * product.problem.groups * own.packed / device.copy_bytes_per_second
-    of_all, most_over_mean = _all_stages(product, config, lanes)
+    of_all, most_over_mean = _all_stages(product, config, tile)
     mean = of_all / max(1, math.prod(tiles) * len(stages))
     if config.boxes:
         packing = 0.0
 
     def seconds(splits: int) -> float:
-        of_block = items * splits / device.multiprocessors
+        of_block = work_tiles * splits / device.multiprocessors
         in_turn = whole_rounds(of_block) * most_over_mean  # every n-th work tile, however long that is
         rounds = in_turn if config.boxes else rounds_of_unequal(of_block, most_over_mean)
         cycles = rounds * (math.ceil(mean / splits) * stage + once)
@@ -151,16 +151,16 @@ def splits_of(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tup
     if is_dense(product.gather.dst):
         pass_ = Pass.FORWARD if product.gather.forward else Pass.INPUT_GRAD
         most = min(affordable_planes(product.problem, pass_), int(mean) // LEAST_STAGES)
-    found = best_splits(seconds, most, items, device)
+    found = best_splits(seconds, most, work_tiles, device)
     return found, packing + seconds(found)
 
 
-def _stage_cycles(product: Product, config: TmaTapConfig, lanes: Four, device: DeviceInfo) -> float:
+def _stage_cycles(product: Product, config: TmaTapConfig, tile: Four, device: DeviceInfo) -> float:
     """Predicted cycles of a stage."""
     terms = costs("tap_gemm_tma", device)
     taps, rows = 1.0, config.rows
     if config.window > 1:
-        taps, rows = taps_of_window(product, config), math.prod(lanes[:3]) * (lanes[3] + halo(product, config))
+        taps, rows = taps_of_window(product, config), math.prod(tile[:3]) * (tile[3] + halo(product, config))
     loaded = product.parts * (rows + taps * config.columns) * config.pitch
     loading = max(terms.moved * loaded, terms.box_row * rows * product.parts)
     return stage_cycles(config.row_tiles, config.columns, config.pitch, product.parts, loading, terms, taps)

@@ -262,11 +262,11 @@ def _main(
     """
     product, slabs = flat.product, flat.outer[1]
     first_images = [0 if new else first for new in flat.written]
-    column, items = flat.images or 1, _tiles(flat, config) * product.problem.groups * splits
+    column, work_tiles = flat.images or 1, _tiles(flat, config) * product.problem.groups * splits
     params = params_of(source).pack(
         groups=product.problem.groups,
         splits=splits,
-        items=items,
+        work_tiles=work_tiles,
         stages=flat.stages,
         slab_stages=max(1, flat.slab_stages),
         slabs=slabs,
@@ -283,7 +283,7 @@ def _main(
     base, phased = flat.planes
     return Step(
         source=source,
-        grid=(min(items, device.multiprocessors), 1, 1),
+        grid=(min(work_tiles, device.multiprocessors), 1, 1),
         block=THREADS,
         shared_bytes=buffers(_stage_bytes(flat, config), device) * _stage_bytes(flat, config),
         params=params,
@@ -341,17 +341,17 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
     ``narrows``: see `_narrows`.
     """
     terms, product = costs("tap_gemm_wgrad_tma", device), flat.product
-    items = _tiles(flat, config) * product.problem.groups
+    work_tiles = _tiles(flat, config) * product.problem.groups
     stages = max(1, flat.stages)
     stage = _stage_cycles(flat, config, terms)
     results = config.rows * config.columns * terms.result
     flush = max(1, _flush(flat))
     weights, bandwidth = math.prod(product.problem.weight_shape), device.copy_bytes_per_second
-    moving = flat.bytes * (1 if flat.bytes < _CACHED else max(1, items / device.multiprocessors)) / bandwidth
+    moving = flat.bytes * (1 if flat.bytes < _CACHED else max(1, work_tiles / device.multiprocessors)) / bandwidth
     moving *= device.clock_hz
 
     def seconds(splits: int) -> tuple[float, float]:
-        rounds, each = items * splits / device.multiprocessors, math.ceil(stages / splits)
+        rounds, each = work_tiles * splits / device.multiprocessors, math.ceil(stages / splits)
         once = terms.item + results * math.ceil(each / flush)
         cycles = whole_rounds(rounds) * (each * stage + once)
         alone = splits == 1 and (narrows or product.size == 4)
@@ -359,7 +359,7 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
         return (overlapped_time(cycles, moving, terms.overlap) + terms.launch) / device.clock_hz, end
 
     most = min(affordable_planes(product.problem), stages // LEAST_STAGES)
-    found = best_splits(lambda splits: sum(seconds(splits)), most, items, device)
+    found = best_splits(lambda splits: sum(seconds(splits)), most, work_tiles, device)
     return (found, *seconds(found))
 
 

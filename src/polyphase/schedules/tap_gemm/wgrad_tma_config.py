@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from polyphase.problem.integers import round_up
 from polyphase.schedules.tap_gemm.flat import FlatProduct
-from polyphase.schedules.tap_gemm.k_major import GROUPS, MOST_COLUMNS
+from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, MOST_COLUMNS
 
 _MOST_SUMS = 128  # accumulators of a thread; twice as many registers if promoted
 _LEAST_CHUNK = 32  # channels of an item, if the layer has as many: small boxes cost as much as large ones
@@ -41,7 +41,7 @@ class WgradTmaConfig(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of a block."""
-        return 64 * GROUPS * self.row_tiles
+        return 64 * CONSUMER_GROUPS * self.row_tiles
 
     @property
     def columns(self) -> int:
@@ -69,7 +69,7 @@ def legal_configs(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
     most = _MOST_SUMS // flat.product.parts
     for window, mirrored, row_tiles in itertools.product(flat.windows, (False, True), (1, 2)):
         (rows, row_taps), (columns, column_taps) = _sides(flat, mirrored, window)
-        all_rows = 64 * GROUPS * row_tiles
+        all_rows = 64 * CONSUMER_GROUPS * row_tiles
         row_chunk, row_items = _row_shape(rows, row_taps, all_rows)
         if row_tiles > 1 and row_items * row_chunk <= all_rows // 2:
             continue

@@ -113,7 +113,7 @@ class WindowDgradFma(Schedule):
         tiling = _tiling(problem, layouts, config, device)
         assert tiling is not None
         x, grad = sides_of(problem, layouts)
-        items, length, blocks = _shares(problem, config, tiling, device)
+        work_tiles, length, blocks = _shares(problem, config, tiling, device)
         source = KernelSource(
             self.name,
             problem.dtype,
@@ -132,8 +132,8 @@ class WindowDgradFma(Schedule):
             "g": grad,
             "window": tiling.window,
             "batch": problem.batch,
-            "items": items,
-            "items_per_block": length,
+            "work_tiles": work_tiles,
+            "work_tiles_per_block": length,
             "lanes": tiling.lanes,
             "tile_extent": tiling.extent,
             "tiles": tiling.tiles,
@@ -222,10 +222,10 @@ def _shares(
     problem: ConvTransposeProblem, config: FmaConfig, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[int, int, int]:
     """Work tiles of the layer, how many of them a block has, and blocks."""
-    items = math.ceil(problem.in_channels_per_group / (config.in_tile * config.in_slices))
-    items *= problem.groups * tiling.total
+    work_tiles = math.ceil(problem.in_channels_per_group / (config.in_tile * config.in_slices))
+    work_tiles *= problem.groups * tiling.total
     blocks = device.multiprocessors * _resident(problem, config, tiling.window, device)
-    return (items, *parted(items, min(items, blocks))) if items else (0, 1, 0)
+    return (work_tiles, *parted(work_tiles, min(work_tiles, blocks))) if work_tiles else (0, 1, 0)
 
 
 @lru_cache(maxsize=4096)
@@ -359,11 +359,11 @@ def _seconds(
 ) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = costs("window_fma", device)
-    items, length, blocks = _shares(problem, config, tiling, device)
+    work_tiles, length, blocks = _shares(problem, config, tiling, device)
     resident = max(1, math.ceil(blocks / device.multiprocessors))
     cycles = _item_cycles(problem, config, tiling.window, tiling.conflicts, resident, terms)
     cycles = resident * length * cycles + terms.launch
-    read = items * problem.out_channels_per_group * math.prod(tiling.window.extent) * DTYPE_BYTES[problem.dtype]
+    read = work_tiles * problem.out_channels_per_group * math.prod(tiling.window.extent) * DTYPE_BYTES[problem.dtype]
     moving = max(problem.bytes, read / terms.from_l2) / device.copy_bytes_per_second
     work = cycles / device.clock_hz
     return overlapped_time(work, moving, terms.overlap), slower_of(work, moving)[1]

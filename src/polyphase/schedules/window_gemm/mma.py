@@ -38,14 +38,14 @@ from polyphase.schedules.window_gemm.window import (
     Gradient,
     blocks_of,
     extent_of_window,
-    lanes_of,
     split_params,
+    tile_extents,
     window_of,
 )
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
-_MOST_STRIDED_TAPS = 24  # float32 with a stride: with more taps a config of one resident CTA spills
+_MOST_STRIDED_TAPS = 24  # float32 with a stride: with more taps a config of one resident block spills
 _STAGES = (4, 3, 2)  # pipeline depths, deepest first
 _MAX_TAPS = 512
 _MOST_TERMS = 12288  # K of an input gradient in half types; at 16384 a few elements in a million were too far off
@@ -80,7 +80,7 @@ class MmaConfig(NamedTuple):
 class _Tiling:
     """How a config cuts the input positions into tiles, and what that takes of shared memory."""
 
-    lanes: tuple[int, int, int, int]
+    tile_extent: tuple[int, int, int, int]
     tiles: tuple[int, int, int, int]
     skew: int
     window: StageBox
@@ -118,7 +118,7 @@ class _WindowMma(Gradient):
         most: int | None = None,
         below: float = math.inf,
     ) -> dict[MmaConfig, float]:
-        """Each config at the most stages that leave room for its resident CTAs."""
+        """Each config at the most stages that leave room for its resident blocks."""
         found = sorted(filter(None, (_deepest(at, pass_, each, device) for each in legal_configs(at, pass_, device))))
         return {config: seconds for seconds, config in found}
 
@@ -140,7 +140,7 @@ class _WindowMma(Gradient):
             "g": grad,
             "window": tiling.window,
             "batch": problem.batch,
-            "tile_extent": tiling.lanes,
+            "tile_extent": tiling.tile_extent,
             "tiles": tiling.tiles,
             "skew": tiling.skew,
             "table_bytes": tiling.table_bytes,
@@ -150,7 +150,7 @@ class _WindowMma(Gradient):
             length, planes = parted(tiling.total, _splits(problem, config, tiling, device))
             params |= split_params(problem, length, tiling.total) | {"x_box": tiling.operand}
         else:
-            pairs = tiling.lanes[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
+            pairs = tiling.tile_extent[3] % 2 == 0 and row_piece(x, 8, True, 0) == 2
             params |= {"weight": weight_rows(problem, layouts), "weight_box": tiling.operand, "pairs": pairs}
             blocks *= tiling.total
         constants: tuple[tuple[str, Constant], ...] = (
@@ -183,7 +183,7 @@ class WindowWgradMma(_WindowMma):
 
 
 def _splits(problem: ConvTransposeProblem, config: MmaConfig, tiling: _Tiling, device: DeviceInfo) -> int:
-    """Split-K count of the positions: one wave of CTAs, and no split is mostly its prologue."""
+    """Split-K count of the positions: one wave of blocks, and no split is mostly its prologue."""
     blocks = blocks_of(problem, Pass.WEIGHT_GRAD, config.rows, config.out_chunk)
     full = max(1, device.multiprocessors * config.min_blocks // blocks)
     return max(1, min(full, affordable_planes(problem), tiling.total // 8))
@@ -221,9 +221,9 @@ class _Cut:
         self._layer, self._terms = (problem, pass_, layouts, config), terms
         self._tilings: dict[Four, _Tiling] = {}
         least = min(_LEAST_ROW, problem.input_size[-1])
-        lanes = list(lanes_of(problem, config.positions))
-        self._long = [each for each in lanes if each[3] >= least]
-        self._short = [each for each in lanes if each[3] < least]
+        extents = list(tile_extents(problem, config.positions))
+        self._long = [each for each in extents if each[3] >= least]
+        self._short = [each for each in extents if each[3] < least]
         # Lower bounds of the work: products alone, as if nothing were loaded.
         stage, sizes = _product_cycles(problem, pass_, config, terms), five(problem.input_shape)[2:]
         self._operand = config.rows * _depth(problem, pass_, config) * DTYPE_BYTES[problem.dtype]  # bytes of a stage
@@ -243,16 +243,16 @@ class _Cut:
         tilings = (self._fitting(each, config, device) for each in self._short)
         return next((tiling for tiling in tilings if tiling is not None), None)
 
-    def tiling(self, lanes: Four) -> _Tiling:
+    def tiling(self, tile: Four) -> _Tiling:
         """The tiling whose tiles have these extents."""
-        if lanes not in self._tilings:
-            self._tilings[lanes] = _tiles(*self._layer, lanes)
-        return self._tilings[lanes]
+        if tile not in self._tilings:
+            self._tilings[tile] = _tiles(*self._layer, tile)
+        return self._tilings[tile]
 
-    def _fitting(self, lanes: Four, config: MmaConfig, device: DeviceInfo) -> _Tiling | None:
+    def _fitting(self, tile: Four, config: MmaConfig, device: DeviceInfo) -> _Tiling | None:
         """The tiling with the most images per tile that fits."""
-        problem, (images, depth, height, width) = self._layer[0], lanes
-        _, *extent = extent_of_window(problem, lanes)
+        problem, (images, depth, height, width) = self._layer[0], tile
+        _, *extent = extent_of_window(problem, tile)
         window = config.out_chunk * math.prod(extent) * DTYPE_BYTES[problem.dtype]  # of an image
         while images:
             if config.buffers * (self._operand + images * window) <= device.shared_bytes_per_block:
@@ -272,20 +272,20 @@ def _fits(config: MmaConfig, tiling: _Tiling, device: DeviceInfo) -> bool:
 
 
 def _tiles(
-    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: MmaConfig, lanes: tuple[int, int, int, int]
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: MmaConfig, tile: tuple[int, int, int, int]
 ) -> _Tiling:
     size = DTYPE_BYTES[problem.dtype]
     x, _ = sides_of(problem, layouts)
-    window, skew = window_of(problem, layouts, config.out_chunk, lanes)
+    window, skew = window_of(problem, layouts, config.out_chunk, tile)
     depth = _depth(problem, pass_, config)
     a_pitch = depth * size + 16
     if pass_ is Pass.WEIGHT_GRAD:
         if x.channels_last:
             piece = channel_piece(x, problem.in_channels_per_group, config.rows, size, layouts.aligned)
-            operand = StageBox(lanes, piece, a_pitch, depth)
+            operand = StageBox(tile, piece, a_pitch, depth)
         else:
-            piece = row_piece(x, size, layouts.aligned, lanes[3])
-            operand = StageBox(lanes, piece, a_pitch, depth // piece)
+            piece = row_piece(x, size, layouts.aligned, tile[3])
+            operand = StageBox(tile, piece, a_pitch, depth // piece)
         tables = 4 * depth
     else:
         operand = weight_box(problem, layouts, config.out_chunk, a_pitch, depth)
@@ -293,14 +293,14 @@ def _tiles(
     moving = pass_ is Pass.WEIGHT_GRAD
     tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
     stage = config.rows * a_pitch + config.out_chunk * window.pitch
-    counts = tiles_of(problem.batch, x.shape[2:], lanes)
-    return _Tiling(lanes, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
+    counts = tiles_of(problem.batch, x.shape[2:], tile)
+    return _Tiling(tile, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
 
 
 def _stage_cycles(
     problem: ConvTransposeProblem, pass_: Pass, config: MmaConfig, tiling: _Tiling, terms: Costs
 ) -> float:
-    """Predicted cycles of a multiprocessor for a stage of a CTA: products, copies and bytes moved."""
+    """Predicted cycles of a multiprocessor for a stage of a block: products, copies and bytes moved."""
     size = DTYPE_BYTES[problem.dtype]
     depth = _depth(problem, pass_, config)
     cycles = _product_cycles(problem, pass_, config, terms)

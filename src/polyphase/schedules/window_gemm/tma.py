@@ -24,13 +24,13 @@ from polyphase.schedules.window_gemm.tma_config import (
     TmaConfig,
     legal_configs,
     stage_bytes,
-    tile_lanes,
+    tile_extent,
 )
 from polyphase.schedules.window_gemm.tma_cost import (
     depth_stages,
     estimate,
-    input_items,
     input_splits,
+    input_work_tiles,
     weight_blocks,
     weight_splits,
 )
@@ -132,11 +132,11 @@ class WindowDgradTma(_WindowTma):
     ) -> Program:
         """The program of one config. ``given``: the layer whose weight it reads, which may have fewer channels."""
         given = given or problem
-        lanes = tile_lanes(problem, pass_, config)
-        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
-        items, stages = input_items(problem, config, math.prod(tiles)), depth_stages(problem, config)
+        tile = tile_extent(problem, pass_, config)
+        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
+        work_tiles, stages = input_work_tiles(problem, config, math.prod(tiles)), depth_stages(problem, config)
         dense = layouts.input == dense_strides(problem.input_shape, not config.first)
-        length, splits = parted(stages, input_splits(problem, config, items, device)[0] if dense else 1)
+        length, splits = parted(stages, input_splits(problem, config, work_tiles, device)[0] if dense else 1)
         pitch = config.depth_bytes
         flush = max(1, FLUSH // 2 * DTYPE_BYTES[problem.dtype] // pitch) if is_long_sum(problem) else stages
         packed = _is_packed(problem, layouts) or given.out_channels != problem.out_channels
@@ -153,14 +153,14 @@ class WindowDgradTma(_WindowTma):
             "x": sides_of(problem, layouts)[0],
             "batch": problem.batch,
             "groups": problem.groups,
-            "tile_extent": lanes,
+            "tile_extent": tile,
             "tiles": tiles,
             "splits": splits,
             "split_length": length,
             "plane": problem.elements[0] if splits > 1 else 0,
         }
-        maps = _pixel_map(problem, layouts, lanes, pitch), _weight_map(problem, config)
-        blocks = min(items * splits, device.multiprocessors * config.resident)
+        maps = _pixel_map(problem, layouts, tile, pitch), _weight_map(problem, config)
+        blocks = min(work_tiles * splits, device.multiprocessors * config.resident)
         shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
         main = main_step(source, blocks, config.threads, shared_bytes, params, maps)
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=splits, may_split=True)
@@ -185,15 +185,15 @@ class WindowWgradTma(_WindowTma):
         given: ConvTransposeProblem | None = None,
     ) -> Program:
         """The program of one config; ``given`` makes no difference here."""
-        lanes = tile_lanes(problem, pass_, config)
-        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
+        tile = tile_extent(problem, pass_, config)
+        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
         total, blocks = math.prod(tiles), weight_blocks(problem, config)
         planes = weight_splits(problem, config, total, device)[0]
-        flush = max(1, FLUSH // math.prod(lanes))
+        flush = max(1, FLUSH // math.prod(tile))
         narrowed = planes == 1 and total <= flush
-        items = math.prod(blocks) * problem.groups * planes
+        work_tiles = math.prod(blocks) * problem.groups * planes
         of_x, windows = channel_pitch(problem, problem.in_channels_per_group), config.windows
-        boxes = lanes if windows.taps == ALONE else (1, *windows.extents(problem))
+        boxes = tile if windows.taps == ALONE else (1, *windows.extents(problem))
         constants = (
             *self._constants(problem, config, of_x, windows.pitch),
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
@@ -205,21 +205,21 @@ class WindowWgradTma(_WindowTma):
         params = {
             "groups": problem.groups,
             "blocks": blocks,
-            "tile_extent": lanes,
+            "tile_extent": tile,
             "tiles": tiles,
             "ahead": _digits(planes, tiles),
             "splits": planes,
             "flush": flush,
             "narrowed": narrowed,
-            "items": items,
+            "work_tiles": work_tiles,
             "all_tiles": total,
             "plane": problem.elements[1],
         }
         maps = (
-            _pixel_map(problem, layouts, lanes, of_x, output=False),
+            _pixel_map(problem, layouts, tile, of_x, output=False),
             _pixel_map(problem, layouts, boxes, windows.pitch, tensor=1),
         )
-        grid = min(items, device.multiprocessors * config.resident)
+        grid = min(work_tiles, device.multiprocessors * config.resident)
         shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
         main = main_step(source, grid, config.threads, shared_bytes, params, maps)
         return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
@@ -250,18 +250,18 @@ def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool
 
 
 def _pixel_map(
-    problem: ConvTransposeProblem, layouts: Layouts, lanes: Four, pitch: int, output: bool = True, tensor: int = 0
+    problem: ConvTransposeProblem, layouts: Layouts, tile: Four, pitch: int, output: bool = True, tensor: int = 0
 ) -> TensorMap:
     """The map whose boxes are ``pitch`` bytes of channels at a tile's positions: of x, or of g with element strides."""
     batch, channels, depth, height, width = five(problem.output_shape if output else problem.input_shape)
     strides = _pixel_strides(problem, layouts, output)
     assert strides is not None
-    steps = (axis.stride if output and count > 1 else 1 for axis, count in zip(problem.axes3[::-1], lanes[:0:-1]))
+    steps = (axis.stride if output and count > 1 else 1 for axis, count in zip(problem.axes3[::-1], tile[:0:-1]))
     return TensorMap(
         problem.dtype,
         (channels, width, height, depth, max(1, batch)),
         strides,
-        (pitch // DTYPE_BYTES[problem.dtype], *lanes[::-1]),
+        (pitch // DTYPE_BYTES[problem.dtype], *tile[::-1]),
         pitch,
         True,
         tensor,

@@ -13,7 +13,7 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import five
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import Four, tiles_of
-from polyphase.schedules.window_gemm.window import channel_pitch, is_long_sum, lanes_of, sectors_of
+from polyphase.schedules.window_gemm.window import channel_pitch, is_long_sum, sectors_of, tile_extents
 
 Three = tuple[int, int, int]
 
@@ -49,7 +49,7 @@ class Windows(NamedTuple):
     def extents(self, problem: ConvTransposeProblem) -> Three:
         """Positions of a window along d, h and w, halo included."""
         d, h, w = (
-            lanes + (taps - 1) * axis.element_step for lanes, taps, axis in zip(self.lanes, self.taps, problem.axes3)
+            extent + (taps - 1) * axis.element_step for extent, taps, axis in zip(self.lanes, self.taps, problem.axes3)
         )
         return d, h, w
 
@@ -98,17 +98,17 @@ class TmaConfig(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
+        """Threads of a block."""
         return 128 * self.groups + self.loaders
 
     @property
     def rows(self) -> int:
-        """M of a CTA."""
+        """M of a block."""
         return 64 * self.row_groups * self.row_tiles
 
     @property
     def block_columns(self) -> int:
-        """N of a CTA; ``columns`` are N of one wgmma."""
+        """N of a block; ``columns`` are N of one wgmma."""
         return self.column_groups * self.lines * self.columns
 
     @property
@@ -123,7 +123,7 @@ class TmaConfig(NamedTuple):
 
 
 def block_windows(problem: ConvTransposeProblem, config: TmaConfig) -> int:
-    """Windows of a weight gradient's CTA."""
+    """Windows of a weight gradient's block."""
     return config.block_columns * DTYPE_BYTES[problem.dtype] // (config.pitch * math.prod(config.taps))
 
 
@@ -135,7 +135,7 @@ def stage_bytes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -
     return round_up(rows + config.block_columns * config.depth_bytes, 1024)
 
 
-def tile_lanes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> Four:
+def tile_extent(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> Four:
     """Extents of a tile with which there are fewest tiles; a weight gradient's has exactly the positions of a stage.
 
     Stored channels first, rows of a tile are long enough to fill most of the sectors that they touch.
@@ -143,18 +143,18 @@ def tile_lanes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) ->
     if config.taps != ALONE:
         return (1, *config.lanes)
     if pass_ is Pass.WEIGHT_GRAD:
-        found = exact_lanes(math.prod(config.lanes))
+        found = exact_extents(math.prod(config.lanes))
     else:
-        found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in lanes_of(problem, config.rows))
+        found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in tile_extents(problem, config.rows))
 
-    def fits(lanes: Four) -> bool:
-        return box_fits(lanes[1:], problem) and max(lanes) <= _MOST_IMAGES
+    def fits(tile: Four) -> bool:
+        return box_fits(tile[1:], problem) and max(tile) <= _MOST_IMAGES
 
-    def tiles(lanes: Four) -> int:
-        return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
+    def tiles(tile: Four) -> int:
+        return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile))
 
     legal = list(filter(fits, found))
-    long = [lanes for lanes in legal if sectors_of(problem, *lanes[2:]) <= _MOST_SECTORS] if config.first else legal
+    long = [tile for tile in legal if sectors_of(problem, *tile[2:]) <= _MOST_SECTORS] if config.first else legal
     return min(long or legal, key=tiles)
 
 
@@ -209,7 +209,7 @@ def _alone_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
 
 
 def _sharing_configs(problem: ConvTransposeProblem, windows: Windows, steps: int) -> Iterator[TmaConfig]:
-    """Configs whose CTAs have one to four of such windows, whose lines are shared out among warpgroups."""
+    """Configs whose blocks have one to four of such windows, whose lines are shared out among warpgroups."""
     size = DTYPE_BYTES[problem.dtype]
     columns, lines = windows.along * windows.pitch // size, math.prod(windows.taps) // windows.along
     row_tiles = (1, 2) if size == 2 else (1,)
@@ -233,7 +233,7 @@ def _most_sums(size: int, groups: int, resident: int) -> int:
 
 
 def _widths(channels: int, multiple: int) -> list[int]:
-    """N of a CTA: equal shares of the channels."""
+    """N of a block: equal shares of the channels."""
     return sorted(
         {
             round_up(math.ceil(channels / math.ceil(channels / widest)), multiple)
@@ -256,13 +256,13 @@ def shared_windows(problem: ConvTransposeProblem, positions: int, pitch: int) ->
         while windows.along * windows.pitch // size > _MOST_COLUMNS and windows.pitch > 32:
             windows = windows._replace(pitch=windows.pitch // 2)
         if windows.taps != ALONE and windows.along * windows.pitch // size <= _MOST_COLUMNS:
-            shapes = [windows._replace(lanes=lanes) for lanes in _tiles(problem, positions)]
+            shapes = [windows._replace(lanes=tile) for tile in _tiles(problem, positions)]
             shapes = [shape for shape in shapes if box_fits(shape.extents(problem), problem)]
             if shapes:
                 yield min(shapes, key=lambda shape: _brought(problem, shape))
 
 
-def exact_lanes(positions: int) -> Iterable[Four]:
+def exact_extents(positions: int) -> Iterable[Four]:
     """Extents whose product is ``positions``, a power of two; long rows first."""
     powers = [1 << i for i in reversed(range(positions.bit_length()))]
     for w, h, d in itertools.product(powers, repeat=3):
@@ -273,7 +273,7 @@ def exact_lanes(positions: int) -> Iterable[Four]:
 def _tiles(problem: ConvTransposeProblem, positions: int) -> Iterator[Three]:
     """Extents of tiles of one image in which the K of a wgmma is a row's, or two whole rows."""
     depth = 32 // DTYPE_BYTES[problem.dtype]
-    for n, d, h, w in exact_lanes(positions):
+    for n, d, h, w in exact_extents(positions):
         if n == 1 and w >= _TOGETHER and (w >= depth or h % 2 == 0):
             yield d, h, w
 

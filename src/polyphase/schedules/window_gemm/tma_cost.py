@@ -12,13 +12,13 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import five
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.tiles import affordable_planes, tiles_of
-from polyphase.schedules.window_gemm.tma_config import TmaConfig, block_windows, stage_bytes, tile_lanes
+from polyphase.schedules.window_gemm.tma_config import TmaConfig, block_windows, stage_bytes, tile_extent
 from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch, sectors_of
 
 _LEAST_STAGES = 4  # of a split of an input gradient
 
 
-def input_items(problem: ConvTransposeProblem, config: TmaConfig, tiles: int) -> int:
+def input_work_tiles(problem: ConvTransposeProblem, config: TmaConfig, tiles: int) -> int:
     """Work tiles of an input gradient, without split-K."""
     columns = math.ceil(problem.in_channels_per_group / config.columns)
     return tiles * problem.groups * columns
@@ -43,11 +43,11 @@ def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
 def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = _terms(pass_, device)
-    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile_lanes(problem, pass_, config)))
+    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile_extent(problem, pass_, config)))
     if pass_ is Pass.WEIGHT_GRAD:
         _, seconds, end = weight_splits(problem, config, tiles, device)
     else:
-        _, seconds, end = input_splits(problem, config, input_items(problem, config, tiles), device)
+        _, seconds, end = input_splits(problem, config, input_work_tiles(problem, config, tiles), device)
     moving = problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(seconds, moving)
     return (seconds**terms.beside + moving**terms.beside) ** (1 / terms.beside) + end, bound
@@ -55,19 +55,19 @@ def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, devi
 
 def weight_planes(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> int:
     """Planes of partial sums of a weight gradient; 0 where the kernel writes the result itself."""
-    lanes = tile_lanes(problem, Pass.WEIGHT_GRAD, config)
-    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], lanes))
+    tile = tile_extent(problem, Pass.WEIGHT_GRAD, config)
+    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile))
     splits = weight_splits(problem, config, tiles, device)[0]
-    return 0 if splits == 1 and (DTYPE_BYTES[problem.dtype] == 4 or tiles <= _flush(lanes)) else splits
+    return 0 if splits == 1 and (DTYPE_BYTES[problem.dtype] == 4 or tiles <= _flush(tile)) else splits
 
 
-def _flush(lanes: tuple[int, ...]) -> int:
+def _flush(tile: tuple[int, ...]) -> int:
     """Stages of a weight gradient between flushes."""
-    return max(1, FLUSH // math.prod(lanes))
+    return max(1, FLUSH // math.prod(tile))
 
 
 def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, terms: Costs) -> float:
-    """Predicted cycles of a multiprocessor for a stage of a CTA."""
+    """Predicted cycles of a multiprocessor for a stage of a block."""
     size, weights = DTYPE_BYTES[problem.dtype], pass_ is Pass.WEIGHT_GRAD
     operations = config.groups * config.row_tiles * config.lines * config.steps
     if weights and size == 4:
@@ -100,14 +100,14 @@ def _result(problem: ConvTransposeProblem, config: TmaConfig, terms: Costs) -> f
     """Predicted cycles of a result of an input gradient: by sectors over those that it would fill, channels first."""
     if not config.first:
         return terms.result
-    size, (*_, rows, columns) = DTYPE_BYTES[problem.dtype], tile_lanes(problem, Pass.INPUT_GRAD, config)
+    size, (*_, rows, columns) = DTYPE_BYTES[problem.dtype], tile_extent(problem, Pass.INPUT_GRAD, config)
     sectors = sectors_of(problem, rows, columns)
     return sectors * (terms.first_halves if size == 2 else terms.first)
 
 
 @lru_cache(maxsize=4096)
 def input_splits(
-    problem: ConvTransposeProblem, config: TmaConfig, items: int, device: DeviceInfo
+    problem: ConvTransposeProblem, config: TmaConfig, work_tiles: int, device: DeviceInfo
 ) -> tuple[int, float, float]:
     """Split-K count of an input gradient, and predicted seconds of the kernel and of the reduction."""
     terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * config.resident
@@ -116,14 +116,14 @@ def input_splits(
     moved = problem.elements[0]
 
     def seconds(splits: int) -> tuple[float, float]:
-        rounds = items * splits / places
+        rounds = work_tiles * splits / places
         rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
         cycles = rounds * (math.ceil(stages / splits) * stage + once) * config.resident
         end = terms.reduce + moved * (8 * splits + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
         return (cycles + terms.launch) / device.clock_hz, end if splits > 1 else 0.0
 
     planes = affordable_planes(problem, Pass.INPUT_GRAD)
-    return _fastest(min(planes, stages // _LEAST_STAGES, 2 * places // max(1, items)), seconds)
+    return _fastest(min(planes, stages // _LEAST_STAGES, 2 * places // max(1, work_tiles)), seconds)
 
 
 @lru_cache(maxsize=4096)

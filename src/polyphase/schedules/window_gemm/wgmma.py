@@ -20,7 +20,7 @@ from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
 from polyphase.schedules.window_gemm.wgmma_tile import (
-    GROUPS,
+    CONSUMER_GROUPS,
     LOADERS,
     Tiling,
     WgmmaConfig,
@@ -42,10 +42,10 @@ from polyphase.schedules.window_gemm.window import (
 
 _SMALLER = 1536, 24, 16  # image side in 1-D, 2-D, 3-D of the second size at which configs are scored
 _LEAST_SPLIT = 8  # tiles of a weight gradient's split, at least
-_MOST_WAVES = 4  # of CTAs, that splits may make
+_MOST_WAVES = 4  # of blocks, that splits may make
 _PRELOADED = 4  # row tiles times column tiles of which a weight gradient's flush loads earlier sums together
 _PERSISTENT = 4  # stages of an input gradient's tile from which on blocks go on to further tiles
-_ENDS = 4  # what a CTA's prologue and epilogue take, in stages
+_ENDS = 4  # what a block's prologue and epilogue take, in stages
 
 
 class _WindowWgmma(Gradient):
@@ -124,7 +124,7 @@ class _WindowWgmma(Gradient):
             "window": tiling.window,
             "runs": tiling.runs,
             "batch": problem.batch,
-            "tile_extent": tiling.lanes,
+            "tile_extent": tiling.tile_extent,
             "tiles": tiling.tiles,
             "skew": tiling.skew,
             "box_bytes": tiling.box_bytes,
@@ -143,10 +143,10 @@ class _WindowWgmma(Gradient):
                 "piece_bytes": tiling.runs.piece_bytes,
             }
         else:
-            params["items"] = blocks = blocks * tiling.total
+            params["work_tiles"] = blocks = blocks * tiling.total
             if math.ceil(flattened.out_channels_per_group / config.out_chunk) >= _PERSISTENT:
                 blocks = min(blocks, device.multiprocessors)
-        source, threads = self._source(problem, flattened, pass_, config), 128 * GROUPS + LOADERS
+        source, threads = self._source(problem, flattened, pass_, config), 128 * CONSUMER_GROUPS + LOADERS
         maps = tuple(each for each in (tiling.runs.tensor_map, tiling.window_map) if each is not None)
         main = main_step(source, blocks * planes, threads, shared_bytes_of(config, tiling), params, maps)
         last = problem.channels_last and problem.taps > 1
@@ -159,9 +159,9 @@ class _WindowWgmma(Gradient):
         preloaded = max(1, _PRELOADED // config.row_tiles)
         constants: tuple[tuple[str, Constant], ...] = (
             *layer_constants(flattened, pass_),
-            ("WARPS", 4 * GROUPS + LOADERS // 32),
+            ("WARPS", 4 * CONSUMER_GROUPS + LOADERS // 32),
             ("LOAD_WARPS", LOADERS // 32),
-            ("FIRST_LOAD_WARP", 4 * GROUPS),
+            ("FIRST_LOAD_WARP", 4 * CONSUMER_GROUPS),
             *constants_of(config, "row_tiles out_chunk"),
             ("STAGES", config.buffers),
             ("COLUMN_TILES", config.columns // 8),
@@ -268,7 +268,7 @@ def _estimate(
     else:
         stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
         blocks *= tiling.total
-        block, end = terms.block + stored_cycles(problem, config, tiling.lanes, terms), 0.0
+        block, end = terms.block + stored_cycles(problem, config, tiling.tile_extent, terms), 0.0
         if stages >= _PERSISTENT:  # a block begins once, and loads its next tile meanwhile
             block, end = block - terms.block, terms.block / device.clock_hz
     _, rounds = rounds_of(blocks, 1, device)

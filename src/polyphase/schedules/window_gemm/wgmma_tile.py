@@ -31,9 +31,15 @@ from polyphase.schedules.window_gemm.wgmma_window import (
     may_use_tma,
     window_by_tma,
 )
-from polyphase.schedules.window_gemm.window import channel_pitch, extent_of_window, is_long_sum, lanes_of, sectors_of
+from polyphase.schedules.window_gemm.window import (
+    channel_pitch,
+    extent_of_window,
+    is_long_sum,
+    sectors_of,
+    tile_extents,
+)
 
-GROUPS = 2  # consumer warpgroups; ``mainloop/window_wgmma.cuh`` fixes their registers for this number
+CONSUMER_GROUPS = 2  # consumer warpgroups; ``mainloop/window_wgmma.cuh`` fixes their registers for this number
 LOADERS = 128  # threads of the producer warpgroup
 _STAGES = (6, 5, 4, 3)  # pipeline depths, deepest first
 _MOST_COLUMNS = 256  # N of a wgmma
@@ -45,8 +51,8 @@ _ROUNDING = 1 - 1e-9  # bounds are rounded differently from what they bound
 class WgmmaConfig(NamedTuple):
     """The compile-time shape of a kernel, as ``mainloop/window_wgmma.cuh`` has it.
 
-    ``row_tiles``: m64 tiles of a warpgroup; ``columns``: N of a CTA, input channels; ``out_chunk``: output channels of
-    a CTA (weight gradient) or of a K-tile (input gradient); ``positions`` of a tile; ``buffers``: stages of the
+    ``row_tiles``: m64 tiles of a warpgroup; ``columns``: N of a block, input channels; ``out_chunk``: output channels
+    of a block (weight gradient) or of a K-tile (input gradient); ``positions`` of a tile; ``buffers``: stages of the
     pipeline.
     """
 
@@ -58,8 +64,8 @@ class WgmmaConfig(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """M of a CTA: positions, or (output channel, tap) pairs."""
-        return 64 * GROUPS * self.row_tiles
+        """M of a block: positions, or (output channel, tap) pairs."""
+        return 64 * CONSUMER_GROUPS * self.row_tiles
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Runs:
 class Tiling:
     """How a config cuts the input positions into tiles, and what that takes of shared memory, in bytes."""
 
-    lanes: Four
+    tile_extent: Four
     tiles: Four
     window: Window
     skew: int
@@ -158,7 +164,7 @@ def _shapes(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaConfig]
 
 
 def shared_bytes_of(config: WgmmaConfig, tiling: Tiling) -> int:
-    """Dynamic shared memory of a CTA."""
+    """Dynamic shared memory of a block."""
     return config.buffers * tiling.stage + tiling.table + tiling.places
 
 
@@ -180,15 +186,15 @@ class _Tilings:
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, terms: Costs
     ) -> None:
         self._layer, self._terms = (problem, pass_, layouts, config), terms
-        self._lanes: list[Four] = []
+        self._tile_extents: list[Four] = []
         if layouts.output[4] == 1 and not (layouts.weight_channels_last and pass_ is Pass.INPUT_GRAD):
             found = {
                 (images >> halved, depth, height, width)
-                for images, depth, height, width in lanes_of(problem, config.positions)
+                for images, depth, height, width in tile_extents(problem, config.positions)
                 for halved in range(images.bit_length())
             }
-            self._lanes = sorted(found)
-        self._by_tma = [may_use_tma(problem, pass_, layouts, config.out_chunk, each) for each in self._lanes]
+            self._tile_extents = sorted(found)
+        self._by_tma = [may_use_tma(problem, pass_, layouts, config.out_chunk, each) for each in self._tile_extents]
         self._works = list(self._least_works())
         self._stages = list(self._least_stages())
         self._least_row = min(_LEAST_COPIED_ROW, problem.input_size[-1])
@@ -197,7 +203,7 @@ class _Tilings:
     def best(self, config: WgmmaConfig, available: int) -> Tiling | None:
         """The tiling of least work whose stages fit; copied windows of short rows only where there is no other."""
         place = self._best(config, available, short=False)
-        if place is None and not any(self._is_short(each) is False for each in range(len(self._lanes))):
+        if place is None and not any(self._is_short(each) is False for each in range(len(self._tile_extents))):
             place = self._best(config, available, short=True)
         return None if place is None else self._tiling(place)
 
@@ -207,7 +213,7 @@ class _Tilings:
         def work_of(place: int) -> float | None:
             if config.buffers * self._stages[place] > available:
                 return None
-            if not short and not self._by_tma[place] and self._lanes[place][3] < self._least_row:
+            if not short and not self._by_tma[place] and self._tile_extents[place][3] < self._least_row:
                 return None
             tiling = self._tiling(place)
             if tiling is None or self._is_short(place) is not short:
@@ -215,35 +221,35 @@ class _Tilings:
             if shared_bytes_of(config, tiling) > available:
                 return None
             cycles = stage_cycles(problem, pass_, alike, tiling, self._terms)
-            return tiling.total * (cycles + self._stored(tiling.lanes))
+            return tiling.total * (cycles + self._stored(tiling.tile_extent))
 
         return next(best_first(self._works, work_of), None)
 
     def _tiling(self, place: int) -> Tiling | None:
         if place not in self._tilings:
-            tiling = _tiles(*self._layer, self._lanes[place])
+            tiling = _tiles(*self._layer, self._tile_extents[place])
             self._tilings[place] = None if tiling is None or max(tiling.window.extent) > MAX_SIDE else tiling
         return self._tilings[place]
 
-    def _stored(self, lanes: Four) -> float:
+    def _stored(self, tile: Four) -> float:
         """Predicted cycles of the results of a tile, for each of its stages; a weight gradient's are alike."""
         problem, pass_, _, config = self._layer
         if pass_ is Pass.WEIGHT_GRAD:
             return 0.0
         stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
-        return stored_cycles(problem, config, lanes, self._terms) / stages
+        return stored_cycles(problem, config, tile, self._terms) / stages
 
     def _is_short(self, place: int) -> bool | None:
         """Whether threads copy short rows; None where these extents have no tiling."""
         tiling = self._tiling(place)
-        return None if tiling is None else tiling.window_map is None and tiling.lanes[3] < self._least_row
+        return None if tiling is None else tiling.window_map is None and tiling.tile_extent[3] < self._least_row
 
     def _least_stages(self) -> Iterator[int]:
         """Lower bounds of the bytes of a stage."""
         problem, pass_, _, config = self._layer
         size = DTYPE_BYTES[problem.dtype]
         depth = config.out_chunk * problem.taps
-        for each in self._lanes:
+        for each in self._tile_extents:
             length = math.prod(each) if pass_ is Pass.WEIGHT_GRAD else depth
             yield size * (length * config.columns + config.out_chunk * math.prod(extent_of_window(problem, each)))
 
@@ -255,7 +261,7 @@ class _Tilings:
         weights = pass_ is Pass.WEIGHT_GRAD
         steps = config.out_chunk * problem.taps * size // OPERATION_BYTES
         reads = 4 * _reads(problem, pass_)
-        for each, boxed in zip(self._lanes, self._by_tma):
+        for each, boxed in zip(self._tile_extents, self._by_tma):
             positions = math.prod(each)
             if weights:
                 steps = positions * size // OPERATION_BYTES
@@ -271,45 +277,45 @@ _tilings = lru_cache(maxsize=64)(_Tilings)  # each has up to hundreds of kilobyt
 def _operation(config: WgmmaConfig, reads: float, terms: Costs) -> float:
     """Predicted cycles of a k-step whose fragments take so many wavefronts of shared memory."""
     product = terms.product + terms.read * reads + terms.column * config.columns
-    return GROUPS * config.row_tiles * product + terms.operation
+    return CONSUMER_GROUPS * config.row_tiles * product + terms.operation
 
 
 def _tiles(
-    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, lanes: Four
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, tile: Four
 ) -> Tiling | None:
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD and Side(five(problem.input_shape), layouts.input).channels_last:
-        found = _pixel_runs(problem, layouts, config, lanes), 0
+        found = _pixel_runs(problem, layouts, config, tile), 0
     elif pass_ is Pass.WEIGHT_GRAD:
-        found = _input_runs(problem, layouts, config, lanes)
+        found = _input_runs(problem, layouts, config, tile)
     else:
         found = _weight_runs(problem, layouts, config), 0
     runs, joined = found
     if runs is None:
         return None
     window_map, places, chunk = None, 0, config.out_chunk
-    if runs.tensor_map is not None and (brought := window_by_tma(problem, pass_, layouts, chunk, lanes)) is not None:
+    if runs.tensor_map is not None and (brought := window_by_tma(problem, pass_, layouts, chunk, tile)) is not None:
         window, window_map, skew = brought
-    elif (copied := as_rows(problem, pass_, layouts, chunk, lanes)) is not None:
+    elif (copied := as_rows(problem, pass_, layouts, chunk, tile)) is not None:
         window, skew = copied, 0
         places = MOVING_BYTES * window.rows
     else:
         return None
-    depth = math.prod(lanes) if pass_ is Pass.WEIGHT_GRAD else config.out_chunk * problem.taps
+    depth = math.prod(tile) if pass_ is Pass.WEIGHT_GRAD else config.out_chunk * problem.taps
     steps, window_at = math.ceil(depth * size / OPERATION_BYTES), runs.bytes
     shift = 0 if window_map is not None else PIECE_BYTES
     stage = round_up(window_at + config.out_chunk * window.steps[3] * size + shift, 1024)
-    tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], lanes)
+    tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
     table = round_up(4 * steps * OPERATION_BYTES // size, 16)
-    return Tiling(lanes, tiles, window, skew, runs, window_map, joined, steps, window_at, stage, table, places)
+    return Tiling(tile, tiles, window, skew, runs, window_map, joined, steps, window_at, stage, table, places)
 
 
 def _input_runs(
-    problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, lanes: Four
+    problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, tile: Four
 ) -> tuple[Runs | None, int]:
     """The input's runs in NCHW, a row of positions each; and the length of joined rows (H and W as one), or 0."""
     size = DTYPE_BYTES[problem.dtype]
-    images, slabs, rows, columns = lanes
+    images, slabs, rows, columns = tile
     batch, channels, depth, height, width = five(problem.input_shape)
     image, channel, slab, row, _ = (step * size for step in layouts.input)
     joined = width if columns == width and (height == 1 or layouts.input[3] == width) else 0
@@ -325,8 +331,8 @@ def _input_runs(
     count = (images, slabs, rows, length * size // span)
     if strides is None:
         apart = [step for count, step in zip(sides[1:], (channel, row, slab, image)) if count > 1]
-        tile = columns * size if width > columns else 0  # bytes from one to the next, where there are several
-        runs = _copied_runs(size, count, span, config, tile, *apart)
+        pitch = columns * size if width > columns else 0  # bytes from one to the next, where there are several
+        runs = _copied_runs(size, count, span, config, pitch, *apart)
         return (runs, joined) if runs else (None, 0)
     box = (span // size, config.columns, 1, 1, 1)
     tensor_map = TensorMap(problem.dtype, sides, strides, box, span, tf32=True)
@@ -344,18 +350,18 @@ def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, *apart:
     return Runs(count, span // size, span, config.columns * span, None, piece)
 
 
-def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, lanes: Four) -> Runs | None:
+def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, tile: Four) -> Runs | None:
     """The input's runs in NHWC: the pixels of a tile, some channels in each box."""
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
     batch, _, depth, height, width = five(problem.input_shape)
     image, _, slab, row, column = (step * size for step in layouts.input)
     strides = tma_strides([(width, column), (height, row), (depth, slab), (batch, image)])
     pitch = channel_pitch(problem, channels)
-    whole = math.prod(lanes) * size % OPERATION_BYTES == 0 and config.columns * size % pitch == 0
-    if not layouts.aligned or strides is None or not whole or max(lanes) > MAX_BOX_SIDE:
+    whole = math.prod(tile) * size % OPERATION_BYTES == 0 and config.columns * size % pitch == 0
+    if not layouts.aligned or strides is None or not whole or max(tile) > MAX_BOX_SIDE:
         return None
     sides = (channels, width, height, depth, max(1, batch))
-    tensor_map = TensorMap(problem.dtype, sides, strides, (pitch // size, *lanes[::-1]), pitch, tf32=True)
+    tensor_map = TensorMap(problem.dtype, sides, strides, (pitch // size, *tile[::-1]), pitch, tf32=True)
     return Runs.of_boxes((1, 1, 1, config.columns * size // pitch), tensor_map)
 
 
@@ -373,9 +379,9 @@ def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaC
     return Runs.of_boxes((1, 1, 1, math.ceil(depth / span)), tensor_map)
 
 
-def stored_cycles(problem: ConvTransposeProblem, config: WgmmaConfig, lanes: Four, terms: Costs) -> float:
+def stored_cycles(problem: ConvTransposeProblem, config: WgmmaConfig, tile: Four, terms: Costs) -> float:
     """Predicted cycles of the results of an input gradient's tile: by sectors over those that they would fill."""
-    *_, rows, columns = lanes
+    *_, rows, columns = tile
     return terms.stored * config.rows * config.columns * sectors_of(problem, rows, columns)
 
 
@@ -384,7 +390,7 @@ def stage_cycles(
 ) -> float:
     """Predicted cycles of a multiprocessor for a stage."""
     size, window = DTYPE_BYTES[problem.dtype], tiling.window
-    reads = 4 * _reads(problem, pass_) * conflicts_of(problem, pass_, tiling.lanes, window.steps)
+    reads = 4 * _reads(problem, pass_) * conflicts_of(problem, pass_, tiling.tile_extent, window.steps)
     rows = tiling.runs.rows if tiling.runs.tensor_map is not None else 0
     if tiling.window_map is None:
         copies = _copy_cycles(problem, pass_, config, tiling, terms)

@@ -43,19 +43,19 @@ class Window:
 
 
 def window_by_tma(
-    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four
+    problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, tile: Four
 ) -> tuple[Window, TensorMap, int] | None:
     """The window as TMA loads it, or None where it cannot.
 
     The number is the skew: elements by which rows begin early, so that a box begins at a multiple of 16 bytes.
     """
-    if not may_use_tma(problem, pass_, layouts, chunk, lanes):
+    if not may_use_tma(problem, pass_, layouts, chunk, tile):
         return None
     size = DTYPE_BYTES[problem.dtype]
     vector, strides = 16 // size, _box_strides(problem, layouts)
     assert strides is not None
     batch, channels, depth, height, width = five(problem.output_shape)
-    images, slabs, rows, columns = extent_of_window(problem, lanes)
+    images, slabs, rows, columns = extent_of_window(problem, tile)
     skew = -problem.axes3[2].padding % vector
     columns = round_up(skew + columns, vector)
 
@@ -63,23 +63,23 @@ def window_by_tma(
         return slabs * rows * columns, rows * columns, columns, images * slabs * rows * columns
 
     widths = range(columns, min(columns + 128 // size, MAX_BOX_SIDE) + 1, vector)
-    columns = _quietest(widths, lambda columns: conflicts_of(problem, pass_, lanes, steps(columns)))
+    columns = _quietest(widths, lambda columns: conflicts_of(problem, pass_, tile, steps(columns)))
     sides = (width, height, depth, max(1, batch), channels)
     tensor = 1 if pass_ is Pass.WEIGHT_GRAD else 0
     tensor_map = TensorMap(problem.dtype, sides, strides, (columns, rows, slabs, images, chunk), 16, True, tensor)
     return Window((images, slabs, rows, columns), steps(columns)), tensor_map, skew
 
 
-def may_use_tma(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> bool:
+def may_use_tma(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, tile: Four) -> bool:
     """Whether TMA can load the window."""
     vector, axis = 16 // DTYPE_BYTES[problem.dtype], problem.axes3[2]
-    if lanes[3] < problem.input_size[-1] and lanes[3] * axis.stride % vector:
+    if tile[3] < problem.input_size[-1] and tile[3] * axis.stride % vector:
         return False
     # A box must end with its group: channels of the next would meet zero weights, but may be NaN.
     whole = problem.groups == 1 or pass_ is Pass.WEIGHT_GRAD or problem.out_channels_per_group % chunk == 0
     if not layouts.aligned or not whole or _box_strides(problem, layouts) is None:
         return False
-    images, slabs, rows, columns = extent_of_window(problem, lanes)
+    images, slabs, rows, columns = extent_of_window(problem, tile)
     columns = round_up(-axis.padding % vector + columns, vector)
     return max(images, slabs, rows, columns, chunk) <= MAX_BOX_SIDE
 
@@ -94,23 +94,23 @@ def _box_strides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[int, 
     return strides if channel % 16 == 0 else None
 
 
-def as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, lanes: Four) -> Window | None:
+def as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, tile: Four) -> Window | None:
     """The window as producers copy it (`copied_window`); None, too, where pairs of taps would begin at odd elements."""
     image, channel, slab, row, _ = layouts.output
     batch, channels, *sides = five(problem.output_shape)
-    extent = extent_of_window(problem, lanes)
+    extent = extent_of_window(problem, tile)
     steps, counts = (image, slab, row, channel), (*extent[:3], 1)
     odd = (step % 2 and max(count, size) > 1 for step, count, size in zip(steps, counts, (batch, *sides[:2], channels)))
     if in_pairs(problem) and any(odd):
         return None
-    return copied_window(problem, layouts, chunk, lanes, lambda steps: conflicts_of(problem, pass_, lanes, steps))
+    return copied_window(problem, layouts, chunk, tile, lambda steps: conflicts_of(problem, pass_, tile, steps))
 
 
 def copied_window(
     problem: ConvTransposeProblem,
     layouts: Layouts,
     chunk: int,
-    lanes: Four,
+    tile: Four,
     conflicts: Callable[[Four], float],
     masked: bool = False,
 ) -> Window | None:
@@ -120,7 +120,7 @@ def copied_window(
     with the fewest ``conflicts`` of its steps. ``masked``: who reads it knows what is padding. None where it is larger
     than any GPU's shared memory.
     """
-    size, extent = DTYPE_BYTES[problem.dtype], extent_of_window(problem, lanes)
+    size, extent = DTYPE_BYTES[problem.dtype], extent_of_window(problem, tile)
     vector = PIECE_BYTES // size
     image, channel, slab, row, _ = layouts.output
     counts = (*extent[:3], problem.out_channels_per_group)
@@ -138,7 +138,7 @@ def copied_window(
         image = above(slabs * slab, of_image)
         return image, slab, row, above(images * image, of_channel)
 
-    if _joins_rows(problem, lanes, masked) and rows > 1 and row <= 2 * columns and (masked or columns <= row):
+    if _joins_rows(problem, tile, masked) and rows > 1 and row <= 2 * columns and (masked or columns <= row):
         joined = (rows - 1) * row + columns
         found = Window((images, slabs, 1, joined), steps(row, above(joined + vector - 1, 0)), row)
     else:
@@ -151,14 +151,14 @@ def copied_window(
     return None if _LEAST_STAGES * chunk * found.steps[3] * size > _MOST_SHARED else found
 
 
-def least_extent(problem: ConvTransposeProblem, lanes: Four, masked: bool = False) -> Four:
+def least_extent(problem: ConvTransposeProblem, tile: Four, masked: bool = False) -> Four:
     """Extents of a copied window, at least: rows between which no zeros are to be are one where they may be."""
-    images, slabs, rows, columns = extent_of_window(problem, lanes)
-    return (images, slabs, 1, rows * columns) if _joins_rows(problem, lanes, masked) else (images, slabs, rows, columns)
+    images, slabs, rows, columns = extent_of_window(problem, tile)
+    return (images, slabs, 1, rows * columns) if _joins_rows(problem, tile, masked) else (images, slabs, rows, columns)
 
 
-def _joins_rows(problem: ConvTransposeProblem, lanes: Four, masked: bool) -> bool:
-    whole = (masked or problem.padding[-1] == 0) and lanes[3] >= problem.input_size[-1]
+def _joins_rows(problem: ConvTransposeProblem, tile: Four, masked: bool) -> bool:
+    whole = (masked or problem.padding[-1] == 0) and tile[3] >= problem.input_size[-1]
     return whole and math.prod(problem.output_size[-2:]) < 2**30
 
 
@@ -191,14 +191,14 @@ def rows_in_pairs(problem: ConvTransposeProblem, pass_: Pass) -> bool:
     return problem.axes3[2].stride * DTYPE_BYTES[problem.dtype] <= _PAIRED_BYTES
 
 
-def conflicts_of(problem: ConvTransposeProblem, pass_: Pass, lanes: Four, steps: Four) -> float:
+def conflicts_of(problem: ConvTransposeProblem, pass_: Pass, tile: Four, steps: Four) -> float:
     """Wavefronts of shared memory for one read of a warp's A fragment.
 
     ``steps`` are the elements from one image, slab, row and channel of the window to the next.
     """
     image, slab, row, channel = steps
     of_d, of_h, of_w = problem.axes3
-    positions = _first_places(lanes, (image, of_d.stride * slab, of_h.stride * row, of_w.stride))
+    positions = _first_places(tile, (image, of_d.stride * slab, of_h.stride * row, of_w.stride))
     kernel = FOUND, of_d.kernel, of_h.kernel, of_w.kernel
     taps = _first_places(kernel, (channel, of_d.dilation * slab, of_h.dilation * row, of_w.dilation))
     size = DTYPE_BYTES[problem.dtype]

@@ -55,7 +55,7 @@ def sectors_of(problem: ConvTransposeProblem, rows: int, columns: int) -> float:
 
 
 def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chunk: int) -> int:
-    """CTAs of a tile (input gradient) or of a split (weight gradient), of so many channels each."""
+    """Blocks of a tile (input gradient) or of a split (weight gradient), of so many channels each."""
     blocks = math.ceil(problem.in_channels_per_group / in_chunk) * problem.groups
     if pass_ is Pass.WEIGHT_GRAD:
         blocks *= math.ceil(problem.out_channels_per_group / out_chunk)
@@ -68,7 +68,7 @@ def split_params(problem: ConvTransposeProblem, length: int, tiles: int) -> dict
     return {"groups": problem.groups, "split_length": length, "all_tiles": tiles, "plane": plane}
 
 
-def lanes_of(problem: ConvTransposeProblem, positions: int) -> tuple[Four, ...]:
+def tile_extents(problem: ConvTransposeProblem, positions: int) -> tuple[Four, ...]:
     """Extents of tiles along n, d, h and w, of at most ``positions`` in all, with as many images as fit.
 
     Long rows come first.
@@ -95,9 +95,9 @@ def _extents(size: int, most: int) -> list[int]:
     return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
 
 
-def extent_of_window(problem: ConvTransposeProblem, lanes: Four) -> Four:
-    """Extent of the window of a tile whose extents are ``lanes``: what its taps read of a channel."""
-    images, d, h, w = lanes
+def extent_of_window(problem: ConvTransposeProblem, tile: Four) -> Four:
+    """Extent of the window of a tile whose extents are ``tile``: what its taps read of a channel."""
+    images, d, h, w = tile
     of_d, of_h, of_w = problem.axes3
     return (
         images,
@@ -107,20 +107,20 @@ def extent_of_window(problem: ConvTransposeProblem, lanes: Four) -> Four:
     )
 
 
-def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, lanes: Four) -> tuple[StageBox, int]:
-    """The window of ``lanes`` positions in ``out_chunk`` channels of the output gradient, in pieces.
+def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, tile: Four) -> tuple[StageBox, int]:
+    """The window of ``tile`` positions in ``out_chunk`` channels of the output gradient, in pieces.
 
     The number is the skew: elements by which its rows begin early, so that pieces are aligned.
     """
     size = DTYPE_BYTES[problem.dtype]
     grad = Side(five(problem.output_shape), layouts.output)
-    extent = extent_of_window(problem, lanes)
+    extent = extent_of_window(problem, tile)
     if grad.channels_last:
         piece = channel_piece(grad, problem.out_channels_per_group, out_chunk, size, layouts.aligned)
         return StageBox(extent, piece, size * (math.prod(extent) | 1), math.prod(extent)), 0
     axis = problem.axes3[2]
-    whole_rows = lanes[3] >= problem.input_size[-1]
-    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else lanes[3] * axis.stride)
+    whole_rows = tile[3] >= problem.input_size[-1]
+    piece = row_piece(grad, size, layouts.aligned, 0 if whole_rows else tile[3] * axis.stride)
     skew = -axis.padding % piece
     extent = (*extent[:3], round_up(skew + extent[3], piece))
     pitch = 16 * (math.ceil(math.prod(extent) * size / 16) | 1)
