@@ -115,7 +115,7 @@ def test_layers_take_every_path() -> None:
 
 
 def share_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_gemm, "_sharing", lambda device: Sharing(rounds=0, cycles=0, most=math.inf))
+    monkeypatch.setattr(grouped_gemm, "_sharing", lambda device: Sharing(waves=0, cycles=0, most=math.inf))
 
 
 @pytest.mark.sampled(8, 4)

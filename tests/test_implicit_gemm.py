@@ -45,7 +45,7 @@ def work_tiles_to_take(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 def share_all_work_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """All those that are not a block's own because they are loaded before any can be taken."""
-    always = Sharing(rounds=1, cycles=0, most=1e9)
+    always = Sharing(waves=1, cycles=0, most=1e9)
     monkeypatch.setattr(implicit_gemm, "_sharing", lambda gather, device: always)
 
 

@@ -13,7 +13,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.direct.tiled import DirectTiled
-from polyphase.schedules.direct.tiled_cost import Counts, cycles_of_rounds
+from polyphase.schedules.direct.tiled_cost import Counts, cycles_of_waves
 
 make = ConvTransposeProblem.make
 H200 = DeviceInfo.for_arch("sm_90a")
@@ -29,7 +29,7 @@ def test_direct_kernel_counts_rounds() -> None:
     assert first.config.min_blocks > 1
 
     def cycles(items: int) -> float:
-        return cycles_of_rounds(first.config, counts, items, H200.multiprocessors, costs("direct_tiled", H200))
+        return cycles_of_waves(first.config, counts, items, H200.multiprocessors, costs("direct_tiled", H200))
 
     assert cycles(3 * full) == pytest.approx(3 * cycles(full))
     assert cycles(full + 1) == pytest.approx(cycles(full) + cycles(1))

@@ -51,7 +51,7 @@ LAYERS = (
     "8x256x1200 -> 128, k=10, s=5, bias",
 )
 GPU = torch.device("cuda", 0)
-SHARED = Sharing(rounds=1, cycles=0, most=1e9)
+SHARED = Sharing(waves=1, cycles=0, most=1e9)
 NAMES = "pixels channel_blocks lines k_steps stages split resident loader_groups piece_bytes scaled"
 
 

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from polyphase.problem.device import DeviceInfo
 
 
-def rounds_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, float]:
-    """Blocks that are resident on a multiprocessor together, at most ``min_blocks``, and rounds of those.
+def waves_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, float]:
+    """Blocks that are resident on a multiprocessor together, at most ``min_blocks``, and waves of those.
 
     Rounds are whole where there are few.
     """
     resident = max(1, min(min_blocks, math.ceil(blocks / device.multiprocessors)))
-    rounds = blocks / (device.multiprocessors * resident)
-    return resident, math.ceil(rounds) if rounds < 4 else rounds + 0.5
+    waves = blocks / (device.multiprocessors * resident)
+    return resident, math.ceil(waves) if waves < 4 else waves + 0.5
 
 
 def cost_seconds(problem: ConvTransposeProblem, device: DeviceInfo, multiprocessor_cycles: float) -> tuple[float, str]:
@@ -75,16 +75,16 @@ class Sharing(NamedTuple):
     layer's bytes take: bytes must be what blocks compete for.
     """
 
-    rounds: float
+    waves: float
     cycles: float
     most: float
 
     def pays(
-        self, rounds: float, predict: Callable[[], tuple[float, str]], layer_bytes: float, device: DeviceInfo
+        self, waves: float, predict: Callable[[], tuple[float, str]], layer_bytes: float, device: DeviceInfo
     ) -> bool:
-        """Whether it does for ``rounds`` of pieces; ``predict`` gives their seconds, and what bounds them."""
-        if rounds < self.rounds:
+        """Whether it does for ``waves`` of pieces; ``predict`` gives their seconds, and what bounds them."""
+        if waves < self.waves:
             return False
         seconds, _ = predict()
-        long_enough = seconds * device.clock_hz >= rounds * self.cycles
+        long_enough = seconds * device.clock_hz >= waves * self.cycles
         return long_enough and seconds <= self.most * layer_bytes / device.copy_bytes_per_second

@@ -94,13 +94,13 @@ def out_blocks(problem: ConvTransposeProblem, out_chunk: int) -> int:
     return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
 
 
-def splits_in_few_rounds(blocks: int, resident: int, most: int, work_of_split: Callable[[int], int]) -> int:
-    """Split-K count, at most ``most``, of least work: blocks fill one round of those that are resident, or a few.
+def splits_in_few_waves(blocks: int, resident: int, most: int, work_of_split: Callable[[int], int]) -> int:
+    """Split-K count, at most ``most``, of least work: blocks fill one wave of resident blocks, or a few.
 
     ``blocks``: of a split. ``work_of_split``: what a block of one of so many splits does, in any unit.
     """
-    rounds = range(-(-blocks // resident), -(-blocks // resident) + 4)
-    counts = (min(max(1, most), max(1, count * resident // blocks)) for count in rounds)
+    waves = range(-(-blocks // resident), -(-blocks // resident) + 4)
+    counts = (min(max(1, most), max(1, count * resident // blocks)) for count in waves)
     return min(counts, key=lambda splits: -(-blocks * splits // resident) * work_of_split(splits))
 
 

@@ -22,7 +22,7 @@ from polyphase.schedules.cost import slower_of
 from polyphase.schedules.direct.tiled_cost import (
     Counts,
     TiledConfig,
-    cycles_of_rounds,
+    cycles_of_waves,
     cycles_per_result,
     registers,
     straight,
@@ -109,7 +109,7 @@ class DirectTiled(Schedule):
             return None
         work_tiles, counts = _work_tiles(problem, gather, config), Counts.of(gather, config)
         terms = costs("direct_tiled", device)
-        cycles = cycles_of_rounds(config, counts, work_tiles, device.multiprocessors, terms)
+        cycles = cycles_of_waves(config, counts, work_tiles, device.multiprocessors, terms)
         cycles *= _measured(problem, gather, terms)
         if not gather.forward and not problem.channels_last:  # the others have it in their factors
             cycles += _found(problem, gather, config, counts, work_tiles, device)

@@ -174,10 +174,10 @@ def cycles_per_result(gather: Gather, config: TiledConfig, counts: Counts, terms
     return cycles * blocks / (config.lanes * config.cells_h * config.cells_w * gather.dst_channels)
 
 
-def cycles_of_rounds(config: TiledConfig, counts: Counts, work_tiles: int, multiprocessors: int, terms: Costs) -> float:
+def cycles_of_waves(config: TiledConfig, counts: Counts, work_tiles: int, multiprocessors: int, terms: Costs) -> float:
     """Predicted cycles of ``work_tiles``: full waves of resident blocks, and a last one of the rest."""
-    rounds, left = divmod(work_tiles, multiprocessors * config.min_blocks)
-    cycles = rounds * config.min_blocks * block_cycles(config, counts, config.min_blocks, terms)
+    waves, left = divmod(work_tiles, multiprocessors * config.min_blocks)
+    cycles = waves * config.min_blocks * block_cycles(config, counts, config.min_blocks, terms)
     if left:
         resident = math.ceil(left / multiprocessors)
         cycles += resident * block_cycles(config, counts, resident, terms)

@@ -17,7 +17,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import Side, sides_of
-from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.cost import slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import (
     Four,
@@ -25,7 +25,7 @@ from polyphase.schedules.tiles import (
     arranged,
     constants_of,
     layer_constants,
-    splits_in_few_rounds,
+    splits_in_few_waves,
     tiles_of,
 )
 from polyphase.schedules.window_gemm.stages import widest_piece
@@ -210,7 +210,7 @@ def _splits(problem: ConvTransposeProblem, config: ChannelsConfig, device: Devic
     """Split-K count of the positions: a split has a few tiles."""
     blocks, tiles = math.prod(_blocks(problem, config)), math.prod(_tiles(problem, config)[1])
     resident, most = device.multiprocessors * config.min_blocks, min(tiles // _LEAST_TILES, affordable_planes(problem))
-    return splits_in_few_rounds(blocks, resident, most, lambda splits: -(-tiles // splits) + _LEAST_TILES // 2)
+    return splits_in_few_waves(blocks, resident, most, lambda splits: -(-tiles // splits) + _LEAST_TILES // 2)
 
 
 def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsConfig]:
@@ -300,14 +300,14 @@ def _estimate(problem: ConvTransposeProblem, config: ChannelsConfig, device: Dev
 
     splits = _splits(problem, config, device)
     blocks = splits * math.prod(_blocks(problem, config))
-    resident, _ = rounds_of(blocks, config.min_blocks, device)
-    rounds = math.ceil(blocks / (device.multiprocessors * config.min_blocks))
+    resident, _ = waves_of(blocks, config.min_blocks, device)
+    waves = math.ceil(blocks / (device.multiprocessors * config.min_blocks))
     warps = config.threads // 32 * resident
     tiles = math.ceil(math.prod(_tiles(problem, config)[1]) / splits)
     # A step is bound by the issue slots of all warps, or by the latency of one.
     alone = terms.one_warp * cycles + terms.wait * waits
     step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
-    work = rounds * tiles * step / device.clock_hz
+    work = waves * tiles * step / device.clock_hz
     moving = problem.bytes / device.copy_bytes_per_second
     # Planes are stored in pieces of a kernel row, or of less, and then reduced.
     scattered = terms.store_pieces if config.columns < problem.axes3[2].kernel else terms.store_rows

@@ -17,9 +17,9 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
-from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.cost import slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants, splits_in_few_rounds
+from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants, splits_in_few_waves
 
 _THREADS = 128  # at most: registers share out better than with more
 _QUAD = 4  # elements of the output gradient in a vectorised load
@@ -187,7 +187,7 @@ def _splits(problem: ConvTransposeProblem, config: LongConfig, device: DeviceInf
     resident, walkers = device.multiprocessors * config.min_blocks, config.walkers
     most = min(steps // (_LEAST_STEPS * walkers), affordable_planes(problem))
     least = _LEAST_STEPS // 2
-    return splits_in_few_rounds(blocks, resident, most, lambda splits: -(-steps // (splits * walkers)) + least)
+    return splits_in_few_waves(blocks, resident, most, lambda splits: -(-steps // (splits * walkers)) + least)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, config: LongConfig) -> int:
@@ -238,13 +238,13 @@ def _estimate(problem: ConvTransposeProblem, config: LongConfig, device: DeviceI
     cycles = issued / 4 + terms.line * lines
     splits = _splits(problem, config, device, piece)
     blocks = _blocks(problem, config, piece) * splits
-    resident, rounds = rounds_of(blocks, config.min_blocks, device)
+    resident, waves = waves_of(blocks, config.min_blocks, device)
     steps = math.ceil(math.ceil(_steps(problem, config)[0] / splits) / config.walkers)
     # A step is bound by the issue slots of all warps, or by the issue and latency of one.
     warps, alone = config.threads // 32 * resident, max(terms.wait, issued + terms.wait / 3)
     step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
     storing = terms.store * config.in_held * config.taps_held * resident
-    work = rounds * (steps * step + storing) / device.clock_hz
+    work = waves * (steps * step + storing) / device.clock_hz
     again = (_row_blocks(problem, config) - 1) * problem.elements[2] * size / terms.from_l2
     moving = (problem.bytes + again) / device.copy_bytes_per_second
     adding = 0.0

@@ -61,11 +61,11 @@ class FewRows(NamedTuple):
         terms, splits = costs("direct_wgrad_gemm", device), self.splits(config, device)
         blocks, stages = self._tiles(config) * splits, math.ceil(math.ceil(self.depth / config.depth) / splits)
         slots = device.multiprocessors * config.min_blocks
-        rounds = max(1.0, blocks / slots) if blocks > 4 * slots else math.ceil(blocks / slots)
+        waves = max(1.0, blocks / slots) if blocks > 4 * slots else math.ceil(blocks / slots)
         work = config.min_blocks * stage_cycles(config, self.product, terms)
         rate = device.copy_bytes_per_second / (device.multiprocessors * device.clock_hz)  # bytes in a cycle
         moved = config.min_blocks * config.depth * config.columns * DTYPE_BYTES[self.dtype] / rate
-        return (rounds * (stages * max(work, moved, terms.latency / 2) + terms.latency)) / device.clock_hz
+        return (waves * (stages * max(work, moved, terms.latency / 2) + terms.latency)) / device.clock_hz
 
     def step(self, config: GemmConfig, device: DeviceInfo, strides: tuple[int, int]) -> Step:
         """The launch; ``strides`` of x along positions and along channels. Splits leave planes."""

@@ -317,8 +317,8 @@ def _tile_cycles(layer: _Layer, config: WindowsConfig, tile: Four, rows: int, pi
 def _cycles(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> float:
     """Predicted cycles of the busiest multiprocessor."""
     splits = _splits(layer, config, tiling, device)
-    rounds = math.ceil(_blocks(layer, config) * splits / device.multiprocessors)
-    return rounds * math.ceil(tiling.total / splits) * tiling.cycles
+    waves = math.ceil(_blocks(layer, config) * splits / device.multiprocessors)
+    return waves * math.ceil(tiling.total / splits) * tiling.cycles
 
 
 def _estimate(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> tuple[float, str]:

@@ -146,7 +146,7 @@ def _splits(problem: ConvTransposeProblem, config: DotDgradConfig, device: Devic
     return max(1, min(problem.out_channels_per_group, room, affordable_planes(problem, Pass.INPUT_GRAD)))
 
 
-_FEW_ROUNDS = 4  # with fewer, the last round counts as a whole one
+_FEW_WAVES = 4  # with fewer, the last wave counts as a whole one
 
 
 def _seconds(
@@ -159,9 +159,9 @@ def _seconds(
     step = terms[f"step{'_halves' if DTYPE_BYTES[problem.dtype] < 4 else ''}_{config.in_tile}"] * bytes_ / 4
     lines = min(32.0, 32 * apart * DTYPE_BYTES[problem.dtype] / 128)  # of memory that a warp's load touches
     step = max(step, config.positions * lines)
-    rounds = _blocks(problem, config) * splits / (_RESIDENT * device.multiprocessors)
-    rounds = math.ceil(rounds) if rounds < _FEW_ROUNDS else rounds
-    cycles = rounds * _RESIDENT * _WARPS * (steps * step + terms.end) + terms.launch
+    waves = _blocks(problem, config) * splits / (_RESIDENT * device.multiprocessors)
+    waves = math.ceil(waves) if waves < _FEW_WAVES else waves
+    cycles = waves * _RESIDENT * _WARPS * (steps * step + terms.end) + terms.launch
     planes = 2 * bytes_ * splits * problem.elements[0] / device.copy_bytes_per_second
     sums = terms.reduce + planes if splits > 1 else 0.0
     # L2 traffic: weights once for each block; elements that a warp's positions share, once.

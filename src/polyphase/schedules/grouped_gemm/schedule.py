@@ -259,13 +259,13 @@ class _Work:
         config, multiprocessors, terms = self._config, self._device.multiprocessors, self._terms
         at_once = multiprocessors * config.min_blocks
         resident = max(1, min(config.min_blocks, math.ceil(tiling.total * self._blocks / multiprocessors)))
-        rounds = math.ceil(tiling.total / max(1, at_once // self._blocks)) * max(1.0, self._blocks / at_once)
+        waves = math.ceil(tiling.total / max(1, at_once // self._blocks)) * max(1.0, self._blocks / at_once)
         warps = min(config.warps, math.ceil(tiling.cells / (8 * config.pixel_tiles)))
         tile = resident * warps * self._slots * terms.slot + self._waits
         if not multiplying_alone:
             parts = tile, self._load_cycles(tiling), self._store_cycles(tiling, resident)
             tile = sum(part**terms.together for part in parts) ** (1 / terms.together)
-        return (rounds * tile + terms.launch) / self._device.clock_hz * (_ROUNDING if multiplying_alone else 1)
+        return (waves * tile + terms.launch) / self._device.clock_hz * (_ROUNDING if multiplying_alone else 1)
 
     def _load_cycles(self, tiling: Tiling) -> float:
         """Predicted cycles for a tile's windows."""
@@ -304,8 +304,8 @@ def _estimate(
 
 def _shares(problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tiling, device: DeviceInfo) -> bool:
     """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
-    rounds = tiling.total / _at_once(problem, config, tiling, device)
-    return _sharing(device).pays(rounds, lambda: _estimate(problem, config, tiling, device), problem.bytes, device)
+    waves = tiling.total / _at_once(problem, config, tiling, device)
+    return _sharing(device).pays(waves, lambda: _estimate(problem, config, tiling, device), problem.bytes, device)
 
 
 def _sharing(device: DeviceInfo) -> Sharing:

@@ -381,8 +381,8 @@ def _seconds(
     cycles *= 1 + terms.alone / config.min_blocks**2
     prepared = terms.prepare * sum(product.steps) * product.blocks(config) * config.column_tiles
     at_once = min(groups * blocks, device.multiprocessors * config.min_blocks)
-    resident, rounds = -(-at_once // device.multiprocessors), -(-groups * blocks // at_once)
-    all_cycles = rounds * resident * (-(-total // blocks) * cycles + prepared) + terms.launch
+    resident, waves = -(-at_once // device.multiprocessors), -(-groups * blocks // at_once)
+    all_cycles = waves * resident * (-(-total // blocks) * cycles + prepared) + terms.launch
     seconds, moving = all_cycles / device.clock_hz, problem.bytes / device.copy_bytes_per_second
     return (seconds**2 + moving**2) ** 0.5, "bytes" if moving > seconds else "instructions"
 

@@ -288,14 +288,14 @@ def _sharing(gather: Gather, device: DeviceInfo) -> Sharing:
 
 
 def _own_work_tiles(
-    gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, rounds: int
+    gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, waves: int
 ) -> int:
-    """Of ``rounds`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
+    """Of ``waves`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
     sharing, ends = _sharing(gather, device), shared_ends(gather, config, tile)
     # Sectors that tiles share are what memory moves, too: blocks that drift apart complete them too late.
     moved = problem.bytes + ends * costs("implicit_gemm", device).shared_end
     alone = problem.bytes if ends else 0
-    if not sharing.pays(rounds, lambda: estimate(gather, config, tile, device, alone), moved, device):
+    if not sharing.pays(waves, lambda: estimate(gather, config, tile, device, alone), moved, device):
         return _ALL
     stages = Product.of(gather, config).stages(config)
     told_ahead = math.ceil((config.loader_groups - 1) / stages)

@@ -20,7 +20,7 @@ from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather, forward_gather
-from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.cost import slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of, steps_of
 from polyphase.schedules.tiles import Four, constants_of, layer_constants, out_blocks, tiles_of
@@ -213,7 +213,7 @@ def _window(gather: Gather, dimension: int, cells: int) -> tuple[int, int]:
 def _tile_extents(problem: ConvTransposeProblem, room: int, unit: int, device: DeviceInfo) -> list[Four]:
     """Extents of tiles along n, d, h and w, those first that come to the fewest rows of products in all.
 
-    Few tiles are counted in whole rounds of the multiprocessors. A band has ``room`` for so many pixels, and whole
+    Few tiles are counted in whole waves of the multiprocessors. A band has ``room`` for so many pixels, and whole
     units of a row. A tile of one cell is among them.
     """
     gather = forward_gather(problem, Layouts.dense(problem))
@@ -299,8 +299,8 @@ class _Work:
     def seconds(self, tiling: _Tiling) -> tuple[float, str]:
         """Predicted time, and what bounds it."""
         device = self._device
-        resident, rounds = rounds_of(tiling.total * self._blocks, self._config.min_blocks, device)
-        work = rounds * self._tile_cycles(tiling, resident) / device.clock_hz
+        resident, waves = waves_of(tiling.total * self._blocks, self._config.min_blocks, device)
+        work = waves * self._tile_cycles(tiling, resident) / device.clock_hz
         work *= self._factor
         images, slabs, rows, width = tiling.window
         halo = images * slabs * rows * round_up(width * self._size, 32) * tiling.total * self._channels
@@ -322,7 +322,7 @@ class _Work:
         return 32 // self._size * images * slabs * tiling.band * round_up(width * self._size, 32)
 
     def _tile_cycles(self, tiling: _Tiling, resident: int) -> float:
-        """Predicted cycles for a round of so many resident blocks."""
+        """Predicted cycles for a wave of so many resident blocks."""
         config, columns, steps, bands = self._config, self._columns, self._steps, tiling.bands
         terms = self._terms
         moved = resident * self._step_bytes(tiling) * terms.moved

@@ -45,18 +45,18 @@ def stage_cycles(
     return cycles
 
 
-def whole_rounds(rounds: float) -> float:
+def whole_waves(waves: float) -> float:
     """Rounds of work tiles on all multiprocessors: whole ones where they are few."""
-    return math.ceil(rounds) if rounds < 8 else rounds + 0.5
+    return math.ceil(waves) if waves < 8 else waves + 0.5
 
 
-def rounds_of_unequal(rounds: float, most: float) -> float:
+def waves_of_unequal(waves: float, most: float) -> float:
     """Rounds of work tiles that blocks take one after another, the longest of them ``most`` times the mean.
 
     Blocks end half of a longest one apart; they never take longer than if all were as long.
     """
-    whole = whole_rounds(rounds)
-    return max(whole, min(whole * most, rounds + most / 2))
+    whole = whole_waves(waves)
+    return max(whole, min(whole * most, waves + most / 2))
 
 
 def best_splits(seconds: Callable[[int], float], most: int, work_tiles: int, device: DeviceInfo) -> int:

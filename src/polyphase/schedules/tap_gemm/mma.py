@@ -20,7 +20,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble, reading_channels_last
 from polyphase.program.step import GRAD, SRC, Step, X
-from polyphase.schedules.cost import rounds_of, slower_of
+from polyphase.schedules.cost import slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.product import (
     MOST_STEP,
@@ -165,10 +165,10 @@ def _seconds(
     load = config.stage_words * lines / 4 / 32 * terms.piece
     cores = products * terms.operation + warp_steps * fragments * terms.fragment
     stage = max(load, cores) + terms.beside * min(load, cores) + terms.stage
-    resident, rounds = rounds_of(blocks, config.min_blocks, device)
+    resident, waves = waves_of(blocks, config.min_blocks, device)
     alone = terms.latency * stages if resident == 1 else 0.0
     stored = config.rows * config.columns / 32 * terms.stored
-    seconds: float = rounds * (resident * (stages * stage + stored + terms.block) + alone) / device.clock_hz
+    seconds: float = waves * (resident * (stages * stage + stored + terms.block) + alone) / device.clock_hz
     return seconds
 
 

@@ -13,9 +13,9 @@ from polyphase.program.planes import Three
 from polyphase.schedules.tap_gemm.k_major import (
     LEAST_STAGES,
     best_splits,
-    rounds_of_unequal,
     stage_cycles,
-    whole_rounds,
+    waves_of_unequal,
+    whole_waves,
 )
 from polyphase.schedules.tap_gemm.product import Product, is_dense, taps_met
 from polyphase.schedules.tap_gemm.tma_config import (
@@ -141,9 +141,9 @@ def splits_of(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tup
 
     def seconds(splits: int) -> float:
         of_block = work_tiles * splits / device.multiprocessors
-        in_turn = whole_rounds(of_block) * most_over_mean  # every n-th work tile, however long that is
-        rounds = in_turn if config.boxes else rounds_of_unequal(of_block, most_over_mean)
-        cycles = rounds * (math.ceil(mean / splits) * stage + once)
+        in_turn = whole_waves(of_block) * most_over_mean  # every n-th work tile, however long that is
+        waves = in_turn if config.boxes else waves_of_unequal(of_block, most_over_mean)
+        cycles = waves * (math.ceil(mean / splits) * stage + once)
         end = terms.reduce + elements * (8 * splits + size) / device.copy_bytes_per_second if splits > 1 else 0.0
         return (cycles + terms.launch) / device.clock_hz + end
 

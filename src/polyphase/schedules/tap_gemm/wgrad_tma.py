@@ -45,7 +45,7 @@ from polyphase.schedules.tap_gemm.k_major import (
     best_splits,
     buffers,
     stage_cycles,
-    whole_rounds,
+    whole_waves,
 )
 from polyphase.schedules.tap_gemm.product import common_limits
 from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, legal_configs
@@ -351,9 +351,9 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
     moving *= device.clock_hz
 
     def seconds(splits: int) -> tuple[float, float]:
-        rounds, each = work_tiles * splits / device.multiprocessors, math.ceil(stages / splits)
+        waves, each = work_tiles * splits / device.multiprocessors, math.ceil(stages / splits)
         once = terms.item + results * math.ceil(each / flush)
-        cycles = whole_rounds(rounds) * (each * stage + once)
+        cycles = whole_waves(waves) * (each * stage + once)
         alone = splits == 1 and (narrows or product.size == 4)
         end = 0.0 if alone else terms.reduce + weights * (8 * splits + product.size) / bandwidth
         return (overlapped_time(cycles, moving, terms.overlap) + terms.launch) / device.clock_hz, end

@@ -19,7 +19,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
-from polyphase.schedules.cost import overlapped_time, rounds_of, slower_of
+from polyphase.schedules.cost import overlapped_time, slower_of, waves_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tiles import Four, affordable_planes, best_first, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import (
@@ -338,8 +338,8 @@ def _estimate(
         blocks *= tiling.total
         end = 0.0
         block += terms.stored * config.rows * config.columns
-    resident, rounds = rounds_of(blocks, config.min_blocks, device)
-    cycles = rounds * resident * (stages * stage + block)
+    resident, waves = waves_of(blocks, config.min_blocks, device)
+    cycles = waves * resident * (stages * stage + block)
     work = cycles / device.clock_hz + end
     if problem.channels_last and tiling.window.piece == 1:
         if pass_ is Pass.INPUT_GRAD:

@@ -116,9 +116,9 @@ def input_splits(
     moved = problem.elements[0]
 
     def seconds(splits: int) -> tuple[float, float]:
-        rounds = work_tiles * splits / places
-        rounds = math.ceil(rounds) if rounds < 8 else rounds + 0.5
-        cycles = rounds * (math.ceil(stages / splits) * stage + once) * config.resident
+        waves = work_tiles * splits / places
+        waves = math.ceil(waves) if waves < 8 else waves + 0.5
+        cycles = waves * (math.ceil(stages / splits) * stage + once) * config.resident
         end = terms.reduce + moved * (8 * splits + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
         return (cycles + terms.launch) / device.clock_hz, end if splits > 1 else 0.0
 

@@ -15,7 +15,7 @@ from polyphase.problem.sizes import is_tiny, standard, typical
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
-from polyphase.schedules.cost import overlapped_time, rounds_of, slower_of
+from polyphase.schedules.cost import overlapped_time, slower_of, waves_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
@@ -243,8 +243,8 @@ def _splits(problem: ConvTransposeProblem, config: WgmmaConfig, tiling: Tiling, 
         waves = -(-blocks * splits // device.multiprocessors)
         return waves * (-(-tiling.total // splits) + _ENDS), splits
 
-    rounds = range(1, -(-blocks * most // device.multiprocessors) + 1)
-    fullest = (min(most, max(1, count * device.multiprocessors // blocks)) for count in rounds)
+    waves = range(1, -(-blocks * most // device.multiprocessors) + 1)
+    fullest = (min(most, max(1, count * device.multiprocessors // blocks)) for count in waves)
     lengths = {max(1, -(-tiling.total // splits)) for splits in fullest}
     return min((max(1, -(-tiling.total // length)) for length in lengths), key=cost)
 
@@ -271,7 +271,7 @@ def _estimate(
         block, end = terms.block + stored_cycles(problem, config, tiling.tile_extent, terms), 0.0
         if stages >= _PERSISTENT:  # a block begins once, and loads its next tile meanwhile
             block, end = block - terms.block, terms.block / device.clock_hz
-    _, rounds = rounds_of(blocks, 1, device)
-    work = rounds * (stages * stage + block) / device.clock_hz + end
+    _, waves = waves_of(blocks, 1, device)
+    work = waves * (stages * stage + block) / device.clock_hz + end
     moving = problem.bytes / device.copy_bytes_per_second
     return overlapped_time(work, moving, terms.overlap), slower_of(work, moving)[1]
