@@ -11,7 +11,7 @@
 // The block's other threads, WALKERS times those, are at neighbouring positions, along w first, then h, d and n in
 // extents chosen at launch. Each takes POSITIONS neighbours along w at a time: it loads what they meet in a row of the
 // output gradient, then adds to all its sums. A block advances along h, so that rows that the next positions read again
-// are in the cache. Splits of the positions write to different planes of `partial`, which the caller
+// are in the cache. Splits of the positions write to different partial planes, which the caller
 // sums in order: the result does not depend on timing.
 //
 // That is where channels come last. Where they come first, a thread has one channel on either side (LANES, VECTOR and

@@ -9,7 +9,7 @@
 // Index mapping. A block owns ROWS × COLUMNS of one group and one split of K, which is contiguous; where one stage has
 // the WHOLE of K, every row_shares-th ROWS, with columns that stay in shared memory. Its threads are
 // K_SLICES × (ROWS / THREAD_ROWS) × (COLUMNS / THREAD_COLUMNS); a K slice takes every K_SLICES-th position of a stage,
-// summed at the end in slice order. Splits of K write to different planes of `partial`, which the caller sums in order:
+// summed at the end in slice order. Splits of K write to different partial planes, which the caller sums in order:
 // the result does not depend on timing. A single split's sums are complete, and `narrowed` to the tensors' type at
 // once. Neighbouring threads store neighbouring columns, whichever thread has summed them: of few positions, writing
 // the weights is all the work.

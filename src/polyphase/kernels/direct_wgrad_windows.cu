@@ -11,7 +11,7 @@
 // split, contiguous, of the tiles of input positions; a stage is a tile, of one image and one slab of it. A thread owns
 // THREAD_ROWS channels by THREAD_COLUMNS taps of each of THREAD_LINES kernel rows, and takes POSITIONS neighbours along
 // w at once. K_SLICES groups of threads, each SLICE_THREADS apart, share the positions of a tile; their sums are added
-// in order at the end. Splits write to different planes of `partial`, which the caller sums in order: the result does
+// in order at the end. Splits write to different partial planes, which the caller sums in order: the result does
 // not depend on timing.
 //
 // Shared memory: two stages, each the tile's input and its window of the output gradient. The input is staged in its

@@ -13,7 +13,7 @@
 // packed weights (steps/pack_tap_groups.cu), columns from the source element that each cell's tap reads. All pieces of
 // a thread belong to one tap group.
 //
-// Shared memory: BUFFERS stages, each rows as [part][row][k] and columns as [column][k]; in the epilogue the
+// Shared memory: STAGES stages, each rows as [part][row][k] and columns as [column][k]; in the epilogue the
 // destination offset of each column.
 
 #include "specialisation.cuh"
@@ -31,7 +31,7 @@ struct Params {
   int columns;       // cells of all images
   Divisor tiles;     // of columns
   Divisor cells[3];  // of an image along d, h, w
-  int splits;        // of the stages; several leave planes of partial sums
+  int splits;        // of the stages; several leave partial planes
   int pairs;         // whether a column and the next are stored together
   long long plane;   // elements of a plane
 };
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Sums sums;
   sums.clear();
   griddepcontrol_wait();
-  run_stages<BUFFERS>(
+  run_stages<STAGES>(
       stages, (char*)shared_memory, STAGE_BYTES,
       [&](int stage, char* to) {
         constexpr int ROW_PIECES = PARTS * ROWS * PIECES;

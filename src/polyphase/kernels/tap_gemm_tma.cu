@@ -36,7 +36,7 @@
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after FLUSH stages they are added in
 // float32 to a second set of registers.
 //
-// Shared memory: BUFFERS stages, each [part][cell of the box][k], then [tap][part][column][k], rows of CHUNK elements.
+// Shared memory: STAGES stages, each [part][cell of the box][k], then [tap][part][column][k], rows of CHUNK elements.
 
 #include "specialisation.cuh"
 #include "core/counters.cuh"
@@ -237,10 +237,10 @@ __device__ __forceinline__ void load_weights(const Params& params, const unsigne
 
 // Run by one thread: takes work tiles, and loads the boxes and weights of all their stages.
 __device__ __forceinline__ void load_items(const Params& params, const scalar_t* src, unsigned char* weights,
-                                           PipelineBarriers<BUFFERS>& ring, WorkQueue& queue, int (&taps_of)[BUFFERS],
+                                           PipelineBarriers<STAGES>& ring, WorkQueue& queue, int (&taps_of)[STAGES],
                                            const unsigned char* buffers) {
   griddepcontrol_wait();
-  PipelineState<BUFFERS> state;
+  PipelineState<STAGES> state;
   PipelineState<QUEUE> place;
   int index = blockIdx.x;
   const auto give = [&](int stages) {
@@ -277,8 +277,8 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
 }
 
 // Overwrites the sums with the products of `stages` stages.
-__device__ __forceinline__ void multiply(Sums& sums, int stages, const BoxRows& box, PipelineBarriers<BUFFERS>& ring,
-                                         PipelineState<BUFFERS>& state, const int (&taps_of)[BUFFERS],
+__device__ __forceinline__ void multiply(Sums& sums, int stages, const BoxRows& box, PipelineBarriers<STAGES>& ring,
+                                         PipelineState<STAGES>& state, const int (&taps_of)[STAGES],
                                          const unsigned char* buffers) {
   const auto products = [&](int stage) { return WINDOW == 1 ? 1 : *(const volatile int*)(taps_of + stage); };
   const auto add = [&](int index, int tap, bool more) {
@@ -397,9 +397,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                  const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
-  __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
+  __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   __shared__ __align__(8) WorkQueue queue;
-  __shared__ int taps_of[BUFFERS];
+  __shared__ int taps_of[STAGES];
   if (threadIdx.x == 0) {
     ring.init(1, CONSUMER_THREADS / 32);
     queue.ring.init(1, CONSUMER_THREADS / 32);
@@ -411,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     return;
   }
   setmaxnreg_inc<CONSUMER_REGISTERS>();
-  PipelineState<BUFFERS> state;
+  PipelineState<STAGES> state;
   PipelineState<QUEUE> place;
   const int work_tiles = WorkTile::count(params);
   const BoxRows box(params.tile_extent);

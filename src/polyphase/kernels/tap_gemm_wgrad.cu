@@ -19,7 +19,7 @@
 // The tensor cores truncate at every addition. So FLUSH stages are summed there, and those sums in `partial`; float32
 // in two parts leaves them at every stage.
 //
-// Shared memory: BUFFERS stages, rows and columns as [k][channel]; where the cells of as many stages lie.
+// Shared memory: STAGES stages, rows and columns as [k][channel]; where the cells of as many stages lie.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -35,7 +35,7 @@ struct Params {
   int cells_of_part;  // a multiple of DEPTH
   Divisor cells[3];   // of an image along d, h, w
   int groups, column_blocks;
-  long long plane;  // elements of a plane of partial sums: all weights
+  long long plane;  // elements of a partial plane: all weights
 };
 
 constexpr int ROW_BLOCKS = ceil_div(DST_CHANNELS, ROWS);
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     tap_gemm_wgrad(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
                    const __grid_constant__ Params params) {
   extern __shared__ __align__(16) unsigned char shared_memory[];
-  __shared__ CellEntry entries[BUFFERS][DEPTH];
+  __shared__ CellEntry entries[STAGES][DEPTH];
   int block = blockIdx.x;
   const int row_block = block % ROW_BLOCKS;
   block /= ROW_BLOCKS;
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   auto list = [&](int stage) {
     for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
       const int in_part = stage * DEPTH + i;
-      entries[stage % BUFFERS][i] = CellEntry(params, phase, first_cell + in_part, in_part < count);
+      entries[stage % STAGES][i] = CellEntry(params, phase, first_cell + in_part, in_part < count);
     }
   };
 
@@ -188,13 +188,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   };
 
 #pragma unroll 1
-  for (int stage = 0; stage < BUFFERS; ++stage) list(stage);
+  for (int stage = 0; stage < STAGES; ++stage) list(stage);
   __syncthreads();
-  run_stages<BUFFERS>(
+  run_stages<STAGES>(
       stages, (char*)shared_memory, STAGE_BYTES,
       [&](int stage, char* to) {
-        if (stage >= BUFFERS - 1) list(stage + 1);  // before the barrier that precedes its use
-        const CellEntry* const cells = entries[stage % BUFFERS];
+        if (stage >= STAGES - 1) list(stage + 1);  // before the barrier that precedes its use
+        const CellEntry* const cells = entries[stage % STAGES];
         const unsigned slots = shared_address(to);
 #pragma unroll
         for (int i = 0; i < ceil_div(DEPTH, ROW_CELLS); ++i) {

@@ -24,7 +24,7 @@
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
 // float32 to the partial plane in memory; if float32 is split into two parts, after PROMOTE stages to registers.
 //
-// Shared memory: BUFFERS stages (mainloop/k_major_product.cuh).
+// Shared memory: STAGES stages (mainloop/k_major_product.cuh).
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -172,9 +172,9 @@ constexpr int BOXES_OF_LANE = ceil_div(PARTS * (ROW_ITEMS + COLUMN_ITEMS), 32);
 
 // Run by one warp: loads the boxes of all stages of the block's work tiles.
 __device__ __forceinline__ void load_items(const Params& params, const scalar_t* x, const scalar_t* grad,
-                                           PipelineBarriers<BUFFERS>& ring, const unsigned char* buffers) {
+                                           PipelineBarriers<STAGES>& ring, const unsigned char* buffers) {
   griddepcontrol_wait();
-  PipelineState<BUFFERS> state;
+  PipelineState<STAGES> state;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.work_tiles; index += gridDim.x) {
     const WorkTile work(params, index);
@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     tap_gemm_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
                        const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  __shared__ __align__(8) PipelineBarriers<BUFFERS> ring;
+  __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   if (threadIdx.x == 0) ring.init(32, CONSUMER_THREADS / 32);
   __syncthreads();
   if (threadIdx.x >= CONSUMER_THREADS) {
@@ -318,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     return;
   }
   setmaxnreg_inc<CONSUMER_REGISTERS>();
-  PipelineState<BUFFERS> state;
+  PipelineState<STAGES> state;
 #pragma unroll 1
   for (int index = blockIdx.x; index < params.work_tiles; index += gridDim.x) {
     const WorkTile work(params, index);

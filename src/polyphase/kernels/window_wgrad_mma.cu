@@ -5,7 +5,7 @@
 // GEMM. M = input channels of a group, N = its (output channel, tap) pairs, K = batch x input positions. A block owns
 // one M x N tile, ROWS input channels by OUT_CHUNK output channels with all their taps, and one split of K: a
 // contiguous run of tiles of positions. A pipeline stage holds one K-tile, which is one tile of positions. Splits write
-// different planes of `partial`, which the caller sums in order: the result does not depend on timing.
+// different partial planes, which the caller sums in order: the result does not depend on timing.
 //
 // Shared memory: where the pieces of both operands lie, the positions' offsets, then STAGES stages.
 //

@@ -7,7 +7,7 @@
 // windows, and one split of K: of n splits each has every n-th tile of positions, so that concurrent blocks read
 // neighbouring tiles. A pipeline stage holds one K-tile, which is one tile of positions: TMA loads its input and, for
 // each window, the elements of the output gradient that its taps read. Positions past the tensor are zeros of the
-// input. Splits write different planes of `partial`, output channels innermost, which the caller sums in order: the
+// input. Splits write different partial planes, output channels innermost, which the caller sums in order: the
 // result does not depend on timing.
 //
 // Blocks are persistent: work tiles are dealt out round-robin (N fastest, then M, group, split), and the next is loaded

@@ -5,7 +5,7 @@
 // GEMM. M = (output channel, tap) pairs of a group, N = its input channels, K = batch x input positions. A block owns
 // one M x N tile, OUT_CHUNK output channels with all their taps by COLUMNS input channels, and one split of K: a
 // contiguous run of tiles of positions. A pipeline stage holds one K-tile, which is one tile of positions. Splits write
-// different planes of `partial`, which the caller sums in order: the result does not depend on timing.
+// different partial planes, which the caller sums in order: the result does not depend on timing.
 //
 // With channels last, in half types, x is an MN-major B operand (MN_MAJOR: the descriptor's transpose bit), and W and C
 // of g are merged: one channel, whose rows have W*C elements (`as_one_channel` in schedules/window_gemm/window.py).

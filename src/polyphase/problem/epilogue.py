@@ -66,7 +66,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """One step of an epilogue, from a value ``v`` to the next.
+    """One elementwise operation of an epilogue, from a value ``v`` to the next.
 
     ========================================  =====================================================================
     a name of `ACTIVATIONS`                   the activation as `torch.nn.functional` has it, of its ``constants``

@@ -18,7 +18,7 @@ _GROUPS = ((32, 64, 1 << 15), (8, 8, (1 << 17) - 1))
 
 
 def reduce_splits(dtype: str, elements: int, splits: int) -> Step:
-    """Adds up ``splits`` planes of partial sums of so many elements, in a fixed order: the result is in ``dtype``."""
+    """Adds up ``splits`` partial planes of so many elements, in a fixed order: the result is in ``dtype``."""
     groups = next((count for count, many, few in _GROUPS if splits >= many and elements <= few), 1)
     constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
     source = KernelSource("reduce_splits", dtype, False, constants, folder="steps")

@@ -80,7 +80,7 @@ def to_channels_last(
 
     ``padded``: channels of each of the ``groups`` in the result, those that do not exist zero; as many as there are by
     default. ``parts``: two are TF32 and what that loses, channels of their own, a group's one behind the other's.
-    ``splits``: the source has so many planes of partial sums, which are added up; 0 where it is a tensor of ``dtype``.
+    ``splits``: the source has so many partial planes, which are added up; 0 where it is a tensor of ``dtype``.
     """
     batch, channels, *sizes = five(shape)
     pixels, group = batch * math.prod(sizes), channels // groups

@@ -105,6 +105,6 @@ def splits_in_few_waves(blocks: int, resident: int, most: int, work_of_split: Ca
 
 
 def affordable_planes(problem: ConvTransposeProblem, pass_: Pass = Pass.WEIGHT_GRAD) -> int:
-    """Planes of partial sums of a pass that memory may be spent on."""
+    """Partial planes of a pass that memory may be spent on."""
     elements = problem.elements[{Pass.FORWARD: 2, Pass.INPUT_GRAD: 0, Pass.WEIGHT_GRAD: 1}[pass_]]
     return max(1, _MAX_PLANES_BYTES // (max(1, elements) * accumulator_bytes(problem.dtype)))

@@ -4,7 +4,7 @@
 //
 // Index mapping. Two warpgroups multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns; a third one loads.
 //
-// Shared memory: BUFFERS stages, each [part][row][k], then [part][column][k], rows of PITCH bytes, swizzled. Three
+// Shared memory: STAGES stages, each [part][row][k], then [part][column][k], rows of PITCH bytes, swizzled. Three
 // products of two PARTS each are added.
 
 #pragma once
@@ -28,7 +28,7 @@ struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
   }
 
   // The products of `stages` stages, to sums that begin with them.
-  __device__ __forceinline__ void multiply(int stages, PipelineBarriers<BUFFERS>& ring, PipelineState<BUFFERS>& state,
+  __device__ __forceinline__ void multiply(int stages, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
                                            const unsigned char* buffers) {
     const auto add = [&](int index, bool more) {
       const unsigned stage = shared_address(buffers) + index * STAGE_BYTES;

@@ -1,4 +1,4 @@
-// Deterministic split-K reduction: planes of partial sums are added in a fixed order, in the tensors' type.
+// Deterministic split-K reduction: partial planes are added in a fixed order, in the tensors' type.
 // Where the layer has an epilogue with operations, they are computed here, of whole sums.
 //
 // Index mapping. Of `groups` groups of threads, one or several, each adds every groups-th plane, a thread four

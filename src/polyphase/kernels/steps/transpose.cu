@@ -20,7 +20,7 @@
 //
 // A prologue is computed of every element that exists, where a thread has its channel: before it is split into parts.
 //
-// SUMS: the source has planes of partial sums in the accumulator's type, which are added in their order and narrowed (a
+// SUMS: the source has partial planes in the accumulator's type, which are added in their order and narrowed (a
 // split-K reduction that writes the weight's order).
 
 #include "specialisation.cuh"

@@ -16,19 +16,19 @@ THREADS = 128 * (CONSUMER_GROUPS + 1)
 #: N of a wgmma, at most.
 MOST_COLUMNS = 256
 
-#: Stages in shared memory, at least.
-LEAST_BUFFERS = 3
+#: Stages of the pipeline, at least.
+LEAST_PIPELINE = 3
 
 #: Stages of a split, at least.
 LEAST_STAGES = 4
 
-_MOST_BUFFERS = 8
+_MOST_PIPELINE = 8
 _DECLARED = 1024  # bytes of shared memory beside the stages
 
 
-def buffers(stage_bytes: int, device: DeviceInfo) -> int:
-    """Stages in shared memory."""
-    return min(_MOST_BUFFERS, (device.shared_bytes_of(1) - _DECLARED) // stage_bytes)
+def pipeline_stages(stage_bytes: int, device: DeviceInfo) -> int:
+    """Stages of the pipeline in shared memory."""
+    return min(_MOST_PIPELINE, (device.shared_bytes_of(1) - _DECLARED) // stage_bytes)
 
 
 def stage_cycles(

@@ -107,7 +107,7 @@ class _TapGemm(Schedule):
             CHUNK=chunk,
             PARTS=product.parts,
             PROMOTE=promote,
-            BUFFERS=self.buffers(config, product.parts, device),
+            STAGES=self.pipeline_stages(config, product.parts, device),
             **more,
         )
         unused = {"DST_CHANNELS_LAST"} if self.passes[0] is Pass.FORWARD else {"DST_CHANNELS_LAST", "HAS_BIAS"}
@@ -118,14 +118,14 @@ class _TapGemm(Schedule):
         """Shared memory of a stage."""
         raise NotImplementedError
 
-    def buffers(self, config: TapConfig, parts: int, device: DeviceInfo) -> int:
+    def pipeline_stages(self, config: TapConfig, parts: int, device: DeviceInfo) -> int:
         """Stages in shared memory: as many of four as leave room for the resident blocks, at least two."""
         room = min(device.shared_bytes_per_block, device.shared_bytes_of(config.min_blocks)) - _TABLES
         return max(2, min(4, room // self.stage_bytes(config, parts)))
 
-    def buffer_bytes(self, config: TapConfig, parts: int, device: DeviceInfo) -> int:
+    def pipeline_bytes(self, config: TapConfig, parts: int, device: DeviceInfo) -> int:
         """Shared memory of all of them."""
-        return self.buffers(config, parts, device) * self.stage_bytes(config, parts)
+        return self.pipeline_stages(config, parts, device) * self.stage_bytes(config, parts)
 
 
 def _chain(product: Product, config: TapConfig) -> int:
@@ -251,7 +251,7 @@ class TapGemm(_TapGemm):
             source=source,
             grid=(row_blocks * len(product.phase_taps) * tiles * problem.groups, splits, 1),
             block=_THREADS,
-            shared_bytes=max(self.buffer_bytes(config, product.parts, device), 8 * config.columns),
+            shared_bytes=max(self.pipeline_bytes(config, product.parts, device), 8 * config.columns),
             params=params,
         )
         program = assemble(problem, pass_, main, (pack,), packed_bytes, splits, may_split=True)
@@ -372,7 +372,7 @@ class TapGemmWgrad(_TapGemm):
             source=source,
             grid=(blocks * parts, 1, 1),
             block=_THREADS,
-            shared_bytes=self.buffer_bytes(config, product.parts, device),
+            shared_bytes=self.pipeline_bytes(config, product.parts, device),
             params=params,
         )
         transposed = {name: how for name, (_, how) in read.items() if how is not None}

@@ -250,7 +250,7 @@ def common_limits(problem: ConvTransposeProblem) -> str | None:
 
 
 def is_dense(side: Side) -> bool:
-    """Whether a tensor has no gaps, as planes of partial sums have none."""
+    """Whether a tensor has no gaps, as partial planes have none."""
     return extent(side.shape, side.strides) == math.prod(side.shape)
 
 

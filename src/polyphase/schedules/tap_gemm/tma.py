@@ -29,7 +29,7 @@ from polyphase.program.transpose import to_channels_last
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tap_gemm.k_major import LEAST_BUFFERS, THREADS, buffers
+from polyphase.schedules.tap_gemm.k_major import LEAST_PIPELINE, THREADS, pipeline_stages
 from polyphase.schedules.tap_gemm.product import (
     MOST_STEP,
     Product,
@@ -91,7 +91,7 @@ class TapGemmTma(Schedule):
         found = [
             config
             for config in legal_configs(product)
-            if buffers(stage_bytes(product, config), device) >= LEAST_BUFFERS
+            if pipeline_stages(stage_bytes(product, config), device) >= LEAST_PIPELINE
         ]
         if product.gather.forward and product.gather.dst.strides[1] != 1:
             found += [config._replace(back=True) for config in found]
@@ -158,7 +158,7 @@ class TapGemmTma(Schedule):
             "ROW_TILES": config.row_tiles,
             "COLUMNS": config.columns,
             "FLUSH": flush(product, config),
-            "BUFFERS": buffers(stage_bytes(product, config), device),
+            "STAGES": pipeline_stages(stage_bytes(product, config), device),
             "ONE_BIAS": problem.out_channels == 1,
             "DST_CHANNELS_LAST": not gather.forward and gather.dst.strides[1] == 1,
             "COUNTER_BYTES": (counters := counter_bytes(1)),
@@ -187,7 +187,7 @@ class TapGemmTma(Schedule):
             source=source,
             grid=(min(work_tiles_of(product, config, tiles) * splits, device.multiprocessors), 1, 1),
             block=THREADS,
-            shared_bytes=buffers(stage_bytes(product, config), device) * stage_bytes(product, config),
+            shared_bytes=pipeline_stages(stage_bytes(product, config), device) * stage_bytes(product, config),
             params=params,
             tensor_maps=read.maps,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,11 +38,11 @@ from polyphase.schedules.tap_gemm.flat import (
     may_swap,
 )
 from polyphase.schedules.tap_gemm.k_major import (
-    LEAST_BUFFERS,
+    LEAST_PIPELINE,
     LEAST_STAGES,
     THREADS,
     best_splits,
-    buffers,
+    pipeline_stages,
     stage_cycles,
     whole_waves,
 )
@@ -85,8 +84,12 @@ class TapGemmWgradTma(Schedule):
         return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgradTmaConfig]:
-        found = itertools.chain.from_iterable(((flat, config) for config in legal_configs(flat)) for flat in _flats(at))
-        return [config for flat, config in found if buffers(_stage_bytes(flat, config), device) >= LEAST_BUFFERS]
+        return [
+            config
+            for flat in _flats(at)
+            for config in legal_configs(flat)
+            if pipeline_stages(_stage_bytes(flat, config), device) >= LEAST_PIPELINE
+        ]
 
     def arranged(self, order: list[WgradTmaConfig]) -> list[WgradTmaConfig]:
         """Equally many configs of each operand layout first, so that the actual size can choose between layouts."""
@@ -238,7 +241,7 @@ def _source(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> Ke
         "PITCH": PITCH,
         **dict(constants_of(config, "row_tiles row_items row_chunk columns column_items column_chunk")),
         "PROMOTE": int(exact),
-        "BUFFERS": buffers(_stage_bytes(flat, config), device),
+        "STAGES": pipeline_stages(_stage_bytes(flat, config), device),
         "MIN_BLOCKS": 1,
         "WGMMA": True,
     }
@@ -285,7 +288,7 @@ def _main(
         source=source,
         grid=(min(work_tiles, device.multiprocessors), 1, 1),
         block=THREADS,
-        shared_bytes=buffers(_stage_bytes(flat, config), device) * _stage_bytes(flat, config),
+        shared_bytes=pipeline_stages(_stage_bytes(flat, config), device) * _stage_bytes(flat, config),
         params=params,
         tensor_maps=(
             _map(flat, base, config.base[0], first_images[0], int(config.swapped)),

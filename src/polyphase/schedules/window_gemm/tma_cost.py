@@ -54,7 +54,7 @@ def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, devi
 
 
 def weight_planes(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> int:
-    """Planes of partial sums of a weight gradient; 0 where the kernel writes the result itself."""
+    """Partial planes of a weight gradient; 0 where the kernel writes the result itself."""
     tile = tile_extent(problem, Pass.WEIGHT_GRAD, config)
     tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile))
     splits = weight_splits(problem, config, tiles, device)[0]
