@@ -1,30 +1,31 @@
 // Forward pass of layers with few channels in a group on tensor cores: all phases of a tile as one product of few rows,
-// put together in shared memory as they are to lie, and written as whole rows.
+// interleaved in shared memory and written as whole rows.
 //
 //   y[co, i·stride + phase]  =  bias[co]  +  Σ_ci Σ_pixel   w[ci, co, tap(phase, pixel)] · x[ci, i + pixel]
 //
-// where pixels are those that a cell i reads, counted from its own, and some pairs of phase and pixel have no tap.
+// where pixels are those that a cell i reads, relative to its own, and some pairs of phase and pixel have no tap.
 //
-// Rows of outputs without any tap are bias alone: they are made once, and stay in shared memory.
+// Rows of outputs without any tap are bias alone: they are computed once, and stay in shared memory.
 //
 // Warp roles. LOAD_WARPS fill stages by cp.async (producers), WARPS multiply and stage a tile's outputs in shared
-// memory (consumers), STORE_WARPS write these. mbarriers: a stage is full, or empty; outputs are whole, or gone.
+// memory (consumers), STORE_WARPS write these. mbarriers: full and empty for each stage, and for each tile's outputs.
 //
 // Index mapping. A block owns OUT_CHUNK output channels of one group, and takes tile after tile of cells
 // (core/geometry.cuh). Rows of the product are pairs of a phase that has taps and a channel, in blocks of 16; its
 // columns are cells, of which a warp owns PIXEL_TILES tiles of 8. A stage is STAGE_STEPS operations' channels of the
-// window that the tile reads. For each pixel, a warp takes the operands of its columns once, for all blocks of rows of
-// which any has a tap there: an entry.
+// window that the tile reads. A warp reads the operands of its columns at a pixel once, for all row blocks that have a
+// tap there. An entry is such a pair of pixel and row block.
 //
 // Without TF32 a float32 comes in PARTS (operand/split.cuh): three of bfloat16, whose instruction is twice as deep and
 // multiplies with one part of the weights in its first half and with another in its second; or two of TF32, less
-// accurate, where the weights would take too much room. Each operation's sum leaves the tensor cores at once, since
-// they round towards zero. An output may be wrong: the parts of Inf or NaN sum to NaN; Inf times the zero of a pair
-// without a tap is NaN; the product of two parts that were rounded up may overflow where that of the whole does not.
+// accurate, if the weights would take too much shared memory. Each operation's sum is added in float32, since tensor
+// cores round towards zero. An output may be wrong: the parts of Inf or NaN sum to NaN; Inf times the zero of a pair
+// without a tap is NaN; the product of two parts that were rounded up may overflow though that of the values does not.
 // Such outputs are computed again without the tensor cores (operand/plain_sum.cuh).
 //
-// Shared memory: the barriers; where pairs of cells lie; the weights in the order in which lanes read them; the outputs
-// of one or two tiles (epilogue/staged_rows.cuh); rows of bias; where the pieces of a window lie; BUFFERS stages.
+// Shared memory: the barriers; a `Pair` for each two cells; the weights in the order in which lanes read them; the
+// outputs of one or two tiles (epilogue/staged_rows.cuh); rows of bias; the table of the window's pieces; BUFFERS
+// stages.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -52,19 +53,19 @@ struct Params {
   int batch, groups;
   int tile_extent[4];  // cells of a tile along n, d, h, w; two neighbours along w are of one row
   Divisor tiles[4];    // tiles along n, d, h, w
-  int first[4];        // the window's first pixel, counted from the tile's first cell
+  int first[4];        // the window's first pixel, relative to the tile's first cell
   int skew;            // pixels from there to the first that any tap reads
   int pitch[4];        // of staged outputs: elements from one channel, image, slab and row that has taps to the next
-  int shift[4];  // what outputs in memory are then off a whole number of sectors; a row that follows on is off by none
-  int joined;    // rows that follow one another in memory: all of a tile's slab, or 1
-  int outputs;   // tiles whose outputs there is room for, 1 or 2
-  int at_once;   // blocks that walk through the same tiles, each beginning with one of its own
-  int counters;  // bytes in front of the weights, a counter for each group and block of output channels; 0: no tiles
-                 // are shared, and there is no kernel ahead
+  int shift[4];  // misalignment to a sector that one channel, image, slab and row add in memory; 0 for joined rows
+  int joined;    // rows that are contiguous in memory: all of a tile's slab, or 1
+  int outputs;   // tiles of staged outputs, 1 or 2
+  int at_once;   // blocks that share tiles; each begins with a tile of its own
+  int counters;  // bytes of counters before the weights, one for each group and block of output channels; 0: tiles are
+                 // not shared, and no kernel runs before
   int staged_bytes, bare_bytes, table_bytes, stage_bytes;
 };
 
-constexpr int CHANNELS = OPERATION / 8;  // neighbours in four bytes
+constexpr int CHANNELS = OPERATION / 8;  // channels in four bytes
 constexpr int STEPS = ceil_div(IN_CHANNELS, OPERATION), STAGES = ceil_div(STEPS, STAGE_STEPS);
 constexpr int OUT_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK);
 constexpr bool EXACT = PARTS > 1;
@@ -76,12 +77,12 @@ constexpr int MATRICES = EXACT ? 2 : 1;  // of an entry
 constexpr int ENTRY_BYTES = MATRICES * 512, WEIGHT_BYTES = STEPS * ENTRIES.count * ENTRY_BYTES;
 constexpr bool HAS_BARE = ALONG_D.phases < AXIS_D.stride || ALONG_H.phases < AXIS_H.stride;  // rows without taps
 
-// All operations' weights of a block's channels; `weight` is of the first. What has no tap or no channel is zero. A
-// word is two neighbouring channels' weights, one channel's, or one of PARTS == 3 of two that are half an operation
-// apart. Of two parts there is a matrix for each, the high and the low one; of three those of parts (in the first and
-// in the second half of the depth) 3 and 1, and 2 and 1.
+// Loads the weights of all operations for a block's channels; `weight` is the first channel's. Zero without a tap or
+// channel. A word holds the weights of two neighbouring channels, of one channel, or with PARTS == 3 one part of two
+// channels that are half an operation apart. With two parts there is a matrix of high and one of low parts; with three
+// the matrices hold (first half of the depth, second half) parts 3 and 1, and parts 2 and 1.
 __device__ __forceinline__ void load_weights(const scalar_t* weight, int channels, char* to) {
-  constexpr int WORDS = PARTS == 3 ? 2 : 4;  // of a lane: of each row, and of each half of the channels
+  constexpr int WORDS = PARTS == 3 ? 2 : 4;  // words of a lane: rows × halves of the channels
 #pragma unroll 4
   for (int i = threadIdx.x; i < STEPS * ENTRIES.count * 32 * WORDS; i += BLOCK) {
     const int at = i / (32 * WORDS), entry = at % ENTRIES.count, lane = i / WORDS % 32;
@@ -111,14 +112,14 @@ __device__ __forceinline__ void load_weights(const scalar_t* weight, int channel
   }
 }
 
-// Where an output is staged: elements, and what it is off the first of a sector, which is added once it is whole.
-// Places add up; a tile's origin has one, so have its cells, and rows of the product.
+// Where an output is staged: elements, and the misalignment to a sector. Places add up: those of a tile's origin, of a
+// cell, and of a row of the product.
 constexpr int NOWHERE = -(1 << 30);
 __device__ __forceinline__ int staged_place(int elements, int off) { return elements * 64 + off % SECTOR; }
 __device__ __forceinline__ int find_place(int sum) { return sum / 64 + sum % SECTOR; }
 
-// Where a row of outputs begins, counted from the tile's first: of slab and line `d` and `h` of those with taps, which
-// are `slab` and `line` in the tile.
+// Place of a row of outputs, relative to the tile's first. `d`, `h`: slab and line counted among those with taps;
+// `slab`, `line`: counted in the tile.
 __device__ __forceinline__ int place_of_row(const Params& params, int channel, int image, int d, int h, int slab,
                                             int line) {
   return staged_place(
@@ -126,7 +127,7 @@ __device__ __forceinline__ int place_of_row(const Params& params, int channel, i
       channel * params.shift[0] + image * params.shift[1] + slab * params.shift[2] + line * params.shift[3]);
 }
 
-// A cell of a tile, by its number along n, d, h and w: where the outputs begin that it owns; NOWHERE beyond the tile.
+// Place of the first output of the cell `at` n, d, h and w of the tile; NOWHERE beyond the tile.
 __device__ __forceinline__ int place_of_cell(const Params& params, const int (&at)[4]) {
   if (at[0] >= params.tile_extent[0]) return NOWHERE;
   return place_of_row(params, 0, at[0], at[1] * ALONG_D.phases, at[2] * ALONG_H.phases, at[1] * AXIS_D.stride,
@@ -134,12 +135,12 @@ __device__ __forceinline__ int place_of_cell(const Params& params, const int (&a
          staged_place(at[3] * AXIS_W.stride, 0);
 }
 
-// Two neighbouring cells of a tile: where the outputs of the first begin, NOWHERE beyond the tile, and how many of
-// either lie in a row; what they read. Columns beside the image are in the way only where the next row follows.
+// Two neighbouring cells of a tile: the place of the first one's outputs (NOWHERE beyond the tile), how many outputs of
+// each exist along the width, and what they read. Outputs outside the image matter only for joined rows.
 struct Pair {
   int place;
   short width[2];
-  int pixel[2];  // the first that either reads, in bytes from the window's first
+  int pixel[2];  // first pixel of each cell, in bytes from the window's first
 
   __device__ __forceinline__ Pair(const Params& params, const int (&at)[4]) : place(place_of_cell(params, at)) {
     const int row = (at[0] * params.window.extent[1] + at[1]) * params.window.extent[2] + at[2];
@@ -153,9 +154,9 @@ struct Pair {
 };
 constexpr int PAIRS = 4 * PIXEL_TILES * WARPS, PAIR_BYTES = round_up(PAIRS * (int)sizeof(Pair), 128);
 
-// A warp's part of the product: of row block i and column tile j.
+// A warp's accumulators, by row block and column tile.
 struct Sums : Accumulators<ROW_BLOCKS, 4 * PIXEL_TILES> {
-  // One operation, of the warp's `pairs` of cells.
+  // Adds one operation for the warp's `pairs` of cells.
   __device__ __forceinline__ void add(const Params& params, const char* window, const Pair* pairs,
                                       const char* weights) {
     weights += threadIdx.x % 32 * 16;
@@ -172,8 +173,8 @@ struct Sums : Accumulators<ROW_BLOCKS, 4 * PIXEL_TILES> {
         to_words(elements, words);
         if (pixel + 1 < PIXELS_READ) load(params, window, columns, pixel + 1, elements);
       }
-      // One round, which the compiler must not know: it would interleave the products of several pixels, for which
-      // there are no registers.
+      // A loop of one iteration, opaque to the compiler, which would else interleave the products of several pixels and
+      // spill.
 #pragma unroll 1
       for (unsigned rounds = opaque(1); rounds > 0; --rounds) {
         if (!PREFETCH) {
@@ -190,13 +191,13 @@ struct Sums : Accumulators<ROW_BLOCKS, 4 * PIXEL_TILES> {
   }
 
  private:
-  // What a lane holds of eight pixels: the elements of two channels, half an operation apart, or of two pairs of
-  // neighbours. And as the tensor cores read them: a word of each of the two, and of two parts the low ones behind; or
-  // the three parts of both together.
+  // A lane's elements of a pixel: two channels half an operation apart, or two pairs of neighbours. As the tensor cores
+  // read them: a word of each of the two, then with two parts the low ones; or the three parts of both in one word
+  // each.
   typedef scalar_t Elements[2 * CHANNELS];
   typedef unsigned Words[PARTS == 1 ? 2 : PARTS == 2 ? 4 : 3];
 
-  // Whether a pixel is on its way while the one before is multiplied; else there are no registers.
+  // Whether a pixel is loaded while the previous one is multiplied; else registers do not suffice.
   static constexpr bool PREFETCH = PIXEL_TILES <= 4 && PARTS != 2;
 
   static __device__ __forceinline__ void load(const Params& params, const char* window,
@@ -232,7 +233,7 @@ struct Sums : Accumulators<ROW_BLOCKS, 4 * PIXEL_TILES> {
     for (int i = 0; i < 2; ++i) split(elements[i], words[i], words[2 + i]);
   }
 
-  // Adds to the sums of a row block, or begins them. `weights` is the lane's.
+  // Adds to the sums of a row block, or overwrites them. `weights` is the lane's.
   static __device__ __forceinline__ void multiply(float (&to)[4 * PIXEL_TILES], const char* weights,
                                                   const Words (&words)[PIXEL_TILES], bool first) {
     typedef Vector<unsigned, 4> Rows;
@@ -257,8 +258,8 @@ struct Sums : Accumulators<ROW_BLOCKS, 4 * PIXEL_TILES> {
   }
 };
 
-// A row of the product, of the lane's in a block: its phase and channel. Where OUT_CHUNK is a multiple of 8, the phase
-// is the same in all lanes, and known when the kernel is compiled.
+// A row of the product that the lane has in a row block: its phase and channel. If OUT_CHUNK is a multiple of 8 the
+// phase is the same in all lanes, and a constant.
 struct Row {
   int d, h, w, channel;
   bool exists;
@@ -278,14 +279,14 @@ struct Row {
   }
 };
 
-// The outputs of a tile on their way from sums to shared memory.
+// Stages the outputs of a tile: from sums to shared memory.
 struct Outputs {
   const Params& params;
-  const Pair* const pairs;          // of the warp's cells
-  const EpilogueOperands operands;  // of the block's first channel
-  const scalar_t* const y;          // the same
-  const int channels;               // that exist from there on
-  bool whole;  // whether all outputs of those cells exist, in rows that begin as the tile's first does
+  const Pair* const pairs;          // the warp's cells
+  const EpilogueOperands operands;  // the block's first channel
+  const scalar_t* const y;          // the block's first channel
+  const int channels;               // channels that exist from there on
+  bool whole;  // whether all outputs of the warp's cells exist, in rows as aligned as the tile's first
 
   __device__ __forceinline__ Outputs(const Params& params, const Pair* pairs, const EpilogueOperands& operands,
                                      const scalar_t* y, int channels)
@@ -298,8 +299,8 @@ struct Outputs {
     return channel_terms(operands, min(channel, channels - 1));
   }
 
-  // The first output along the width of a row's for cell `k` of pair `j`, in a tile by its `first` cell; whether the
-  // cell is one of the tile's.
+  // Finds a row's first output along the width for cell `k` of pair `j`; `first`: the tile's first cell. Returns
+  // whether the cell is in the tile.
   __device__ __forceinline__ bool output_of(const int (&first)[4], const Row& row, int j, int k, int (&at)[4]) const {
     decode(params.tile_extent, (threadIdx.x / 32 * PIXEL_TILES + j) * 8 + fragment_column() + k, at);
     const bool in_tile = at[0] < params.tile_extent[0];
@@ -307,7 +308,7 @@ struct Outputs {
     at[2] = (first[2] + at[2]) * AXIS_H.stride + row.h, at[3] = (first[3] + at[3]) * AXIS_W.stride;
     return in_tile;
   }
-  // Where output `w` of those lies; null where it does not exist.
+  // Address of output `w` of these; null if it does not exist.
   __device__ __forceinline__ const scalar_t* place_of(const int (&first)[4], const Row& row, int j, int k,
                                                       int w) const {
     int at[4];
@@ -318,9 +319,9 @@ struct Outputs {
     return in_tile && in_image ? y + row.channel * params.y.stride[1] + offset_of(params.y, at) : nullptr;
   }
 
-  // Whether all of them can be trusted.
+  // Returns whether none of the thread's outputs may be wrong.
   __device__ __forceinline__ bool stage(scalar_t* staged, int origin, const int (&first)[4], const Sums& sums) const {
-    float doubt = 0;  // NaN where any may be wrong
+    float doubt = 0;  // NaN if any may be wrong
     if (ROWS_AT_ONCE && whole && origin % 2 == 0)
       stage_rows<true>(staged, origin, first, sums, doubt);
     else
@@ -328,8 +329,7 @@ struct Outputs {
     return doubt == 0;
   }
 
-  // What the thread has staged that cannot be trusted is computed again; `x` is the group's and `weight` the block's
-  // first channel.
+  // Computes staged outputs again that may be wrong. `x`: the group's first channel; `weight`: the block's.
   __device__ __forceinline__ void mend(scalar_t* staged, int origin, const int (&first)[4], const scalar_t* x,
                                        const scalar_t* weight) const {
 #pragma unroll 1
@@ -340,7 +340,7 @@ struct Outputs {
       if (row.w >= pair.width[k] || row.channel >= channels) continue;
       scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w + k * AXIS_W.stride;
       const float value = widen(*to);
-      // Operations may have made numbers of what is none.
+      // Elementwise operations may have turned NaN into a number.
       if (!EPILOGUE && (EXACT ? fabsf(value) <= 3.402823466e+38f : value == value)) continue;
       int at[4];
       output_of(first, row, j, k, at), at[3] += row.w;
@@ -351,9 +351,9 @@ struct Outputs {
   }
 
  private:
-  // Whether a thread holds all elements of two cells' rows, which are put there two at a time.
+  // Whether a thread holds all elements of two cells' rows, which it stages two at a time.
   static constexpr bool ROWS_AT_ONCE = OUT_CHUNK % 8 == 0 && ALONG_W.phases == AXIS_W.stride;
-  static constexpr int RUN = ROWS_AT_ONCE ? AXIS_W.stride : 1;  // phases along the width that a thread has side by side
+  static constexpr int RUN = ROWS_AT_ONCE ? AXIS_W.stride : 1;  // neighbouring phases along the width of a thread
 
   __device__ __forceinline__ float doubted(float sum, ChannelTerms terms, const scalar_t* to, float& doubt) const {
     const float value = add_bias(sum, terms);
@@ -367,12 +367,12 @@ struct Outputs {
     constexpr int STRIDE = AXIS_W.stride;
 #pragma unroll
     for (int i = 0; i < round_up(ROWS / RUN, 8); i += 8) {
-      const int first = i / OUT_CHUNK * (RUN * OUT_CHUNK) + i % OUT_CHUNK;  // of the first phase
+      const int first = i / OUT_CHUNK * (RUN * OUT_CHUNK) + i % OUT_CHUNK;  // row of the first phase
       const Row row(first / 16, first / 8 % 2);
       const ChannelTerms of_channel = terms(row.channel);
 #pragma unroll
       for (int j = 0; j < PIXEL_TILES; ++j) {
-        const Pair pair = pairs[4 * j + threadIdx.x % 4];  // not to be read again behind each store
+        const Pair pair = pairs[4 * j + threadIdx.x % 4];  // copied, so that it is not read again after each store
         scalar_t* const to = staged + find_place(origin + row.place(params) + pair.place) + row.w;
         const auto place = [&](int cell, int w) {
           return EPILOGUE_READS_PLACES ? place_of(first_cell, row, j, cell, w) : nullptr;
@@ -403,7 +403,7 @@ struct Outputs {
   }
 };
 
-// Rows of `length` of bias, which lie bare_pitch(length) apart where channels have different ones.
+// Elements from one channel's row of `length` bias values to the next; 0 without bias, as all rows are then alike.
 __device__ __forceinline__ int bare_pitch(int length) { return HAS_BIAS ? round_up(length + SECTOR, SECTOR) : 0; }
 __device__ __forceinline__ void fill_bare_rows(const Params& params, const EpilogueOperands& operands, int channels,
                                                scalar_t* bare) {
@@ -415,13 +415,13 @@ __device__ __forceinline__ void fill_bare_rows(const Params& params, const Epilo
   }
 }
 
-// The outputs of a tile on their way to memory, by the warps that store.
+// Writes the staged outputs of a tile to memory; run by STORE_WARPS.
 struct Writer {
   const Params& params;
   const scalar_t* const staged;
   const scalar_t* const bare;
-  scalar_t* const y;   // the block's first channel of the tile's first output
-  const int channels;  // that exist from there on
+  scalar_t* const y;   // the tile's first output in the block's first channel
+  const int channels;  // channels that exist from there on
   const int (&size)[4];
 
   __device__ __forceinline__ void write() const {
@@ -433,7 +433,7 @@ struct Writer {
   }
 
  private:
-  // Each warp has neighbouring rows. Each lane tells TMA of one, and then the warp sees to their ends.
+  // Each warp has neighbouring rows. Each lane issues the TMA store of one, then the warp writes the rows' ends.
   __device__ __forceinline__ void write_slab(int image, int slab) const {
     const int warp = threadIdx.x / 32 - (WARPS + LOAD_WARPS), lane = threadIdx.x % 32;
     const int lines = min(params.tile_extent[2] * AXIS_H.stride, size[2]),
@@ -458,14 +458,14 @@ struct Writer {
   }
 };
 
-// Stage `number` of all those of a block's tiles, one tile after the other. One number, for want of registers.
+// Stage `number` of all stages of a block's tiles, one tile after the other. A single number, to save registers.
 struct Stage {
   int number = 0;
 
   __device__ __forceinline__ int tile() const { return number / STAGES; }
   __device__ __forceinline__ int of_tile() const { return number % STAGES; }
   __device__ __forceinline__ bool is_last() const { return of_tile() == STAGES - 1; }
-  // Its buffer, and the parity of that one's barriers.
+  // Its buffer, and the parity of the buffer's barriers.
   __device__ __forceinline__ int slot() const { return number % BUFFERS; }
   __device__ __forceinline__ int parity() const { return number / BUFFERS % 2; }
   // The tile's outputs, and the parity of their barriers.
@@ -475,29 +475,29 @@ struct Stage {
   }
 };
 
-// What producers tell the other warps: a tile's first cell, and the place of its outputs, NOWHERE behind the last.
+// What producers tell the other warps: a tile's first cell, and the place of its outputs, NOWHERE after the last tile.
 struct Note {
   int cell[4], place;
 };
 
-// Who waits on whom: a stage is full or empty, a tile's outputs are whole ("full") or gone ("empty").
+// Barriers: a stage is full or empty; a tile's outputs are staged ("full") or written ("empty").
 struct Pipeline {
-  // Producers are at most BUFFERS stages ahead of consumers, and these two tiles ahead of those who
-  // store: with one stage a tile that many notes are read.
+  // Producers are at most BUFFERS stages ahead of consumers, and these at most two tiles ahead of the storing warps. So
+  // with one stage a tile BUFFERS + 2 notes are in use.
   static constexpr int NOTES = 8;
   static_assert(BUFFERS + 2 <= NOTES, "a short ring");
 
   PipelineBarriers<BUFFERS> stages;
   PipelineBarriers<2> outputs;
   Note notes[NOTES];
-  int taken[2];  // numbers of tiles
+  int taken[2];  // numbers of the tiles taken from the counter
 
   __device__ __forceinline__ Note& note(const Stage& stage) { return notes[stage.tile() % NOTES]; }
 };
 constexpr int PIPELINE_BYTES = 384;
 static_assert(sizeof(Pipeline) <= PIPELINE_BYTES, "what the schedule sets aside");
 
-// What a block owns: output channels from `first_out` on of a group, and its first tile's number.
+// A block's share: output channels of a group from `first_out` on, and the number of its first tile.
 struct Share {
   int first_out, group, tile;
 
@@ -515,14 +515,14 @@ struct Share {
   }
 };
 
-// Tile scheduler, by which producers walk through the tiles of a block: static, every n-th; or dynamic, the next that
-// no block has taken, so that neighbours are computed at the same time, however fast each block is.
+// Tile scheduler of the producers: static, every n-th tile; or dynamic, the next tile that no block has taken, so that
+// neighbouring tiles are computed at the same time even if blocks differ in speed.
 struct Tiles {
   const Params& params;
-  unsigned* const counter;  // or none
+  unsigned* const counter;  // null: static
   int* const taken;
-  int number, at[4];  // of the tile: among all, and along n, d, h and w
-  int ahead = 0;  // of the thread that takes them: what the counter said, a tile ahead; behind the blocks' first ones
+  int number, at[4];  // the tile's number, and its index along n, d, h and w
+  int ahead = 0;      // the taking thread's next counter value; tiles are counted after the blocks' first ones
   int parity = 0;
 
   __device__ __forceinline__ Tiles(const Params& params, unsigned* counter, int* taken, int first)
@@ -534,7 +534,7 @@ struct Tiles {
   __device__ __forceinline__ void advance() {
     number += params.at_once;
     if (counter) {
-      // What the counter says is used at the next tile, and has come by then.
+      // The counter's value is used at the next tile, so that its latency is hidden.
       if (threadIdx.x == THREADS) taken[parity] = params.at_once + ahead, ahead = (int)atomicAdd(counter, 1u);
       named_barrier_sync(1, LOADERS);
       number = *(volatile int*)(taken + parity);
@@ -561,7 +561,7 @@ __device__ __forceinline__ void load_stages(const Params& params, Tiles tiles, P
   StageBoxLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(params.x, params.window);
   loader.init(places, elements(params.window));
   named_barrier_sync(1, LOADERS);
-  bool exists = true;  // behind the last tile comes a note
+  bool exists = true;  // false after the last tile, which a note tells
   for (Stage stage; exists; ++stage.number) {
     const unsigned full = shared_address(pipeline.stages.full + stage.slot());
     mbarrier_wait(shared_address(pipeline.stages.empty + stage.slot()), stage.parity() ^ 1);
@@ -646,7 +646,7 @@ __device__ __forceinline__ void store_tiles(const Params& params, Pipeline& pipe
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
-    grouped_gemm(const scalar_t* __restrict__ x, const scalar_t* weight,  // which may be written while this begins
+    grouped_gemm(const scalar_t* __restrict__ x, const scalar_t* weight,  // weight: the step before may still write it
                  const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ y, const Params params) {
   extern __shared__ __align__(128) char shared_memory[];
   const Share share(params);

@@ -4,7 +4,7 @@
 //
 //     column  =  (output channel · phases along d, h  +  phase along d, h) · stride along w  +  phase along w
 //
-// which is the order in which weights lie in memory, and in which a cell's elements of a row are neighbours.
+// which is the memory order of the weights, and in which a cell's elements of a row are neighbours.
 //
 // Warp specialisation. Two consumer warpgroups multiply, one producer warpgroup loads. One consumer runs the epilogue
 // of a chunk while the other multiplies (ping-pong, by the barriers `order`).
@@ -14,15 +14,14 @@
 // fragments, or, with PREFETCH, by cp.async through a ring in shared memory for each consumer. COLUMNS columns are a
 // chunk; its weights (steps/pack_columns.cu) are loaded stage by stage into shared memory by TMA, STAGE_STEPS
 // operations each, or stay there (RESIDENT). Blocks are persistent and take every gridDim-th tile, so that neighbouring
-// tiles are stored at the same time; the chunks of the last round of tiles are divided among all blocks. A tile's last
-// chunk is stored when the loads of the next tile's pixels have been issued.
+// tiles are stored at the same time; the chunks of the last wave of tiles are divided among all blocks. A tile's last
+// chunk is stored after the loads of the next tile's pixels have been issued.
 //
-// float32 is multiplied as float16 (SCALED, operand/scaled_half.cuh): four lanes hold all channels of a pixel, so
-// they know the largest, by which the pixel is scaled.
+// float32 is multiplied as float16 (SCALED, operand/scaled_half.cuh): four lanes hold all channels of a pixel, so they
+// find its largest magnitude, which gives the pixel's scale.
 //
-// The order of pixels along M does not matter to a GEMM. So a thread has runs of RUN neighbouring pixels, as many as it
-// reads and stores at once. Where a cell is two elements wide the outputs of a run are neighbours, too, and those of a
-// warp's threads follow one another.
+// A GEMM may permute M. So a thread has runs of RUN neighbouring pixels, which it loads and stores together. If a cell
+// is two elements wide the outputs of a run are contiguous, too, and so are those of neighbouring threads.
 //
 // Shared memory: STAGES stages of weights; with PREFETCH PIXEL_SLOTS slots of pixels for each consumer; bias and scales
 // of TERM_PLACES chunks for each (`Terms`); `Shared`, the barriers.
@@ -52,16 +51,16 @@ struct Params {
   int pixels;        // of all images
   Divisor sizes[3];  // of an image along d, h, w
   Divisor groups;    // of channels
-  int rounds;        // units that each block has for itself
-  int units, share;  // all of them; of the chunks that are left over, those of a block
-  int piece;         // bytes of neighbouring pixels that are copied at once, where they come prefetched
-  int vector;        // outputs that are stored at once: of 4, 2 or 1 pixels, or one alone
-  int x_stride;      // of channels
-  int y_stride[4];   // of channels, d, h and w
+  int rounds;        // whole units of each block
+  int units, share;  // all units; a block's share of the chunks of the remaining units
+  int piece;         // bytes of a cp.async of neighbouring pixels, with PREFETCH
+  int vector;        // outputs of one store: of 4, 2 or 1 pixels, or a single output
+  int x_stride;      // channel stride
+  int y_stride[4];   // strides of channels, d, h and w
 };
 
 constexpr int CONSUMER_GROUPS = 2, THREADS = 128 * (CONSUMER_GROUPS + 1), TILE = 64 * ROW_TILES * CONSUMER_GROUPS;
-constexpr int PIXELS = 2 * ROW_TILES;  // of a thread
+constexpr int PIXELS = 2 * ROW_TILES;  // pixels of a thread
 constexpr int RUNS = PIXELS / RUN;
 constexpr int ELEMENT = sizeof(scalar_t), DEPTH = 16;  // channels of an operation
 constexpr int STEPS = ceil_div(IN_CHANNELS, DEPTH);
@@ -75,7 +74,7 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 constexpr int TERMS = SCALED + HAS_BIAS, TERM_PLACES = 3, TERM_BYTES = COLUMNS * 4 * TERMS;  // of a chunk
 constexpr int SOME_TERMS = TERMS > 0 ? TERMS : 1;
 
-// The ring of a group's pixels; a row are its pixels of a channel.
+// The ring of a consumer's pixels; a row holds the pixels of one channel.
 constexpr int PIXEL_SLOTS = 4, SLOT_CHANNELS = 32, ROW_BYTES = TILE / CONSUMER_GROUPS * ELEMENT;
 constexpr int SLOT_BYTES = SLOT_CHANNELS * ROW_BYTES, RUN_SLOTS = ceil_div(IN_CHANNELS, SLOT_CHANNELS);
 
@@ -91,7 +90,7 @@ static_assert(AXIS_W.stride % 2 == 0, "a thread's two columns are neighbours in 
 
 struct Shared {
   unsigned long long full[STAGES], empty[STAGES];
-  unsigned long long order[CONSUMER_GROUPS];  // of the consumer warpgroups; told by the other's warps
+  unsigned long long order[CONSUMER_GROUPS];  // the consumer may multiply; the other one's warps arrive
   unsigned long long pixels[CONSUMER_GROUPS][PIXEL_SLOTS], room[CONSUMER_GROUPS][PIXEL_SLOTS];
 };
 
@@ -104,11 +103,11 @@ struct Run {
   __device__ __forceinline__ bool exists() const { return first < behind; }
 };
 
-// The runs of a block, one after the other: whole units first, then its share of the chunks that are left over.
+// The runs of a block in order: whole units first, then its share of the remaining chunks.
 class Runs {
  public:
   __device__ __forceinline__ explicit Runs(const Params& params) : round(0), index((int)blockIdx.x * params.share) {}
-  // One without chunks when there are no more.
+  // Returns a run without chunks after the last.
   __device__ __forceinline__ Run next(const Params& params) {
     if (round < params.rounds) return {round++ * (int)gridDim.x + (int)blockIdx.x, 0, CHUNKS};
     const int behind =
@@ -120,16 +119,16 @@ class Runs {
   }
 
  private:
-  int round, index;  // the latter of the chunks that are left over
+  int round, index;  // index: among the remaining chunks
 };
 
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
-// The first pixel of a warp, and those of a thread from there on.
+// The first pixel of a warp; pixel_of(): a thread's i-th pixel, relative to that.
 __device__ __forceinline__ int first_pixel(int tile) { return tile * TILE + threadIdx.x / 32 * (16 * ROW_TILES); }
 __device__ __forceinline__ int pixel_of(int i) { return i / RUN * (8 * RUN) + lane() / 4 * RUN + i % RUN; }
 
-// Where one of the pixels lies, and its cell, from a tensor's first channel on.
+// Offsets of a pixel and of its cell from a tensor's first channel.
 struct Pixel {
   long long x, y;
   bool exists;
@@ -144,18 +143,19 @@ struct Pixel {
   }
 };
 
-// COUNT elements.
+// The bits of COUNT elements.
 template <int COUNT>
 using Words = Vector<unsigned, ceil_div(COUNT* ELEMENT, 4)>;
 
-// Where 16 bytes of a row of pixels lie in it: those of channels that neighbouring threads read are in different banks.
+// Byte offset of a 16-byte piece in a row of pixels, permuted so that neighbouring threads, which read different
+// channels, meet no bank twice.
 __device__ __forceinline__ int place_in_row(int piece, int channel) { return (piece ^ channel / 2 % 4 * 2) * 16; }
 
-// A warp loads a warpgroup's pixels, BYTES at a time, run by run. Pixels that do not exist are zero.
+// Run by one warp: loads a warpgroup's pixels, BYTES at a time, run by run. Pixels that do not exist become zero.
 template <int BYTES>
 __device__ __forceinline__ void load_pixels(const Params& params, const scalar_t* x, unsigned slots,
                                             const Shared& shared, int group) {
-  constexpr int LANES = ROW_BYTES / BYTES;  // of a row
+  constexpr int LANES = ROW_BYTES / BYTES;  // lanes that load a row
   const int offset = lane() % LANES * BYTES;
   PixelSlot slot;
   Runs runs(params);
@@ -174,8 +174,8 @@ __device__ __forceinline__ void load_pixels(const Params& params, const scalar_t
   }
 }
 
-// In float32 a word of an operand is made of two channels: the first is loaded into its place, the second here. (Were
-// both here, the compiler would keep them in registers besides the operands of the previous chunk.)
+// In float32 two channels are converted into one word of an operand: the first is loaded into the word's register, the
+// second here. (If both were loaded here, they would need registers besides the operands of the previous chunk.)
 struct Seconds {
   float of[SCALED ? STEPS : 1][4];
 };
@@ -183,9 +183,9 @@ struct Seconds {
 // All channels of a thread's pixels, as the tensor cores read them (ptx/mma.cuh).
 struct Rows {
   unsigned of[ROW_TILES][STEPS][4];
-  float unscale[PIXELS];  // SCALED: what sums are multiplied by
+  float unscale[PIXELS];  // SCALED: factors of the sums
 
-  // Takes pixels from the group's slots, COUNT at most, from slot FIRST of a run on.
+  // Reads up to COUNT slots of the consumer's ring, from slot FIRST of a run on.
   template <int FIRST, int COUNT>
   __device__ __forceinline__ void take(unsigned slots, const Shared& shared, int group, PixelSlot& slot,
                                        Seconds& seconds) {
@@ -212,8 +212,8 @@ struct Rows {
       if (lane() == 0) mbarrier_arrive(shared_address(&shared.room[group][slot.index]));
     }
   }
-  // `x` is the group's first channel. Pixels that do not exist are read from an address that does. No instruction
-  // waits for these loads before settle().
+  // `x` is the group's first channel. A pixel that does not exist is read from a valid address. No instruction waits
+  // for these loads before settle().
   __device__ __forceinline__ void load_runs(const Params& params, const scalar_t* x, int first, Seconds& seconds) {
     const int channel = lane() % 4 * 2;
 #pragma unroll
@@ -224,7 +224,7 @@ struct Rows {
         load_half<false>(seconds, i, run, from, params.x_stride, channel);
     }
   }
-  // The same where a run is a single pixel.
+  // The same for runs of a single pixel.
   __device__ __forceinline__ void load_apart(const Params& params, const scalar_t* x, int first, Seconds& seconds) {
     const int channel = lane() % 4 * 2;
     x += (long long)channel * params.x_stride;
@@ -238,8 +238,8 @@ struct Rows {
                       channel);
     }
   }
-  // Converts what was loaded to MMA operands. `turns` is always true: without a condition in the way the compiler moves
-  // code until registers spill.
+  // Converts the loaded pixels to MMA operands. `turns` is always true: without a condition the compiler moves code
+  // until registers spill.
   __device__ __forceinline__ void settle(const Seconds& seconds, bool turns) {
     if constexpr (SCALED) {
       float scale[2];
@@ -279,7 +279,7 @@ struct Rows {
   }
 
  private:
-  // Whether the channels exist that half an operation has, and one of them.
+  // Whether all channels of a half of an operation exist; exists(): whether one does.
   static __device__ __forceinline__ constexpr bool all_exist(int half) {
     return (half + 1) * (DEPTH / 2) <= IN_CHANNELS;
   }
@@ -287,9 +287,9 @@ struct Rows {
     return half * (DEPTH / 2) + channel < IN_CHANNELS;
   }
 
-  // Half an operation's channels, `stride` apart, of which the thread's begin with `channel`, of pixels that are
-  // neighbours. Words are two pixels of a channel still, where they are to be two channels of a pixel. WHOLE: what does
-  // not exist can be read, too, and is zero.
+  // Loads the thread's channels of half an operation, from `channel` on and `stride` apart, for neighbouring pixels.
+  // Words still hold two pixels of a channel; settle() turns them into two channels of a pixel. WHOLE: channels that do
+  // not exist may be read, too, and are zero.
   template <bool WHOLE>
   __device__ __forceinline__ void load_half(Seconds& seconds, int i, int run, const scalar_t* from, int stride,
                                             int channel) {
@@ -314,7 +314,7 @@ struct Rows {
     }
   }
 
-  // Channels of PIXELS pixels, each by itself; the second pixel lies `other` behind the first.
+  // Loads channels of PIXELS separate pixels; the second pixel is `other` elements after the first.
   template <int PIXELS>
   __device__ __forceinline__ void load_apart(Seconds& seconds, int tile, int first, const scalar_t* one,
                                              long long other, int stride, int channel) {
@@ -335,7 +335,7 @@ struct Rows {
       if (PIXELS > 1) one += DEPTH / 2 * stride;
 #pragma unroll
       for (int pixel = 0; pixel < PIXELS; ++pixel) keep(seconds, tile, i, first + pixel, channels[pixel]);
-      // Left to itself the compiler keeps halves of words, and more addresses than there are registers for.
+      // Keeps the compiler from holding halves of words, and more addresses than registers suffice for.
       if (i % 2 == 1) __syncwarp();
     }
   }
@@ -349,7 +349,7 @@ struct Rows {
   }
 };
 
-// Prefetches a run's pixels to L2: those of a warp, one channel for each lane.
+// Prefetches the warp's pixels of a run to L2, one channel for each lane.
 __device__ __forceinline__ void prefetch(const Params& params, const scalar_t* x, const Run& run) {
   const Pixel pixel(params, first_pixel(run.unit / params.groups));
   if (!run.exists() || !pixel.exists) return;
@@ -360,12 +360,12 @@ __device__ __forceinline__ void prefetch(const Params& params, const scalar_t* x
     if (first + lane() < IN_CHANNELS) prefetch_l2(from + (long long)first * params.x_stride);
 }
 
-// Where a thread's two columns of each 8 go, from the first element of a cell on.
+// Destination offsets of a thread's two columns of each 8, from the first element of a cell.
 struct Columns {
-  long long offset;  // of the first, and where all are alike the distance of the next
+  long long offset;  // of the first columns; if ALIKE the next ones are at a constant distance
   int step;
 
-  // As many whole channels in each 8 columns.
+  // Whether each 8 columns are whole channels.
   static constexpr bool ALIKE = 8 % TAPS == 0;
 
   __device__ __forceinline__ Columns(const Params& params, int chunk)
@@ -388,17 +388,16 @@ struct Columns {
   }
 };
 
-// What the epilogue reads of a chunk's columns, in shared memory: the factor that undoes the scaling of the weights,
-// where they are scaled, and the bias. TERM_PLACES chunks have room: the next one's terms are loaded while one is
-// stored.
+// The epilogue's operands of a chunk's columns, in shared memory: the factor that undoes the scaling of the weights, if
+// SCALED, and the bias. There is room for TERM_PLACES chunks: the next one's terms are loaded while one is stored.
 struct Terms {
   float next[SOME_TERMS];
 
-  // Where a chunk's are, `first` those of the first.
+  // Address of a chunk's terms; `first`: the address of the first chunk's.
   static __device__ __forceinline__ unsigned place(unsigned first, int chunk) {
     return first + chunk % TERM_PLACES * TERM_BYTES;
   }
-  // Of a chunk's columns, one for each thread.
+  // Loads a chunk's terms, one column for each thread.
   __device__ __forceinline__ void load(const Params& params, const unsigned char* packed,
                                        const EpilogueOperands& operands, int group, int chunk) {
     const int column = chunk * COLUMNS + (int)threadIdx.x % COLUMNS;
@@ -418,7 +417,7 @@ struct Terms {
   }
 };
 
-// Those of a thread's two columns of eight.
+// The terms of a thread's two columns of eight.
 struct TwoTerms {
   Vector<float, 2 * SOME_TERMS> of;
 
@@ -442,7 +441,8 @@ struct Stage {
       : described(matrix_descriptor<16>(address, CHUNK_PITCH)) {}
 };
 
-// The cells of a thread's pixels: where those of each run begin, and how many there are; pixels rise, so the first do.
+// The cells of a thread's pixels: the first of each run, and how many exist. Pixels are in rising order, so the first
+// ones exist.
 struct Cells {
   scalar_t* first[RUNS] = {};
   int count = 0, group = 0;
@@ -461,14 +461,14 @@ struct Cells {
   }
 };
 
-// The sums of a thread: of its pixels, and of two columns of each 8.
+// A thread's accumulators: its pixels by two columns of each 8.
 struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
-  // Operation `step` of a stage, for a tile of rows.
+  // Adds operation `step` of a stage, for a row tile.
   __device__ __forceinline__ void add(int tile, const unsigned (&rows)[4], const Stage& stage, int step, bool add) {
     wgmma(of[tile], rows, stage.described + step * (OPERATION_BYTES / 16), add);
   }
 
-  // To the thread's cells, VECTOR elements at a time.
+  // Stores to the thread's cells, VECTOR elements at a time.
   template <int VECTOR>
   __device__ __forceinline__ void store(const Params& params, int chunk, const Columns& columns, const Cells& to,
                                         const float (&unscale)[PIXELS], unsigned place,
@@ -506,7 +506,7 @@ struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
   }
 };
 
-// By one thread, before all others wait.
+// Run by one thread, before the others wait on a barrier.
 __device__ __forceinline__ void init_barriers(Shared& shared) {
   const unsigned full = shared_address(shared.full), empty = shared_address(shared.empty);
   for (int i = 0; i < STAGES; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, CONSUMER_GROUPS);
@@ -520,7 +520,7 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
   fence_mbarrier_init();
 }
 
-// Pixels of a warpgroup to its slots, by a warp.
+// Run by one warp: loads a warpgroup's pixels to its slots.
 __device__ __forceinline__ void load_pixels(const Params& params, const scalar_t* x, unsigned slots, Shared& shared,
                                             int group) {
   if (params.piece == 16)
@@ -529,7 +529,7 @@ __device__ __forceinline__ void load_pixels(const Params& params, const scalar_t
     load_pixels<8>(params, x, slots, shared, group);
 }
 
-// The weights of a chunk, by one thread.
+// Run by one thread: loads the weights of a chunk.
 __device__ __forceinline__ void load_chunk(const unsigned char*& from, unsigned weights, unsigned full, unsigned empty,
                                            PipelineState<STAGES, RESIDENT>& slot) {
   for (int stage = 0; stage < CHUNK_STAGES; ++stage, slot.next(), from += STAGE_BYTES) {
@@ -540,7 +540,7 @@ __device__ __forceinline__ void load_chunk(const unsigned char*& from, unsigned 
   }
 }
 
-// Stores what a chunk has come to, as many elements at a time as rows of y allow.
+// Stores a chunk's results, as many elements at a time as the alignment of y's rows allows.
 __device__ __forceinline__ void store(const Sums& sums, const Params& params, int chunk, const Columns& columns,
                                       const Cells& to, const Rows& rows, unsigned terms,
                                       const EpilogueOperands& operands) {
@@ -554,7 +554,7 @@ __device__ __forceinline__ void store(const Sums& sums, const Params& params, in
     sums.store<1>(params, chunk, columns, to, rows.unscale, Terms::place(terms, chunk), operands);
 }
 
-// Pixels of a warpgroup, or of their channels those that come first: from its slots, or from memory.
+// Begins to read a warpgroup's pixels: their first channels from its slots, or all of them from memory.
 __device__ __forceinline__ void begin(Rows& rows, const Params& params, const scalar_t* x, const Run& run,
                                       unsigned slots, const Shared& shared, int group, PixelSlot& pixel_slot,
                                       Seconds& seconds) {
@@ -567,7 +567,7 @@ __device__ __forceinline__ void begin(Rows& rows, const Params& params, const sc
     rows.load_apart(params, x + first_in, first_pixel(run.unit / params.groups), seconds);
 }
 
-// The products of a stage, to sums that begin with the first.
+// Adds the products of a stage; those of the first stage overwrite the sums.
 __device__ __forceinline__ void add_stage(Sums& sums, const Rows& rows, const Stage& weights, int stage) {
 #pragma unroll
   for (int step = 0; step < STAGE_STEPS; ++step)
@@ -576,12 +576,12 @@ __device__ __forceinline__ void add_stage(Sums& sums, const Rows& rows, const St
       sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], weights, step, stage + step > 0);
 }
 
-// The stage before may be filled again.
+// Releases the previous stage to be filled again.
 __device__ __forceinline__ void release(unsigned empty, const PipelineState<STAGES, RESIDENT>& slot) {
   if (threadIdx.x % 128 == 0) mbarrier_arrive(empty + 8 * slot.before());
 }
 
-// The rest of a run's pixels, and what is added to the products of its first chunk.
+// Reads the rest of a run's pixels, and the terms of its first chunk.
 __device__ __forceinline__ void settle(const Params& params, const unsigned char* packed,
                                        const EpilogueOperands& operands, const Run& run, int chunk, unsigned slots,
                                        unsigned terms, const Shared& shared, int group, PixelSlot& pixel_slot,
@@ -590,7 +590,7 @@ __device__ __forceinline__ void settle(const Params& params, const unsigned char
   if (SCALED) griddepcontrol_wait();
   added.load(params, packed, operands, run.unit % params.groups, chunk);
   rows.settle(seconds, params.piece > 0);
-  if (TERMS > 0) named_barrier_sync(1 + group, 128);  // what was multiplied before is stored
+  if (TERMS > 0) named_barrier_sync(1 + group, 128);  // the previous chunk has been stored
   added.publish(terms, chunk);
 }
 
@@ -610,14 +610,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   PipelineState<STAGES, RESIDENT> slot;
 
-  if (group == CONSUMER_GROUPS) {  // loads
+  if (group == CONSUMER_GROUPS) {  // the producer
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    const int of_group = threadIdx.x / 32 % 4 - 1;  // whose pixels the warp brings
+    const int of_group = threadIdx.x / 32 % 4 - 1;  // the consumer whose pixels the warp loads
     if (PREFETCH && of_group >= 0 && of_group < CONSUMER_GROUPS)
       load_pixels(params, x, pixels + of_group * (PIXEL_SLOTS * SLOT_BYTES), shared, of_group);
     if (threadIdx.x != 128 * CONSUMER_GROUPS) return;
     griddepcontrol_wait();
-    int missing = CHUNKS;  // of those that stay
+    int missing = CHUNKS;  // RESIDENT chunks not loaded yet
     Runs runs(params);
     for (Run run = runs.next(params); run.exists() && missing > 0; run = runs.next(params)) {
       if (RESIDENT) slot.index = run.first * CHUNK_STAGES;
@@ -642,7 +642,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Sums sums;
   Columns columns(params, 0);
   Cells to;
-  // Each iteration stores the chunk before, after it has issued the loads of the pixels that follow.
+  // Each iteration stores the previous chunk, after it has issued the loads of the next pixels.
 #pragma unroll 1
   for (int chunk = 0;; ++chunk) {
     const bool begins = chunk == run.behind;
@@ -679,7 +679,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (lane() == 0) mbarrier_arrive(order + 8 * (CONSUMER_GROUPS - 1 - group));
     columns = Columns(params, chunk);  // while the last wgmma are in flight
     if (!PREFETCH && chunk + 1 == run.behind)
-      prefetch(params, x, Runs(runs).next(params));  // all at once, before any is waited for
+      prefetch(params, x, Runs(runs).next(params));  // all prefetches are issued before the first load waits
     const bool more = chunk + 1 < run.behind;
     if (more) added.load(params, packed, operands, run.unit % params.groups, chunk + 1);
     wgmma_wait<0>();
