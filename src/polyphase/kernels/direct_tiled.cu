@@ -17,16 +17,16 @@
 // adds its accumulators to its lane's sums in shared memory, and starts again from zero. Source slices share these
 // sums, and each adds after a different stage, so that no two add at once.
 //
-// Shared memory: BUFFERS buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice; as
-// many of STAGE_CHANNELS planes of the source tile with its halo as [n][d][h][w % SPLIT][w / SPLIT], rows starting at a
-// multiple of four source elements and split by residues so that lanes read neighbouring words at even strides too,
-// planes as long as the longest tile; then the destination of each element of a lane's row; then for each warp the
-// elements of its lanes' rows, which it transposes into a line of output; then the sums of the lanes.
+// Shared memory: BUFFERS buffers of weights as [channel][slice][tap][DST_PER_THREAD], padded to 16 bytes a slice;
+// BUFFERS buffers of the source tile with its halo, for each of STAGE_CHANNELS channels [n][d][h][w % SPLIT][w /
+// SPLIT], with room for the longest tile: rows start at a multiple of four source elements, and are split by residues
+// so that lanes read neighbouring words at even strides too; the destination of each element of a lane's row; for each
+// warp the elements of its lanes' rows, which it transposes into a line of output; the sums of the lanes.
 //
 // Synchronisation: steps (a stage of a work tile) are loaded BUFFERS - 1 ahead. With two buffers the next step waits in
-// registers while one is computed, and is then stored to the other buffer; with more, copies go to their buffer
-// asynchronously. One barrier a step suffices, since a buffer is written again only after the barrier that follows its
-// last reads. The row of a warp is used by no other.
+// registers while one is computed, and is then stored to the other buffer; with more, cp.async copies to the buffers.
+// One barrier a step suffices, since a buffer is written again only after the barrier that follows its last reads. A
+// warp's rows are its own.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -40,7 +40,7 @@
 struct Params {
   Tensor5 src, dst;
   int batch;
-  int lanes[4];    // extents of the lanes along n, d, h, w; their product is at most LANES
+  int lanes[4];    // lanes along n, d, h, w; their product is at most LANES
   int tiles[4];    // tiles along n, d, h, w
   int work_tiles;  // of a tile: groups × DST_BLOCKS
   int work_tiles_per_block;
@@ -64,15 +64,15 @@ constexpr bool ASYNC = BUFFERS > 2;
 
 constexpr int DST_D = dst_cell(AXIS_D), DST_H = dst_cell(AXIS_H), DST_W = dst_cell(AXIS_W);
 constexpr int SRC_D = src_cell(AXIS_D), SRC_H = src_cell(AXIS_H), SRC_W = src_cell(AXIS_W);
-constexpr int SPLIT = SRC_W == 2 || SRC_W % 4 == 0 ? SRC_W : 1;  // odd strides meet no bank twice as they are
-constexpr int SKEW = first_offset(AXIS_W) - floor_div(first_offset(AXIS_W), 4) * 4;  // of a tile's first column
-// Where lanes lie an even number of elements apart, they read pairs.
+constexpr int SPLIT = SRC_W == 2 || SRC_W % 4 == 0 ? SRC_W : 1;  // odd strides have no bank conflicts anyway
+constexpr int SKEW = first_offset(AXIS_W) - floor_div(first_offset(AXIS_W), 4) * 4;  // columns before the first needed
+// Lanes that are an even number of elements apart read pairs.
 constexpr int PAIR = SPLIT == 1 && CELLS_W * SRC_W % 2 == 0 ? 2 : 1;
 constexpr int WINDOW_H = window(AXIS_H, CELLS_H), WINDOW_W = SKEW % PAIR + window(AXIS_W, CELLS_W);
 constexpr int RUN = CELLS_W * DST_W;  // neighbouring destination elements along w that a thread owns
 constexpr int ACCUMULATORS = CELLS_H * DST_D * DST_H * RUN * DST_PER_THREAD;
-// Quads of a source plane, four columns or four channels each, and elements from one plane to the next; planes of
-// channels that are stored at once lie half the banks apart.
+// Quads (four columns or four channels) of a source plane, which is one channel of a stage; elements from one plane to
+// the next. Planes of channels that are stored together differ by half the banks.
 constexpr int PLANE_QUADS = LOADS * THREADS / STAGE_CHANNELS;  // whole: threads are a multiple of 64
 constexpr int PLANE = PLANE_QUADS * 4 + (SRC_CHANNELS_LAST ? 4 : 0);
 
@@ -109,15 +109,16 @@ __device__ __forceinline__ Tile make_tile(const Params& params, int tile) {
 }
 
 // Loads a stage of the source, LOADS quads a thread: four neighbouring columns of a channel, or four neighbouring
-// channels of a position. Where a quad lies never changes. Asynchronous copies fill the padding with zeros at every
-// stage; else it is zeroed once, and quads in the padding read the first elements and store nothing.
+// channels of a position. A thread's quads have the same offsets in every stage. Asynchronous copies fill the padding
+// with zeros at every stage; else it is zeroed once, and quads in the padding read the first elements and store
+// nothing.
 struct SourceLoader {
   static constexpr int MASKS = ceil_div(LOADS, 8);
 
   offset_t offsets[LOADS];  // bytes from the stage's first channel at the tile's first batch entry
-  int slots[LOADS];         // in a stage's planes
-  int channels[LOADS];      // of the stage
-  unsigned inside[MASKS];   // four bits a quad, of eight quads: the elements that are not padding
+  int slots[LOADS];         // offsets in a stage's planes
+  int channels[LOADS];      // channels of the stage
+  unsigned inside[MASKS];   // four bits for each of eight quads: which elements are not padding
   Quad<scalar_t> values[ASYNC ? 1 : LOADS];
 
   __device__ __forceinline__ void init(const Params& params, const Tile& t, int thread, accum_t* planes) {
@@ -160,7 +161,7 @@ struct SourceLoader {
     }
   }
 
-  // `inside`, made opaque: the compiler would keep each bit in a register of its own.
+  // `inside`, made opaque, since the compiler would keep each bit in a register of its own.
   struct Inside {
     unsigned masks[MASKS];
 
@@ -168,14 +169,14 @@ struct SourceLoader {
 #pragma unroll
       for (int i = 0; i < MASKS; ++i) masks[i] = opaque(inside[i]);
     }
-    // Whether element j of quad i exists, of a channel of the stage of which so many remain.
+    // Whether element j of quad i exists; `channel`: its channel in the stage, of which `remaining` exist.
     __device__ __forceinline__ bool has(int i, int j, int channel, int remaining) const {
       const bool exists = SRC_CHANNELS % STAGE_CHANNELS == 0 || channel < remaining;
       return exists && masks[i / 8] >> (4 * (i % 8) + j) & 1u;
     }
   };
 
-  // The stage that begins at `src` with so many channels remaining, asynchronously to `planes`.
+  // Copies the stage at `src` asynchronously to `planes`; `remaining` channels exist.
   __device__ __forceinline__ void copy(const Params& params, const scalar_t* src, int remaining,
                                        accum_t* planes) const {
     const Inside mask(inside);
@@ -197,7 +198,7 @@ struct SourceLoader {
     }
   }
 
-  // The same to registers, from where `store` takes it.
+  // Loads the stage to registers, from which `store` writes it.
   __device__ __forceinline__ void load(const Params& params, const scalar_t* src, int remaining) {
     const Inside mask(inside);
     if (params.aligned_src) {
@@ -245,14 +246,14 @@ struct SourceLoader {
   }
 };
 
-// Loads a stage of the weights, in the order in which they lie in memory.
+// Loads a stage of the weights, in memory order.
 struct WeightLoader {
   static constexpr int COUNT = STAGE_CHANNELS * BLOCK_DST * TAPS;
   static constexpr int CHANNEL_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_OUT : WEIGHT_STRIDE_IN;
   static constexpr int DST_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;
 
   unsigned offsets[WEIGHT_ITEMS];  // bytes from the stage's first weight
-  int slots[WEIGHT_ITEMS];         // in a stage's weights; -1 for nothing to store
+  int slots[WEIGHT_ITEMS];         // offsets in a stage's weights; -1 for nothing to store
   scalar_t values[ASYNC ? 1 : WEIGHT_ITEMS];
 
   static __device__ __forceinline__ void locate(int item, int& channel, int& dst, int& tap) {
@@ -286,8 +287,8 @@ struct WeightLoader {
     return channel < remaining && dst + dst_block * BLOCK_DST < DST_CHANNELS;
   }
 
-  // The stage that begins at `weight` with so many source channels remaining: asynchronously to `weights`, or to
-  // registers, from where `store` takes it.
+  // Loads the stage at `weight`, of which `remaining` source channels exist: asynchronously to `weights`, or to
+  // registers, from which `store` writes it.
   __device__ __forceinline__ void load(const scalar_t* weight, int dst_block, int remaining, int thread,
                                        accum_t* weights) {
 #pragma unroll
@@ -326,7 +327,7 @@ struct Accumulators {
     for (int i = 0; i < ACCUMULATORS; ++i) (&sum[0][0][0][0][0])[i] = 0;
   }
 
-  // One source channel. `corner` is the thread's first source element, `weights` its slice's taps.
+  // Adds one source channel. `corner`: the thread's first source element; `weights`: its slice's taps.
   __device__ __forceinline__ void accumulate(const accum_t* corner, const accum_t* weights, const Tile& t) {
     accum_t tap_weights[WEIGHT_SLICE];
 #pragma unroll
@@ -375,7 +376,7 @@ struct Accumulators {
     }
   }
 
-  // Leaves all in the lane's sums, which hold nothing yet if it is the `first`, and starts anew.
+  // Adds the accumulators to the lane's sums, or with `first` overwrites these, and clears the accumulators.
   __device__ __forceinline__ void flush(accum_t* sums, bool first) {
     if (!first) add(sums);
 #pragma unroll
@@ -388,7 +389,7 @@ struct Accumulators {
     clear();
   }
 
-  // The lane's sums and those of all source slices, left in slice 0. Every thread of the block comes here.
+  // Leaves the total of the lane's sums and of all source slices in slice 0. Called by every thread of the block.
   __device__ __forceinline__ void reduce(accum_t* sums, int slice) {
 #pragma unroll 1
     for (int other = 1; other < SRC_SLICES; ++other) {
@@ -399,10 +400,10 @@ struct Accumulators {
   }
 };
 
-// Where a lane's first cell lies in the destination.
+// A lane's first cell in the destination.
 struct Target {
   offset_t offset;           // bytes from the tile's first batch entry
-  int slabs, rows, columns;  // of the destination from there on; none for lanes beyond the tile or the batch
+  int slabs, rows, columns;  // extents of the destination from there on; 0 for lanes beyond the tile or the batch
 
   __device__ __forceinline__ void init(const Params& params, const Tile& t, int lane) {
     const int w = (t.w + lane % params.lanes[3] * CELLS_W) * DST_W;
@@ -421,16 +422,15 @@ struct Target {
   }
 };
 
-// One element of a destination row: where it lies, and in how many of the lane's rows (low half) and slabs it exists.
+// One element of a destination row: its offset, and in how many of the lane's rows (low half) and slabs it exists.
 struct Element {
   offset_t offset;
   unsigned limits;
 };
 
-// Channels first. Every lane owns RUN neighbouring elements of a row. Where rows start aligned it stores them as one
-// vector; else a warp transposes the rows of its lanes in shared memory, so that neighbouring lanes store
-// neighbouring elements: either way whole lines are written. For the transposed rows `elements` says where each element
-// goes.
+// Channels first. Every lane owns RUN neighbouring elements of a row. If rows are aligned it stores them as one vector;
+// else a warp transposes the rows of its lanes in shared memory, so that neighbouring lanes store neighbouring
+// elements: either way whole lines are written. `elements` has the destination of each element of the transposed rows.
 constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * sizeof(scalar_t) <= 16;
 
 __device__ __forceinline__ void describe_row(const Params& params, const Target& target, Element* elements) {
@@ -442,13 +442,13 @@ __device__ __forceinline__ void describe_row(const Params& params, const Target&
   }
 }
 
-// With WHOLE all that the warp's lanes own exists, and it need not be asked for each element.
+// WHOLE: all elements of the warp's lanes exist, so that none is tested.
 template <bool WHOLE>
 __device__ __forceinline__ void store_rows(const Params& params, const Target& target, const Accumulators& acc,
                                            scalar_t* dst, const ChannelTerms (&terms)[DST_PER_THREAD], int channels,
                                            accum_t* staging, const Element* elements, int in_warp) {
   const bool vectors = VECTORS && params.aligned_rows;
-  constexpr bool KEPT = WHOLE && RUN <= 8;  // few enough for registers
+  constexpr bool KEPT = WHOLE && RUN <= 8;  // offsets stay in registers
   offset_t offsets[KEPT ? RUN : 1];
 #pragma unroll
   for (int i = 0; KEPT && RUN > 1 && i < RUN; ++i) offsets[i] = elements[i * 32 + in_warp].offset;
@@ -477,7 +477,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Target& t
             if (exists) *(Run*)at(line, target.offset) = run;
             continue;
           }
-          if (has_taps(AXIS_D, d) && has_taps(AXIS_H, h)) {  // else all elements of the row are alike
+          if (has_taps(AXIS_D, d) && has_taps(AXIS_H, h)) {  // else all elements of the row are equal
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < RUN; ++i) staging[in_warp * RUN + i] = value[i];
@@ -502,7 +502,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Target& t
   }
 }
 
-// Channels last: a thread's channels are neighbours already.
+// Channels last: a thread's channels are contiguous.
 __device__ __forceinline__ void store_channels(const Params& params, const Target& target, const Accumulators& acc,
                                                scalar_t* dst, const ChannelTerms (&terms)[DST_PER_THREAD],
                                                int channels) {
@@ -551,7 +551,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
   const int thread = threadIdx.x;
-  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // the compiler knows now that a warp shares it
+  const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);  // so that the compiler knows it is uniform
   const int lane = thread % LANES;
   const int dst_slice = warp / (LANES / 32) % DST_SLICES;
   const int src_slice = warp / (SLICE_THREADS / 32);
@@ -589,7 +589,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const bool whole = __all_sync(0xffffffffu, target.is_whole());
 
   int group = first_work_tile / DST_BLOCKS, dst_block = first_work_tile % DST_BLOCKS;
-  // The step to be loaded next, and how many are left.
+  // The next step to load, and the number of steps left.
   int ahead_group = group, ahead_block = dst_block, ahead_stage = 0, ahead = work_tiles * STAGES;
   const scalar_t *ahead_src = src, *ahead_weight = weight;
   auto load = [&](int buffer) {
@@ -646,7 +646,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 
     const int first_dst = dst_block * BLOCK_DST + dst_slice * DST_PER_THREAD;
-    const int channels = DST_CHANNELS - first_dst;  // that exist, from this slice's first on
+    const int channels = DST_CHANNELS - first_dst;  // channels that exist from this slice's first on
     const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
     if (CHAINED || SRC_SLICES > 1) acc.reduce(sums, src_slice);
     if (src_slice == 0 && channels > 0) {
@@ -654,7 +654,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
       for (int i = 0; i < DST_PER_THREAD; ++i) terms[i] = channel_terms(operands, first_channel + i, i < channels);
       scalar_t* const item_dst = dst + first_channel * params.dst.stride[1];
-      if (STAGES > 4) target.init(params, tile, lane);  // again, so that its registers serve the stages
+      if (STAGES > 4) target.init(params, tile, lane);  // again, so that it holds no registers during the stages
       accum_t* const staging = rows + warp * (32 * RUN);
       const Element* const of_warp = elements + lane / 32 * (32 * RUN);
       store(params, target, acc, item_dst, terms, channels, staging, of_warp, lane % 32, whole);

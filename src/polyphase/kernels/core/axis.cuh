@@ -11,6 +11,6 @@ __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b)
 __host__ __device__ constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 __host__ __device__ constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
-// Every so many taps meet elements of the same residue of the stride, each so many elements after the one before.
+// Taps tap_step() apart meet elements of the same residue of the stride, element_step() elements apart.
 __host__ __device__ constexpr int tap_step(Axis axis) { return axis.stride / gcd(axis.stride, axis.dilation); }
 __host__ __device__ constexpr int element_step(Axis axis) { return axis.dilation / gcd(axis.stride, axis.dilation); }

@@ -5,7 +5,7 @@
 
 #include "specialisation.cuh"
 
-// Where the weights begin, for the kernel that packs them.
+// Returns where the weights begin, after clearing the counters; for the kernel that packs weights.
 __device__ __forceinline__ unsigned char* clear_counters(unsigned char* packed) {
   if (blockIdx.x == 0)
     for (int i = threadIdx.x; i * (int)sizeof(unsigned) < COUNTER_BYTES; i += blockDim.x) ((unsigned*)packed)[i] = 0;

@@ -1,6 +1,6 @@
 #pragma once
 
-// A number that numbers from 0 to 2³¹ - 1 are divided by, known when the kernel is launched.
+// A divisor of numbers from 0 to 2³¹ - 1 that is known at launch: division by multiplication.
 struct Divisor {
   int value;
   unsigned reciprocal;  // 2^shift / value, rounded up

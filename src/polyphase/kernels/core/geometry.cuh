@@ -42,7 +42,7 @@ __host__ __device__ constexpr int window(Axis axis, int cells) {
   return (cells - 1) * src_cell(axis) + last_offset(axis) - first_offset(axis) + 1;
 }
 
-// Whether any tap writes destination element `offset` of a cell; the others are bias alone.
+// Whether any tap writes destination element `offset` of a cell; an element without taps is bias alone.
 __host__ __device__ constexpr bool has_taps(Axis axis, int offset) {
   for (int tap = 0; tap < axis.kernel; ++tap)
     if (dst_offset(axis, tap) == offset) return true;
@@ -51,7 +51,7 @@ __host__ __device__ constexpr bool has_taps(Axis axis, int offset) {
 
 [[maybe_unused]] constexpr int TAPS = AXIS_D.kernel * AXIS_H.kernel * AXIS_W.kernel;
 
-// Where tensors lie and how far they reach; strides in elements, in the order batch, channel, depth, height, width.
+// Sizes and strides of a tensor; strides in elements, in the order batch, channel, depth, height, width.
 struct Tensor5 {
   long long stride[5];
   int size[3];
@@ -65,7 +65,7 @@ __device__ __forceinline__ offset_t byte_offset(const Tensor5& t, int n, int d, 
                                 (offset_t)h * (offset_t)t.stride[3] + (offset_t)w * (offset_t)t.stride[4]);
 }
 
-// Indices along n, d, h and w of element `index` of a box; what is beyond the box lies beyond along n.
+// Indices along n, d, h and w of element `index` of a box; an index beyond the box is beyond along n.
 template <class Index, class Extent>
 __device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, int (&at)[4]) {
 #pragma unroll
@@ -83,7 +83,7 @@ __device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&e
   for (int i = 0; i < 4; ++i) first[i] *= extent[i];
 }
 
-// Those of the next element, without a division; behind the last AROUND to the first again, or one beyond.
+// Advances the indices to the next element, without a division; after the last AROUND to the first, else one beyond.
 template <bool AROUND = true, class Extent>
 __device__ __forceinline__ void advance(const Extent (&extent)[4], int (&at)[4]) {
 #pragma unroll

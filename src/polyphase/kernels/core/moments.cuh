@@ -1,4 +1,4 @@
-// What is known of some values of a group, of which the threads of a team have a share each, and how it is added up.
+// Reductions over a group of values: each thread of a team reduces its share, then the team combines these.
 
 #pragma once
 
@@ -7,12 +7,12 @@
 #include "epilogue/activations.cuh"
 
 enum Over { NOTHING, SUM, MEAN, MAXIMUM, MINIMUM, LOGSUMEXP, NORM, SOFTMAX };
-constexpr int GROUPS = THREADS / TEAM;  // of a block
+constexpr int GROUPS = THREADS / TEAM;  // groups of values that a block reduces together
 constexpr accum_t LEAST = (accum_t)(sizeof(accum_t) == 8 ? -1.7976931348623157e308 : -3.402823466e38);
 
-// Of some values: their sum, and in `spread` that of others; or the largest or smallest; or their mean, the sum of
-// squared deviations and their number; or the largest (a finite number) and the sum of exponentials of the differences
-// from it.
+// What is reduced: a sum, and in `spread` a second sum; or the largest or smallest value; or the mean, the sum of
+// squared deviations and the number of values; or the largest (a finite number) and the sum of exponentials of the
+// differences from it.
 struct Moments {
   accum_t center, spread, count;
 };
@@ -43,7 +43,7 @@ __device__ __forceinline__ Moments both(const Moments& one, const Moments& other
 
 typedef accum_t Values[UNROLL][VECTOR];
 
-// Of the first `vectors` vectors.
+// Moments of the first `vectors` vectors.
 __device__ __forceinline__ Moments moments_of(const Values& values, int vectors) {
   const Moments none = of_none();
   Moments found = none;
@@ -75,7 +75,7 @@ __device__ __forceinline__ Moments moments_of(const Values& values, int vectors)
   return found;
 }
 
-// Those of all threads of a team.
+// Combines the moments of all threads of a team.
 __device__ __forceinline__ Moments of_team(Moments moments, int group) {
   constexpr int PARTS = ROWS ? TEAM / 32 : TEAM;
   __shared__ Moments parts[ROWS ? THREADS / 32 + 1 : THREADS];

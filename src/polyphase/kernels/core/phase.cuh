@@ -12,15 +12,15 @@
 constexpr int PHASES_H = dst_cell(AXIS_H), PHASES_W = dst_cell(AXIS_W);
 constexpr int PHASES = dst_cell(AXIS_D) * PHASES_H * PHASES_W;
 
-// The quotient of two integers, of which the first is below 2^21, by the reciprocal of the second.
+// The quotient of two integers, the first below 2^21, from the reciprocal of the second.
 __device__ __forceinline__ int quotient(int number, float reciprocal) { return (int)((number + 0.5f) * reciprocal); }
 
-// Along one dimension.
+// A phase along one dimension.
 template <class T, int KERNEL>
 struct PhaseAxis {
-  int place;  // of the phase in a cell
-  int tap;    // the first
-  int src;    // the source element that the first tap makes cell 0 read
+  int place;  // the phase's element in a cell
+  int tap;    // first tap
+  int src;    // source element that cell 0 reads at the first tap
   int count;  // taps
   float per_count;
 
@@ -63,10 +63,10 @@ struct Phase {
   }
 };
 
-// A tap of a phase, and how far the source element that it reads lies from that of the first.
+// A tap of a phase: its index in the weight, and the offset of its source element from the first tap's.
 struct PhaseTap {
-  int tap;      // of the weight
-  int d, h, w;  // source elements
+  int tap;
+  int d, h, w;
 
   __device__ __forceinline__ PhaseTap(const Phase& phase, int index) {
     const int row = quotient(index, phase.w.per_count), slab = quotient(row, phase.h.per_count);
@@ -78,9 +78,9 @@ struct PhaseTap {
   }
 };
 
-// A tap group: CHUNK source channels at one tap. Those of a phase are counted by taps first, then by channels, so that
-// neighbouring ones read neighbouring source elements.
-constexpr int PIECE = 16 / (int)sizeof(scalar_t);  // elements that are moved together
+// A tap group: CHUNK source channels at one tap. A phase's groups are numbered by taps first, then by channels, so that
+// neighbouring groups read neighbouring source elements.
+constexpr int PIECE = 16 / (int)sizeof(scalar_t);  // elements of one copy
 [[maybe_unused]] constexpr int CHUNKS = ceil_div(SRC_CHANNELS, CHUNK);
 struct TapGroup {
   int channel;  // the first
@@ -94,10 +94,10 @@ struct TapGroup {
       : channel(chunk * CHUNK), tap(phase, index - chunk * phase.taps) {}
 };
 
-// A source element, by where it lies from the first: what the first tap makes a cell read.
+// The source element that a cell reads at the first tap.
 struct CellSource {
-  int d, h, w;  // d is far outside where the cell does not exist
-  int pieces;   // of PIECE elements from the tensor's first
+  int d, h, w;  // d is far outside if the cell does not exist
+  int pieces;   // its offset from the tensor's first element, in PIECE elements
 
   __device__ __forceinline__ CellSource() {}
   __device__ __forceinline__ CellSource(const Tensor5& t, const Phase& phase, const int (&cell)[4], bool exists)
@@ -114,19 +114,19 @@ struct CellSource {
   }
 };
 
-// Pieces from the source element that the first tap reads to that of another.
+// Offset, in pieces, from the first tap's source element to that of another tap.
 __device__ __forceinline__ int pieces_to(const Tensor5& t, const PhaseTap& tap) {
   return (int)((tap.d * t.stride[2] + tap.h * t.stride[3] + tap.w * t.stride[4]) / PIECE);
 }
 
-// The cell that is number `index` of all images'.
+// The cell with number `index` among those of all images.
 __device__ __forceinline__ void cell_at(const Divisor (&cells)[3], int index, int (&cell)[4]) {
   const int row = index / cells[2], slab = row / cells[1];
   cell[3] = index - row * cells[2].value, cell[2] = row - slab * cells[1].value;
   cell[0] = slab / cells[0], cell[1] = slab - cell[0] * cells[0].value;
 }
 
-// The destination element of a cell, -1 where there is none.
+// The destination element of a cell; -1 for none.
 __device__ __forceinline__ long long dst_element(const Tensor5& t, const Phase& phase, const int (&cell)[4],
                                                  bool exists) {
   const int d = cell[1] * dst_cell(AXIS_D) + phase.d.place, h = cell[2] * dst_cell(AXIS_H) + phase.h.place;

@@ -1,5 +1,5 @@
-// All phases of a cell as one product: its rows are pairs of a phase that has taps and one of OUT_CHUNK output
-// channels, its depth the pixels that these read, and some pairs of phase and pixel have no tap.
+// All phases of a cell as one product: rows are pairs of a phase that has taps and one of OUT_CHUNK output channels, k
+// are the pixels that these read; some pairs of phase and pixel have no tap.
 
 #pragma once
 
@@ -7,12 +7,12 @@
 #include "core/axis.cuh"
 #include "core/geometry.cuh"
 
-// One dimension: outputs of a cell that have taps, pixels that these read, and the tap of a pair, -1 where it has none.
+// One dimension: outputs of a cell that have taps, pixels that these read, and the tap of each pair, -1 for none.
 template <int KERNEL, int STRIDE>
 struct Dimension {
   int phases = 0, pixels = 0;
   int phase[STRIDE] = {}, pixel[KERNEL] = {}, tap[STRIDE][KERNEL] = {};
-  int number[STRIDE] = {};  // of a phase among those, -1 for one without taps
+  int number[STRIDE] = {};  // a phase's number among those with taps; -1 for a phase without
 
   __host__ __device__ constexpr Dimension(Axis axis) {
     for (int i = 0; i < STRIDE; ++i) {
@@ -38,7 +38,7 @@ constexpr int PHASES = ALONG_D.phases * ALONG_H.phases * ALONG_W.phases;
 constexpr int PIXELS_READ = ALONG_D.pixels * ALONG_H.pixels * ALONG_W.pixels;
 constexpr int ROWS = PHASES * OUT_CHUNK, ROW_BLOCKS = ceil_div(ROWS, 16);
 
-// The tap of phase `phase` and pixel `pixel`, of those that have or are read by any; -1 where there is none.
+// The tap of a phase (among those with taps) and a pixel (among those that are read); -1 for none.
 __host__ __device__ constexpr int tap_of(int phase, int pixel) {
   const int d = ALONG_D.tap[phase / (ALONG_H.phases * ALONG_W.phases)][pixel / (ALONG_H.pixels * ALONG_W.pixels)];
   const int h = ALONG_H.tap[phase / ALONG_W.phases % ALONG_H.phases][pixel / ALONG_W.pixels % ALONG_H.pixels];
@@ -46,7 +46,7 @@ __host__ __device__ constexpr int tap_of(int phase, int pixel) {
   return d < 0 || h < 0 || w < 0 ? -1 : (d * AXIS_H.kernel + h) * AXIS_W.kernel + w;
 }
 
-// Which blocks of rows have a tap at a pixel.
+// Which row blocks have a tap at a pixel.
 struct Entries {
   int count = 0;
   int pixel[PIXELS_READ * ROW_BLOCKS] = {}, block[PIXELS_READ * ROW_BLOCKS] = {};

@@ -1,5 +1,4 @@
-// A multistage pipeline in shared memory: mbarriers that tell that a stage is full, or empty again, and where a thread
-// is.
+// A multistage pipeline in shared memory: full and empty mbarriers of each stage, and a thread's position in it.
 
 #pragma once
 
@@ -10,7 +9,7 @@ template <int STAGES>
 struct PipelineBarriers {
   unsigned long long full[STAGES], empty[STAGES];
 
-  // By one thread: arrivals that fill a stage, and those that free it.
+  // Called by one thread. `producers`, `consumers`: arrivals that fill a stage, and that free it.
   __device__ __forceinline__ void init(int producers, int consumers) {
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(shared_address(full + i), producers);
@@ -18,14 +17,14 @@ struct PipelineBarriers {
     }
     fence_mbarrier_init();
   }
-  // By all lanes of a consumer warp: the stage may be filled again.
+  // Called by all lanes of a consumer warp: the stage may be filled again.
   __device__ __forceinline__ void release(int index) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(empty + index));
   }
 };
 
-// A stage, and the parity of its barriers. RESIDENT: what comes stays, and has a stage of its own.
+// A stage, and the parity of its barriers. RESIDENT: every K-tile has a stage of its own, which is never refilled.
 template <int STAGES, bool RESIDENT = false>
 struct PipelineState {
   int index = 0;
@@ -62,7 +61,7 @@ __device__ __forceinline__ void consume_stages(int count, PipelineBarriers<STAGE
   finish();
   if (count > 0) ring.release(before);
 }
-// The same where each stage has one product.
+// The same with one product for each stage.
 template <int STAGES, class Add, class Finish>
 __device__ __forceinline__ void consume_stages(int count, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
                                                Add add, Finish finish) {

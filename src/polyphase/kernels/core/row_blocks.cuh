@@ -7,16 +7,16 @@
 //
 // An operation is one tap of one row block. `find_operation` numbers those of a block.
 //
-// Where output channels are few most of such a block would be empty. So STACKED neighbouring lines may share a row
-// block, LINE_ROWS rows each: an operation is then a pixel that any of them reads along depth and height, and the rows
-// of a line that does not read it are zero. The lines of a block are neighbours along the height, or all of them at
+// With few output channels most of a row block would be empty. So STACKED neighbouring lines may share a row block,
+// LINE_ROWS rows each: an operation is then a pixel that any of the lines reads along depth and height, and the rows of
+// a line that does not read it are zero. The lines of a row block are neighbours along the height, or all lines of
 // neighbouring depths.
 //
-// Where channels are fewer still, or images are so tiny that most of the cells are halo, with TAPS_IN_ROWS a row is one
-// tap of one channel instead, for all taps of LINES of those phases: row blocks are one operation each, and what a
-// pixel adds to the outputs that it reaches is added up afterwards (epilogue/store_overlap.cuh). As few row blocks as
-// hold the taps of ROW_CHANNELS are a set, and a block computes CHANNEL_BLOCKS sets. The rows of a set are
-// ordered by line, channel, tap along depth, height and width.
+// With still fewer channels, or images so small that most cells are halo, TAPS_IN_ROWS is used: a row is one tap of one
+// channel, for all taps of LINES of these phases. A row block is one operation, and the products that meet in an output
+// are added afterwards (epilogue/store_overlap.cuh). The fewest row blocks that hold the taps of ROW_CHANNELS form a
+// set, and a block computes CHANNEL_BLOCKS sets. The rows of a set are ordered by line, channel, tap along depth,
+// height and width.
 
 #pragma once
 
@@ -26,7 +26,7 @@
 #include "operand/scaled_half.cuh"
 
 constexpr int ROWS = 64;
-constexpr int LINE_ROWS = ROWS / 4 * (4 / STACKED);  // of a line in a row block: those of whole warps
+constexpr int LINE_ROWS = ROWS / 4 * (4 / STACKED);  // rows of a line in a row block: those of whole warps
 
 // The taps of a phase are `first_tap`, first + `tap_step`, first + 2·step ...
 __host__ __device__ constexpr int first_tap(Axis axis, int phase) {
@@ -60,14 +60,14 @@ constexpr int LINE_PHASES = OWNED_W / WIDTH_PARTS;
 constexpr int OWNED_LINES = owned_phases(AXIS_D) * OWNED_H * WIDTH_PARTS;  // phases along depth and height, in parts
 constexpr int LINE_GROUPS = ceil_div(OWNED_LINES, LINES);
 
-// The phases of a line along depth and height, and along the width that of one of its row blocks.
+// The phases along depth and height of a line, and the phase along the width of one of its row blocks.
 __host__ __device__ constexpr int depth_of_line(int line) { return owned_phase(AXIS_D, line / WIDTH_PARTS / OWNED_H); }
 __host__ __device__ constexpr int height_of_line(int line) { return owned_phase(AXIS_H, line / WIDTH_PARTS % OWNED_H); }
 __host__ __device__ constexpr int width_of_block(int line, int block) {
   return owned_phase(AXIS_W, line % WIDTH_PARTS * LINE_PHASES + block % LINE_PHASES);
 }
 
-// Parts are alike: as many taps, without elements that own none.
+// Whether all parts of the width have as many taps, without elements that own none.
 __host__ __device__ constexpr bool parts_are_alike() {
   for (int phase = 0; phase < AXIS_W.stride; ++phase)
     if (tap_count(AXIS_W, phase) * AXIS_W.stride != AXIS_W.kernel) return false;
@@ -81,15 +81,15 @@ __host__ __device__ constexpr int taps_of_line(int line) {
   return tap_count(AXIS_D, depth_of_line(line)) * tap_count(AXIS_H, height_of_line(line));
 }
 
-// What the phases of an axis read, `together` neighbours at a time: each source offset once.
+// The source offsets that `together` neighbouring phases of an axis read, each once.
 template <int KERNEL, int STRIDE>
 struct Reads {
-  int count[STRIDE] = {};           // of source offsets that a set of neighbours reads
+  int count[STRIDE] = {};           // number of source offsets that a set of neighbours reads
   int offset[STRIDE][KERNEL] = {};  // these offsets
-  int tap[STRIDE][KERNEL] = {};     // which tap of a phase reads each offset of its set; -1 for none
+  int tap[STRIDE][KERNEL] = {};     // the tap of a phase that reads each offset of its set; -1 for none
 
   __host__ __device__ constexpr Reads(Axis axis, int together) {
-    int number[STRIDE] = {}, owned = 0;  // of a phase, among those that own taps
+    int number[STRIDE] = {}, owned = 0;  // a phase's number among those that own taps
     for (int i = 0; i < KERNEL; ++i) number[phase_of(axis, i)] = 1;
     for (int i = 0; i < STRIDE; ++i) owned += number[i], number[i] = owned - 1;
     for (int i = 0; i < STRIDE * KERNEL; ++i) tap[i / KERNEL][i % KERNEL] = -1;
@@ -119,7 +119,7 @@ __device__ __forceinline__ int pixels_of_lines(int line) {
   return READS_D.count[line / OWNED_H / STACKED_D] * READS_H.count[line % OWNED_H / STACKED_H];
 }
 
-// With TAPS_IN_ROWS, rows of the lines from `first` to before `last`, and of the group of lines that has most.
+// With TAPS_IN_ROWS: rows of lines `first` to `last` - 1; most_rows(): of the line group that has most.
 __host__ __device__ constexpr int rows_of_lines(int first, int last) {
   int rows = 0;
   for (int line = first; line < last; ++line) rows += taps_of_line(line) * AXIS_W.kernel * ROW_CHANNELS;
@@ -140,8 +140,8 @@ constexpr int ROW_BLOCKS = CHANNEL_BLOCKS * SET_BLOCKS;
 constexpr int GROUP_CHANNELS = CHANNEL_BLOCKS * (TAPS_IN_ROWS ? ROW_CHANNELS : LINE_ROWS);
 constexpr int CHANNEL_GROUPS = ceil_div(DST_CHANNELS, GROUP_CHANNELS);
 
-// A tap of a row block's line; with STACKED lines, from `line` on, one of the pixels that any of them reads along depth
-// and height (`depth` and `height` count the offsets of READS_D and READS_H), and a tap along the width.
+// A tap of a row block's line. With STACKED lines from `line` on: a pixel that any of them reads along depth and height
+// (`depth` and `height` index the offsets of READS_D and READS_H), and a tap along the width.
 struct Operation {
   int line, depth, height, width_tap;
 
@@ -167,8 +167,8 @@ __device__ __forceinline__ int operations_of(int block, int first_line) {
   return pixels_of_lines(line) * tap_count(AXIS_W, width_of_block(line, block));
 }
 
-// `pixels_of_lines` of all lines at once, as constants: compilers evaluate only so much. With STACKED lines that of the
-// row block that a line is in.
+// `pixels_of_lines` of all lines in one table, as compilers limit constant evaluation. With STACKED lines an entry is
+// that of the line's row block.
 struct LineTaps {
   int of[OWNED_LINES];
 };
@@ -206,11 +206,11 @@ __host__ __device__ constexpr Counts counts_of(int group) {
 
 static_assert(OWNED_LINES % LINES == 0, "groups of lines are whole");
 
-// Groups of lines are of one kind where their row blocks have as many operations. A kind is the first such group.
+// Line groups are of one kind if their row blocks have the same numbers of operations. A kind is its first line group.
 struct Kinds {
-  int next[LINE_GROUPS];  // behind a kind; LINE_GROUPS behind the last
-  int operations;         // of one group of each kind
-  int most;               // of the row block that has most
+  int next[LINE_GROUPS];  // the next kind; LINE_GROUPS after the last
+  int operations;         // operations of one group of each kind, in all
+  int most;               // operations of the row block that has most
 };
 __host__ __device__ constexpr Kinds find_kinds() {
   const LineTaps taps = taps_of_lines();
@@ -231,7 +231,7 @@ __host__ __device__ constexpr Kinds find_kinds() {
   return kinds;
 }
 
-// Operation `index` of a block; false behind the last.
+// Finds operation `index` of a block; false after the last.
 __device__ __forceinline__ bool find_operation(int index, int first_line, Operation& operation) {
   for (int block = 0; block < ROW_BLOCKS; ++block) {
     const int count = operations_of(block, first_line);
@@ -254,18 +254,18 @@ __device__ __forceinline__ bool find_operation(int index, int first_line, Operat
   return false;
 }
 
-// Operands lie in shared memory as chunks of 16 bytes, CHUNK neighbouring channels of one row or pixel. Two chunks are
-// the depth of one instruction.
+// Operands are stored in shared memory as chunks of 16 bytes: CHUNK neighbouring channels of one row or pixel. Two
+// chunks are the depth of one instruction.
 constexpr int CHUNK = 16 / (int)sizeof(operand_t);
 constexpr int STEP_CHANNELS = 2 * CHUNK;
 constexpr int STEPS = round_up(ceil_div(SRC_CHANNELS, STEP_CHANNELS), K_STEPS);
 constexpr int OPERATION_BYTES = PARTS * 2 * ROWS * 16;  // the weights of one operation and step
 
-// Which line of its row block a row is of; STACKED for a row that no line has (three lines have 48 rows).
+// The line of its row block that a row belongs to; STACKED for none (three lines have 48 rows).
 __host__ __device__ constexpr int line_of_row(int row) { return STACKED > 1 ? row / LINE_ROWS : 0; }
 
-// The channel, of a block of 64, that a row of the matrix holds. A thread's accumulators are rows r and r + 8: where
-// channels come last in the destination those are made neighbours.
+// The channel, of 64, that a row of a row block holds. A thread's accumulators are rows r and r + 8: with channels last
+// in the destination these are neighbouring channels.
 __device__ __forceinline__ int channel_of_row(int row) {
   return DST_CHANNELS_LAST ? row / 16 * 16 + row % 8 * 2 + row / 8 % 2 : row;
 }

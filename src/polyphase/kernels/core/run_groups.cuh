@@ -1,11 +1,11 @@
-// Sources as runs: what the taps of a phase along the width make a cell read lies side by side, PADDED_CHANNELS
-// elements for each tap, in the order of memory (in the forward pass taps fall with it). Rows are padded, so that all
-// of it exists (steps/write_planes.cu). In the input gradient there is a plane for each residue of the stride along d
-// and h, in which neighbouring cells read neighbouring rows; or INNER residues are channels of one plane, where each
-// has as many taps.
+// Sources as runs: the elements that a cell reads at the taps of a phase along the width are contiguous,
+// PADDED_CHANNELS elements for each tap, in memory order (in the forward pass taps fall with it). Rows are padded, so
+// that all of them exist (steps/write_planes.cu). In the input gradient there is a plane for each residue of the stride
+// along d and h, in which neighbouring cells read neighbouring rows; or, if all residues have as many taps, INNER
+// residues are channels of one plane.
 //
-// Where PADDED_CHANNELS are whole tap groups these are as in core/phase.cuh. Else taps and channels are JOINED in k: a
-// group is CHUNK elements of the run at one tap along d and h, and those of a phase are counted by these taps first.
+// If PADDED_CHANNELS are whole tap groups these are as in core/phase.cuh. Else taps and channels are JOINED in k: a
+// group is CHUNK elements of the run at one tap along d and h; a phase's groups are numbered by these taps first.
 
 #pragma once
 
@@ -19,16 +19,16 @@ __host__ __device__ constexpr int planes_of(Axis axis, int inner) {
   return INPUT_GRAD && inner == 1 ? (axis.kernel < tap_step(axis) ? axis.kernel : tap_step(axis)) : 1;
 }
 [[maybe_unused]] constexpr int PLANES_D = planes_of(AXIS_D, INNER_D), PLANES_H = planes_of(AXIS_H, INNER_H);
-[[maybe_unused]] constexpr int RUN_TAPS = ceil_div(AXIS_W.kernel, TapsW::TAP_STEP);  // of a phase, at most
+[[maybe_unused]] constexpr int RUN_TAPS = ceil_div(AXIS_W.kernel, TapsW::TAP_STEP);  // most taps of a phase
 
-// A weight: its source channel, none where that is no channel, and its tap.
+// A weight: its source channel, which may not exist, and its tap.
 struct RunWeight {
   int src, tap;
 };
 
 struct RunGroup {
-  int element;     // of the run, the first
-  int at_d, at_h;  // taps of the phase; of a residue, where these are channels
+  int element;     // first element of the run
+  int at_d, at_h;  // taps of the phase; with INNER residues, taps of a residue
 
   __device__ __forceinline__ RunGroup(const Phase& phase, int index) {
     const int rows = count_h(phase), taps = count_d(phase) * rows, chunk = quotient(index, 1.f / taps);
@@ -55,7 +55,7 @@ struct RunGroup {
   static __device__ __forceinline__ int count_h(const Phase& phase) { return phase.h.count / INNER_H; }
 };
 
-// Where a tap group lies: an element of the run, a plane, and positions from the cell's own.
+// Source of a tap group: an element of the run, a plane, and a position relative to the cell's.
 struct RunPlace {
   int element, plane, d, h, w;
 

@@ -41,7 +41,7 @@ struct Taps {
     const int reach = dst + PADDING;
     if (reach % GCD != 0) return {KERNEL, 0};
     const int tap = (int)((long long)(reach / GCD % PERIOD) * INVERSE % PERIOD);
-    // A multiple of STRIDE, perhaps negative; of a tap that the kernel does not have it may be any number.
+    // A multiple of STRIDE, perhaps negative; arbitrary for a tap that the kernel does not have.
     const int distance = (int)((unsigned)reach - (unsigned)tap * (unsigned)DILATION);
     return {tap, distance / STRIDE};
   }

@@ -1,13 +1,13 @@
-// Dynamic tile scheduler of a persistent kernel. A block's first `own` work tiles are static, every n-th; behind these
-// it takes the next that no block has, from an atomic counter, some work tiles before it loads that one. So what is
-// computed at a time is neighbours, however fast each block is, and what tiles share (halos, sectors of which each
-// stores a part) is still in the L2 cache when the other one wants it. Blocks that each took every n-th work tile would
-// drift apart, and ever faster: those behind would find nothing there.
+// Dynamic tile scheduler of a persistent kernel. A block's first `own` work tiles are static, every n-th; then it takes
+// the next free work tile from an atomic counter, some work tiles before it loads that one. So neighbouring tiles are
+// computed at the same time even if blocks differ in speed, and the data that they share (halos, partly written
+// sectors) is still in L2. With static scheduling alone blocks would drift apart, and ever faster: slow ones would miss
+// L2.
 //
-// One thread of a block, or of a cluster, takes work tiles. Counters lie in front of the packed weights: packing sets
-// them to zero, and only atomic operations touch them then; there is one, or with RESIDENT one for each of the row
-// groups that blocks stay with. The other threads learn of work tiles through a ring of QUEUE entries in shared memory,
-// with an mbarrier each, and walk through all, whichever they work on.
+// One thread of a block, or of a cluster, takes work tiles. The counters are stored before the packed weights: packing
+// sets them to zero, then only atomic operations access them. There is one counter, or with RESIDENT one for each row
+// group. The other threads read work tiles from a ring of QUEUE entries in shared memory, each with an mbarrier; every
+// thread reads all entries, also those of work tiles that others compute.
 
 #pragma once
 
@@ -19,17 +19,17 @@
 #include "ptx/warp.cuh"
 #include "mainloop/gemm_tile.cuh"
 
-// How many work tiles earlier the others learn of one than that thread comes to it. A producer group waits for its
-// next work tile before it transposes the stage that it has; the first group comes there a stage later, and may have to
-// wait for a slot that is free only when that stage has been multiplied.
+// Work tiles by which an entry is written before the taking thread itself reaches it. A producer group waits for its
+// next work tile before it transposes the stage that it holds; the first group, whose thread takes work tiles, gets
+// there a stage later, and may have to wait for a slot that is freed only when that stage has been multiplied.
 constexpr int FURTHER = ceil_div(LOADER_GROUPS - 1, TILE_STAGES);
-// Consumers in ping-pong may have a work tile to learn of that is two behind the one whose pixels have not been
-// multiplied; from there on pixels are loaded ahead, as many stages as there are slots of both kinds.
+// Entries in use: ping-pong consumers may wait for a work tile two after the one that is being multiplied; beyond it
+// pixels are loaded ahead, as many stages as there are slots of both kinds.
 constexpr int QUEUE = ceil_div(2 * STAGES + RAW_SLOTS + 2 * LOADER_GROUPS, TILE_STAGES) + 4;
 static_assert(2 + ceil_div(STAGES + RAW_SLOTS + LOADER_GROUPS, TILE_STAGES) + FURTHER < QUEUE, "a short ring");
 
 struct SchedulerMemory {
-  unsigned long long known[QUEUE];  // barriers
+  unsigned long long known[QUEUE];  // mbarriers: the entry is written
   int work[QUEUE];
 };
 
@@ -37,23 +37,23 @@ struct TileScheduler {
   const Params& params;
   unsigned* counters;
   SchedulerMemory& memory;
-  int next = 0;     // of the thread that takes them: the work tile behind those that are known
-  int bands = 1;    // with SCALED (operand/scales.cuh): a work tile's stages come so many times,
-  float scale = 1;  // and by what pixels are multiplied in the last
+  int next = 0;     // for the taking thread: the first work tile without an entry
+  int bands = 1;    // with SCALED (operand/scales.cuh): how often a work tile's stages run
+  float scale = 1;  // and the pixels' scale in the last band
 
   __device__ __forceinline__ int stages() const { return SCALED ? bands * TILE_STAGES : TILE_STAGES; }
 
-  // By one thread, before the others begin.
+  // Called by one thread, before the others begin.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < QUEUE; ++i) mbarrier_init(shared_address(memory.known + i), 1);
   }
-  // By the same one, when barriers are ready. In a cluster the one arrival that a barrier waits for is the block's own:
-  // work tiles may come before.
+  // Called by the same thread once the barriers are initialised. In a cluster each barrier waits for one arrival of the
+  // block itself: work tiles may arrive before it.
   __device__ __forceinline__ void begin() const {
     for (int i = 0; i < QUEUE; ++i) expect(i);
   }
 
-  // The block's work tile number `ordinal`; not below params.work_tiles behind the last.
+  // The block's work tile number `ordinal`; params.work_tiles or more after the last.
   __device__ __forceinline__ int of(int ordinal) const {
     if (ordinal < params.own) return first_work_tile() + ordinal * work_tile_step();
     const int entry = ordinal - params.own;
@@ -61,27 +61,27 @@ struct TileScheduler {
     return *(volatile int*)(memory.work + entry % QUEUE);
   }
 
-  // Makes the work tile known that is FURTHER behind number `ordinal`, by the one thread, which takes them in order,
-  // from number 1 on: `own` is at least FURTHER + 2.
+  // Writes the entry of the work tile FURTHER after number `ordinal`. Called by the taking thread, in order, from
+  // number 1 on: `own` is at least FURTHER + 2.
   __device__ __forceinline__ void take(int ordinal) {
     const int entry = ordinal + FURTHER - params.own;
     if (entry >= 0) publish(entry % QUEUE);
     if (entry >= -1) next = claim();
   }
-  // By the same one, behind the last: a block must not end while work tiles are on their way to it.
+  // Called by the taking thread at the end: a block must not exit while work tiles may still be written to it.
   __device__ __forceinline__ void settle(int ordinal) const {
     for (int i = 1; CLUSTER > 1 && i <= FURTHER; ++i) of(ordinal + i);
   }
-  // By the same one, when it has learnt of it from `of`.
+  // Called by the taking thread after `of` has returned the work tile.
   __device__ __forceinline__ void taken(int ordinal) const {
     if (ordinal >= params.own) expect((ordinal - params.own) % QUEUE);
   }
 
  private:
-  // The compiler waits for the counter where the work tile is used, at the next one.
+  // The counter's value is not used before the next call, which hides its latency.
   __device__ __forceinline__ int claim() const {
     const int first = params.own * work_tile_step(), row_group = RESIDENT ? (int)blockIdx.x % params.tile_shares : 0;
-    if (!leads_cluster()) return 0;  // the leader tells
+    if (!leads_cluster()) return 0;  // the cluster's first block writes all entries
     unsigned* const counter = counters + row_group + leader_index();
     griddepcontrol_wait();
     return first + (int)atomicAdd(counter, 1u) * (RESIDENT ? params.tile_shares.value : 1) + row_group;
@@ -90,21 +90,21 @@ struct TileScheduler {
   __device__ __forceinline__ void publish(int slot) const {
     broadcast_word(memory.work + slot, next, memory.known + slot);
   }
-  // The barrier's next phase ends with the work tile.
+  // The barrier's next phase completes when the work tile is written.
   __device__ __forceinline__ void expect(int slot) const { expect_word(memory.known + slot); }
 };
 
-// A work tile and a stage of it; `index` is not below params.work_tiles behind the last.
+// A work tile and one of its stages; `index` is params.work_tiles or more after the last.
 struct Cursor {
   int index, stage = 0, ordinal = 0;
 
   __device__ __forceinline__ Cursor() : index(first_work_tile()) {}
 
-  // `count` stages on; true where that is another work tile.
+  // Advances by `count` stages; true if that reaches another work tile.
   __device__ __forceinline__ bool skip(const TileScheduler& scheduler, int count) {
     return walk(count, scheduler, [&]() { return scheduler.of(ordinal); });
   }
-  // The same behind another cursor, which often knows already.
+  // The same, following another cursor, which often has read the entry already.
   __device__ __forceinline__ bool skip_behind(const Cursor& ahead, const TileScheduler& scheduler, int count) {
     return walk(count, scheduler, [&]() { return ordinal == ahead.ordinal ? ahead.index : scheduler.of(ordinal); });
   }

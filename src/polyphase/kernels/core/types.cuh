@@ -44,7 +44,7 @@ __device__ __forceinline__ T zero() {
   return T{};
 }
 
-// Reads that no thread writes go through the read-only path.
+// Loads through the read-only path, of data that no thread writes.
 template <class T>
 __device__ __forceinline__ T read(const T* address) {
   return __ldg(address);
