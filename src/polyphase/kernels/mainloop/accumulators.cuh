@@ -1,6 +1,6 @@
-// What a thread holds of a product on tensor cores. mma.sync and wgmma give it the same places: of 16 rows and eight
-// columns number i of four lies in row `fragment_row()` + i / 2 · 8 and in column `fragment_column()` + i % 2; the next
-// four are of the next eight columns.
+// A thread's accumulators, the same for mma.sync and wgmma: of a tile of 16 rows by eight columns element i of four is
+// at row `fragment_row()` + i / 2 · 8 and column `fragment_column()` + i % 2; the next four are those of the next eight
+// columns.
 
 #pragma once
 
@@ -15,7 +15,7 @@ struct Accumulators {
 #pragma unroll
     for (int i = 0; i < TILES * COUNT; ++i) of[i / COUNT][i % COUNT] = 0;
   }
-  // Adds others, or begins with them.
+  // Adds others, or with `begin` is set to them.
   __device__ __forceinline__ void take(const Accumulators& others, bool begin) {
 #pragma unroll
     for (int i = 0; i < TILES * COUNT; ++i)

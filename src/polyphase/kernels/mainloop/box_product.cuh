@@ -1,13 +1,13 @@
-// Mainloop over operands that TMA loads in boxes and wgmma reads as they are, in NHWC:
+// Mainloop over operands that TMA loads in boxes and wgmma reads in place, in NHWC:
 //
 //     sum[m, n]  +=  Σ_k  A[m, k] · B[k, n]
 //
-// Where K are channels both operands are K-major: a row of A, or a column of B, is a row of a box. Where K are
-// positions they are MN_MAJOR: a row of a box is one k, and holds ROW_PITCH bytes of A's rows or COLUMN_PITCH bytes of
-// B's columns. TMA swizzles 16-byte chunks within a row. The swizzle follows from address bits alone, so an operand may
-// begin at any row of a box.
+// If K are channels both operands are K-major: a row of A, or a column of B, is a row of a box. If K are positions they
+// are MN_MAJOR: a row of a box is one k, and holds ROW_PITCH bytes of A's rows or COLUMN_PITCH bytes of B's columns.
+// TMA swizzles 16-byte chunks within a row. The swizzle depends on address bits alone, so an operand may begin at any
+// row of a box.
 //
-// wgmma takes no MN-major operands of 32 bits: with BY_THREADS warps read those into registers for mma.sync.
+// wgmma has no MN-major operands of 32 bits: with BY_THREADS warps read those into registers for mma.sync.
 //
 // Consumer warpgroups, ROW_GROUPS along M or COLUMN_GROUPS along N, each have ROW_TILES m64 tiles by LINES times
 // COLUMNS columns, which are N of one wgmma. Of the LOADERS producer threads some issue TMA. A stage is STEPS k-steps
@@ -36,7 +36,7 @@ __device__ __forceinline__ int row_group() { return COLUMN_GROUPS == 1 ? (int)th
 __device__ __forceinline__ int column_group() { return COLUMN_GROUPS == 1 ? 0 : (int)threadIdx.x / 128; }
 static_assert(ROW_GROUPS == 1 || COLUMN_GROUPS == 1, "groups differ in one of both");
 
-// Registers are reallocated (setmaxnreg) where a whole group loads, which needs few; else each thread has its share.
+// setmaxnreg moves registers to consumers if a whole warpgroup produces; else all threads have equal shares.
 constexpr int PRODUCER_REGISTERS = CONSUMER_THREADS > 256 ? 32 : 40,
               CONSUMER_REGISTERS = CONSUMER_THREADS > 256 ? 160 : 232;
 static_assert(LOADERS == 32 || registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, LOADERS, PRODUCER_REGISTERS),
@@ -47,34 +47,34 @@ __device__ __forceinline__ void reallocate_registers() {
   if constexpr (LOADERS == 128 && !MULTIPLIES) setmaxnreg_dec<PRODUCER_REGISTERS>();
 }
 
-// An MN-major operand: bytes of a box, and rows or columns in it.
+// Bytes of a box of an MN-major operand, and the rows or columns in it.
 __host__ __device__ constexpr int box_bytes(int pitch) { return STEPS * OPERATION * pitch; }
 constexpr int ROW_BOX = ROW_PITCH / ELEMENT, COLUMN_BOX = COLUMN_PITCH / ELEMENT;
-// Bytes of a tile of rows, and of those of a stage, behind which its columns lie.
+// Bytes of a row tile, and of all row tiles of a stage, after which its columns are stored.
 constexpr int A_TILE = MN_MAJOR ? 64 / ROW_BOX * box_bytes(ROW_PITCH) : 64 * ROW_PITCH;
 constexpr int A_BYTES = ROW_GROUPS * ROW_TILES * A_TILE;
 static_assert(MN_MAJOR ? COLUMNS % COLUMN_BOX == 0 : ROW_PITCH == 32 * STEPS && COLUMN_PITCH == 32 * STEPS,
               "operands are whole boxes, or whole operations deep");
 
-// Where operands pass registers, warps of a group that have other columns of the same rows: each is read less often.
-// With several tiles of rows a warp reads its columns for all of them.
+// BY_THREADS: the warps of a warpgroup that share rows and have different columns, so that operands are read less
+// often. With several row tiles a warp reads its columns once for all of them.
 #if BY_THREADS
 constexpr int ABREAST = ROW_TILES > 1 ? 1 : COLUMNS % 32 == 0 ? 4 : COLUMNS % 16 == 0 ? 2 : 1;
 #else
 constexpr int ABREAST = 1;
 #endif
-// Strips of 16 rows of a tile that a warp has, but for those without any row.
+// Strips of 16 rows of a tile that a warp has, without empty strips.
 constexpr int STRIPS = ABREAST == 4 && IN_CHANNELS <= 48 ? ceil_div(IN_CHANNELS, 16) : ABREAST;
-constexpr int SUMS = COLUMNS / 8 / ABREAST * STRIPS * 4;  // of a thread, of a tile by a line
+constexpr int SUMS = COLUMNS / 8 / ABREAST * STRIPS * 4;  // accumulators of a thread for a row tile by a line
 
-// Bytes of a stage, whose columns are laid out by a class (`Sums::multiply`).
+// Bytes of a stage; class Columns has the layout of its columns (`Sums::multiply`).
 template <class Columns>
 __host__ __device__ constexpr int stage_bytes() {
   return round_up(A_BYTES + Columns::BYTES, 1024);
 }
 
-// The accumulators of a thread: ROW_TILES tiles by LINES lines. Number i of those lies in row `row(tile, i)` of the
-// block's, and in column `column(i)` of the line's.
+// A thread's accumulators: ROW_TILES row tiles by LINES lines. Element i is at row `row(tile, i)` of the block and
+// column `column(i)` of the line.
 struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
   static __device__ __forceinline__ int row(int tile, int i) {
     const int warp = threadIdx.x / 32 % 4, strip = warp / ABREAST * STRIPS + i / 4 % STRIPS;
@@ -85,9 +85,9 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
     return eight * 8 + fragment_column() + i % 2;
   }
 
-  // Multiplies `k_tiles` K-tiles into accumulators that start from zero. Columns says how B lies in the BYTES that a
-  // stage has of it: the warpgroup's line i at `line(i)`, its k-step i `step(i)` further on, eight k EIGHT behind the
-  // eight before, and COLUMN_BOX columns BESIDE behind those before.
+  // Multiplies `k_tiles` K-tiles into accumulators that start from zero. Columns describes B in a stage, BYTES in all:
+  // the warpgroup's line i is at `line(i)`, its k-step i `step(i)` further; the next eight k are EIGHT bytes, and the
+  // next COLUMN_BOX columns BESIDE bytes apart.
   template <class Columns>
   __device__ __forceinline__ void multiply(int k_tiles, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
                                            const unsigned char* stage_memory) {
@@ -100,8 +100,8 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
 
  private:
 #if BY_THREADS
-  // Adds a stage, or begins with it. Of eight positions a lane takes two that are neighbours, so that those of a warp
-  // lie in different banks: which k an operation calls by which name is all the same to the product.
+  // Adds a stage, or with the first one overwrites the sums. Of eight positions a lane reads two neighbours, so that a
+  // warp has no bank conflicts. (A product may permute k, as long as both operands agree.)
   template <class Columns>
   __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
     if (!more) clear();
@@ -142,7 +142,7 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
     }
     __syncwarp();
   }
-  // The same, but where warps share rows opaque, so that the compiler does not keep all steps' places in registers.
+  // The value, made opaque if warps share rows, so that the compiler does not keep all steps' addresses in registers.
   static __device__ __forceinline__ int held(int value) { return ABREAST == 1 ? value : (int)opaque(value); }
   static __device__ __forceinline__ int row_of_warp(int strip) {
     return (threadIdx.x / 32 % 4 / ABREAST * STRIPS + strip) * 16;
@@ -154,7 +154,7 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
     return Columns::line(line) + column / COLUMN_BOX * Columns::BESIDE + column % COLUMN_BOX * ELEMENT +
            lane % 4 * 2 * COLUMN_PITCH + lane / 4 * ELEMENT;
   }
-  // Where bytes that many behind a box's first are, whose chunks have changed places.
+  // Address of a byte of a box, by its offset before swizzling.
   template <int PITCH>
   static __device__ __forceinline__ int swizzled(int offset) {
     return offset ^ (offset >> 7 & (PITCH / 16 - 1)) << 4;
@@ -164,14 +164,14 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
   static __device__ __forceinline__ int place_of_lane(int k) {
     return swizzled<PITCH>((threadIdx.x % 4 * 2 + k) * PITCH + threadIdx.x % 32 / 4 * ELEMENT);
   }
-  // That element of the eight rows or columns from `i` on, of boxes that are `beside` bytes apart.
+  // The lane's element of the eight rows or columns from `i` on, in boxes that are `beside` bytes apart.
   template <int PITCH>
   static __device__ __forceinline__ unsigned element(const unsigned char* boxes, int i, int beside, int lane) {
     constexpr int BOX = PITCH / ELEMENT;
     return *(const unsigned*)(boxes + i / BOX * beside + (lane ^ i % BOX * ELEMENT));  // neither carries into the other
   }
 #else
-  // Adds a stage, or begins with it, when those before have come to an end.
+  // Adds a stage, or with the first one overwrites the sums, once earlier wgmmas have completed.
   template <class Columns>
   __device__ __forceinline__ void add_stage(const unsigned char* a, const unsigned char* b, bool more) {
     constexpr int ROW_STEP = MN_MAJOR ? OPERATION * ROW_PITCH : 32;

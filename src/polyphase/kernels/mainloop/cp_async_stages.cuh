@@ -1,4 +1,4 @@
-// A multistage pipeline of cp.async in which all threads of a block load, and multiply.
+// A multistage pipeline of cp.async in which all threads of a block load and multiply.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 #include "ptx/cp_async.cuh"
 
 // `k_tiles` K-tiles through STAGES stages of `bytes` each: load(k_tile, memory) starts the copies that compute(k_tile,
-// memory) needs. Copies run STAGES - 1 K-tiles ahead, each into the stage that the barrier before has freed.
+// memory) needs. Copies run STAGES - 1 K-tiles ahead, each into the stage that the previous barrier has freed.
 template <int STAGES, class Load, class Compute>
 __device__ __forceinline__ void run_stages(int k_tiles, char* stage_memory, int bytes, const Load& load,
                                            const Compute& compute) {

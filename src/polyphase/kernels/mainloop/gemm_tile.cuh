@@ -1,4 +1,4 @@
-// Work tiles of implicit_gemm, and the run of pixels that each of them is made of.
+// Work tiles of implicit_gemm, and the run of pixels of a tile.
 
 #pragma once
 
@@ -29,7 +29,7 @@ static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are 
 constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;  // for stages that are not transposed yet
 constexpr int TRANSPOSE_WARPS =
     (LOADER_THREADS / 32 - 1) / TRANSPOSE_GROUPS;  // warps that transpose a stage of boxes together
-// Stages of its own that a producer group copies ahead of the one it transposes.
+// Stages that a producer group copies ahead of the one it transposes, counting its own stages only.
 constexpr int LOOKAHEAD = TMA_OPERANDS ? 1 : IN_PLACE ? (STAGES - 2) / LOADER_GROUPS : RAW_STAGES - 1;
 // A stage is freed when the next one is full, so a producer group that waits for a free stage must not owe that next
 // one.
@@ -43,7 +43,7 @@ constexpr int REACH_D = last_offset(AXIS_D) - first_offset(AXIS_D);
 constexpr int REACH_H = last_offset(AXIS_H) - first_offset(AXIS_H);
 
 struct Params {
-  TensorMap box;  // of the source's pixels
+  TensorMap box;  // the source's pixels
   Tensor5 src, dst;
   int batch;
   int images;           // batch entries of a tile
@@ -52,20 +52,20 @@ struct Params {
   Divisor tile_shares;  // work tiles of a tile, or of a cluster's tiles: row groups / ROW_SHARES
   Divisor pitch[3];     // pixels of the run from one image, slab and row to the next
   int work_tiles;       // tiles (CLUSTER at a time) × tile_shares
-  int run_pixels;       // of the run, halo included: those that are loaded
+  int run_pixels;       // pixels of the run, halo included: those that are loaded
   int raw_pitch;        // pixels of the run in a copied stage, or of a box there
-  int chunk_bytes;      // of the run in a stage
+  int chunk_bytes;      // bytes of a chunk of the run in a stage
   int skew;             // columns before the first that is needed, so that copies are aligned
-  int copy_bytes;       // of one copy: 16, 8, 4 or 2
+  int copy_bytes;       // bytes of one copy: 16, 8, 4 or 2
   int store_vector;     // elements of a store
-  int boxes;            // of a stage, one behind the other along the width; none where threads copy
-  int box_pixels;       // of each; the halo behind the last is padding
-  int run;  // cells of tiles that are runs across rows and, up to `images`, images: where no tap reaches out
-  int own;  // work tiles of a block that no other can take; at least FURTHER + 2 (core/tile_scheduler.cuh)
+  int boxes;            // boxes of a stage, next to each other along the width; 0 if threads copy
+  int box_pixels;       // pixels of a box; the halo after the last box is padding
+  int run;  // cells of a tile that is a run across rows and up to `images` images, if no tap needs a halo; else 0
+  int own;  // static work tiles of a block; at least FURTHER + 2 (core/tile_scheduler.cuh)
 };
 
-// How tensors lie decides how they are loaded and stored, and may differ from launch to launch. A kernel that is
-// compiled for one way alone (STORE_VECTOR is not zero) has half the code; COPY_BYTES is zero there for boxes.
+// Strides and alignment of the tensors decide how they are loaded and stored, and may differ between launches. A kernel
+// compiled for one case (STORE_VECTOR is not zero) has half the code; there COPY_BYTES is zero for boxes.
 constexpr bool ONE_WAY = STORE_VECTOR != 0;
 __device__ __forceinline__ int store_vector(const Params& params) {
   return ONE_WAY ? STORE_VECTOR : params.store_vector;
@@ -92,7 +92,7 @@ struct Pixel {
 constexpr unsigned NOWHERE = 0xffffffffu;
 constexpr offset_t PADDING = ~(offset_t)0;
 
-// Elements from a tensor's first of a batch entry and channel; offset_t has 32 bits where those suffice.
+// Elements from a tensor's first element of a channel to a position; offset_t has 32 bits if those suffice.
 __device__ __forceinline__ offset_t offset_of(const Tensor5& t, int n, int d, int h, int w) {
   return byte_offset<char>(t, n, d, h, w);
 }
@@ -102,11 +102,11 @@ __device__ __forceinline__ int first_work_tile() { return blockIdx.x / CLUSTER; 
 __device__ __forceinline__ int work_tile_step() { return gridDim.x / CLUSTER; }
 
 struct WorkTile {
-  int n, d, h, w;  // the tile's first cell; n is behind the batch where the last cluster has a tile too many
-  int first;       // in a run: of the cells of batch entry n
+  int n, d, h, w;  // the tile's first cell; n is past the batch if the last cluster has a tile too many
+  int first;       // in a run: the first cell, counted in batch entry n
   int group, channel_group, line_group, row_group;
 
-  // `share` is the row group among the work tile's.
+  // `share`: index of the row group in the work tile.
   __device__ __forceinline__ void locate(const Params& params, int index, int share) {
     row_group = index % params.tile_shares * ROW_SHARES + share, index = index / params.tile_shares;
     line_group = row_group % LINE_GROUPS;

@@ -1,8 +1,9 @@
-// Products of two matrices that TMA brings with k innermost (K-major), by wgmma:
+// Products of two K-major matrices that TMA loads, by wgmma:
 //
 //     sum[row, column]  +=  Σ_k  A[row, k] · B[k, column]
 //
-// Index mapping. Two warpgroups multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns; a third one loads.
+// Index mapping. Two consumer warpgroups multiply, each ROW_TILES tiles of 64 rows by COLUMNS columns; a third
+// produces.
 //
 // Shared memory: STAGES stages, each [part][row][k], then [part][column][k], rows of PITCH bytes, swizzled. Three
 // products of two PARTS each are added.
@@ -27,7 +28,7 @@ struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
     return threadIdx.x / 128 * GROUP_ROWS + i / 2 * 64 + threadIdx.x / 32 % 4 * 16 + fragment_row() + i % 2 * 8;
   }
 
-  // The products of `stages` stages, to sums that begin with them.
+  // Overwrites the sums with the products of `stages` stages.
   __device__ __forceinline__ void multiply(int stages, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
                                            const unsigned char* buffers) {
     const auto add = [&](int index, bool more) {
@@ -41,8 +42,8 @@ struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
     consume_stages(stages, ring, state, add, [&] { wgmma_wait<0>(), pin(of); });
   }
 
-  // Adds a product, or begins with it, when that before the last has come to an end. Tiles of rows begin at `rows`, of
-  // the second part PART_BYTES further; eight rows are `sbo` behind the eight before.
+  // Adds a product, or overwrites the sums with it. Row tiles begin at `rows`, those of the second part PART_BYTES
+  // further; `sbo`: distance from eight rows to the next eight.
   template <int PART_BYTES>
   __device__ __forceinline__ void add(const unsigned (&rows)[ROW_TILES], unsigned sbo, unsigned columns, bool more) {
     wgmma_fence();

@@ -1,5 +1,5 @@
-// Boxes of tensors on their way to shared memory, stage after stage, by asynchronous copies where pieces have 4 bytes
-// or more. The specialisation defines WARPS, and which of a block's load.
+// Copies boxes of tensors to shared memory, stage after stage; by cp.async if pieces have 4 bytes or more. The
+// specialisation defines WARPS, and which of a block's warps load.
 
 #pragma once
 
@@ -15,14 +15,14 @@ constexpr int LOADERS = 32 * LOAD_WARPS;
 constexpr int ELEMENT = sizeof(scalar_t);
 [[maybe_unused]] constexpr int OPERATION = 32 / ELEMENT;  // k of one instruction
 
-// What a stage holds of a tensor: of each channel (of the weight: row) a box, moved in pieces.
+// A tensor's part of a stage: a box of each channel (of the weight: row), copied in pieces.
 struct StageBox {
   int extent[4];  // along n, d, h and w
-  int piece;      // elements moved at once: along w, or of neighbouring channels
+  int piece;      // elements of one copy: along w, or of neighbouring channels
   int pitch;      // bytes in shared memory from one channel to the next
 };
 
-// The thread's number among those that load.
+// The thread's index among the loading threads.
 __device__ __forceinline__ int loader() { return threadIdx.x - 32 * FIRST_LOAD_WARP; }
 
 __device__ __forceinline__ int elements(const StageBox& stage_box) {
@@ -34,12 +34,12 @@ __device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d
          (unsigned)w < (unsigned)t.size[2];
 }
 
-// The pieces of a box that stays where it is.
+// The pieces of a box that has the same origin at every stage.
 struct Still {
-  long long* offsets;  // from the channel's first element; below zero where there is no piece
-  int pieces;          // of a channel
+  long long* offsets;  // from the channel's first element; negative for no piece
+  int pieces;          // pieces of a channel
 
-  // Lists those of `count` elements; beyond the box there are none. The box begins at `origin` (n, d, h, w).
+  // Lists the pieces of `count` elements; beyond the box there are none. The box begins at `origin` (n, d, h, w).
   __device__ __forceinline__ void init(const Tensor5& t, const StageBox& stage_box, long long* list, int count,
                                        int along_w, int batch, const int (&origin)[4]) {
     offsets = list;
@@ -55,21 +55,21 @@ struct Still {
   }
 
   __device__ __forceinline__ long long begin(const Tensor5&) const { return 0; }
-  // Whether piece `i` exists, and its offset from there.
+  // Whether piece `i` exists, and its offset from the channel's first element.
   __device__ __forceinline__ bool find(const Tensor5&, int i, long long& offset) const {
     offset = offsets[i];
     return offset >= 0;
   }
 };
 
-// The pieces of a box that begins elsewhere at each stage.
+// A piece of a box whose origin changes from stage to stage.
 struct alignas(16) Place {
-  short n, d, h, w;  // counted from the box's first element; n is -1 where there is no piece
-  long long offset;  // from there
+  short n, d, h, w;  // relative to the box's first element; n is -1 for no piece
+  long long offset;  // from the box's first element
 };
 struct Moving {
   Place* places;
-  int pieces;  // of a channel
+  int pieces;  // pieces of a channel
 
   __device__ __forceinline__ void init(const Tensor5& t, const StageBox& stage_box, Place* list, int count,
                                        int along_w) {
@@ -96,10 +96,10 @@ struct Moving {
   }
 };
 
-// Where a tensor has its channels; those that come last are transposed on their way.
+// Position of the channels in the tensor; channels last are transposed by the copy.
 enum class Channels { first, last };
 
-// One stage_box of a stage on its way to shared memory; up to 1 << SPAN threads go along the pieces of a channel.
+// Copies one StageBox of a stage to shared memory; up to 1 << SPAN threads copy the pieces of a channel.
 template <Channels ORDER, int CHANNELS, class Box, int SPAN = 5>
 struct StageBoxLoader {
   static constexpr int VECTOR = CHANNELS % (16 / ELEMENT) == 0 ? 16 / ELEMENT : 1;  // channels at once
@@ -111,13 +111,13 @@ struct StageBoxLoader {
   __device__ __forceinline__ StageBoxLoader(const Tensor5& tensor, const StageBox& stage_box)
       : tensor(tensor), stage_box(stage_box) {}
 
-  // `list` has room for the pieces of `count` elements, `more` is what the box needs besides.
+  // `list` has room for the pieces of `count` elements; `more`: further arguments of the box.
   template <class Entry, class... More>
   __device__ __forceinline__ void init(Entry* list, int count, const More&... more) {
     box.init(tensor, stage_box, list, count, ORDER == Channels::first ? stage_box.piece : 1, more...);
   }
 
-  // The box in `channels` channels from `from` on; those beyond are zero. `at` is where a moving box is.
+  // Copies the box of `channels` channels from `from` on; further channels become zero. `at`: origin of a moving box.
   template <class... At>
   __device__ __forceinline__ void load(const scalar_t* from, int channels, char* to, const At&... at) const {
     from += box.begin(tensor, at...);
@@ -141,7 +141,7 @@ struct StageBoxLoader {
   }
 
  private:
-  // Threads go along a row, and take channels in turn; where rows are short, several channels at once.
+  // Threads copy along a row, one channel after the other; if rows are short, several channels at once.
   template <int BYTES, class... At>
   __device__ __forceinline__ void load_pieces(const scalar_t* from, int channels, char* to, const At&... at) const {
     if (box.pieces > 1 << (SPAN - 1))
@@ -171,7 +171,7 @@ struct StageBoxLoader {
           source += at_once * tensor.stride[1];
           slot += at_once * stage_box.pitch;
         }
-      } else {  // too small for asynchronous copies: several are on their way before the first is stored
+      } else {  // too small for cp.async: several loads are issued before the first store
         constexpr int MOVED = CHANNELS < 8 ? CHANNELS : 8;
 #pragma unroll 1
         for (int channel = first; channel < CHANNELS; channel += MOVED * at_once) {
@@ -187,14 +187,14 @@ struct StageBoxLoader {
     }
   }
 
-  // Lanes go along channels.
+  // Lanes copy neighbouring channels.
   template <int WIDTH, class... At>
   __device__ __forceinline__ void load_channels(const scalar_t* from, int channels, char* to, const At&... at) const {
     constexpr int VECTORS = CHANNELS / WIDTH, MOVED = WIDTH == 1 ? 4 : 2;
     const int count = box.pieces * VECTORS;
 #pragma unroll 1
     for (int begin = loader(); begin < count; begin += MOVED * LOADERS) {
-      Vector<scalar_t, WIDTH> vectors[MOVED] = {};  // all on their way before the first is stored
+      Vector<scalar_t, WIDTH> vectors[MOVED] = {};  // all loads are issued before the first store
 #pragma unroll
       for (int k = 0; k < MOVED; ++k) {
         const int i = begin + k * LOADERS, channel = i % VECTORS * WIDTH;

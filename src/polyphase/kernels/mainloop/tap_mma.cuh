@@ -10,8 +10,8 @@
 // the fragments of ptx/mma.cuh. float32 is rounded to TF32 as it leaves shared memory, or with PARTS = 2 split in two,
 // of which three products are added.
 //
-// The tensor cores truncate at every addition. So with PROMOTE their sums are added to others in float32 registers
-// after that many stages.
+// Tensor cores truncate at every addition. So after PROMOTE stages (if not 0) accumulators are added to a second set in
+// float32.
 
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr int ELEMENT = sizeof(scalar_t), WORD = 4 / ELEMENT;  // elements of a 
 constexpr int STEPS = STAGE_WORDS / 8;                         // instructions along k of a stage
 constexpr int DEPTH = STAGE_WORDS * WORD;                      // elements along k of a stage
 
-// Bytes between lines of an operand that lies as [k][row], of so many rows: lines at a time lie in different banks.
+// Pitch in bytes of an operand in the order [k][row], padded so that the lines of one load have no bank conflicts.
 __host__ __device__ constexpr int line_pitch(int rows) { return rows * ELEMENT + (ELEMENT == 4 ? 32 : 16); }
 
 __device__ __forceinline__ void split_word(unsigned word, unsigned& high, unsigned& low) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void split_word(unsigned word, unsigned& high, unsign
   high = __float_as_uint(high_part), low = __float_as_uint(low_part);
 }
 
-// Two words along k of a column.
+// Two words of a column along k.
 struct ColumnFragment {
   unsigned high[2], low[2];
 
@@ -66,7 +66,7 @@ struct Sums {
           if (PROMOTE > 0) promoted[i][j][k] = 0;
         }
   }
-  // What the tensor cores have added up goes to the others; with `end`, all of it ends up in `of`.
+  // Adds the accumulators to the second set and clears them; with `end` leaves the totals in `of`.
   __device__ __forceinline__ void promote(bool end = false) {
 #pragma unroll
     for (int i = 0; i < ROW_TILES; ++i)
@@ -82,11 +82,11 @@ struct Sums {
 
   static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES); }
   static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES); }
-  // Those of the thread's first sum; sum i of a tile lies i / 2 · 8 rows and i % 2 columns on.
+  // Row and column of the thread's first sum; sum i of a tile is i / 2 · 8 rows and i % 2 columns further.
   static __device__ __forceinline__ int first_row() { return warp_row() + threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int first_column() { return warp_column() + threadIdx.x % 4 * 2; }
 
-  // Products of one step: A's parts, and a fragment of column tile `j`.
+  // Adds the products of one step: A's parts by a fragment of column tile `j`.
   __device__ __forceinline__ void multiply(const unsigned (&a)[PARTS][ROW_TILES][4], const ColumnFragment& b, int j) {
 #pragma unroll
     for (int i = 0; i < ROW_TILES; ++i) {
@@ -99,11 +99,11 @@ struct Sums {
   }
 };
 
-// Two steps' words of a tile of eight columns.
+// The words of a tile of eight columns for two steps.
 struct ColumnPair {
   ColumnFragment of[2];
 
-  // From an operand that lies as [column][k]; `at` is the lane's address.
+  // Loads from an operand in the order [column][k]; `at`: the lane's address.
   __device__ __forceinline__ void load(unsigned at) {
     unsigned words[4];
     ldmatrix(words, at);

@@ -1,12 +1,12 @@
 // One k-step: a warpgroup adds A · B to its accumulators, A of m64 and B of PIXELS columns, each two chunks of 16 bytes
-// along K, in shared memory. Rows are 16 bytes apart, the second chunk `A_CHUNK` or `b_chunk` bytes behind the first
-// (no swizzle). So the next pixel is 16 bytes further on: a tap is an address.
+// along K, in shared memory. Rows are 16 bytes apart, the second chunk is `A_CHUNK` or `b_chunk` bytes after the first
+// (no swizzle). So the next pixel is 16 bytes further, and a tap is an address offset.
 //
-// With TMA_OPERANDS a column is all chunks of its pixel, PIXEL_PITCH bytes, swizzled by TMA. The swizzle follows from
+// With TMA_OPERANDS a column is all chunks of its pixel, PIXEL_PITCH bytes, swizzled by TMA. The swizzle depends on
 // address bits alone, so B may begin at any pixel. In NCHW B is MN_MAJOR: a box is 64 pixels of every channel of a
 // stage, 128 bytes a channel, swizzled; wgmma reads such operands in half types.
 //
-// Accumulators are those of accumulators.cuh: warp `w` has the rows from 16·w on.
+// Accumulators as in accumulators.cuh; warp `w` has the rows from 16·w on.
 
 #pragma once
 
@@ -21,12 +21,12 @@ constexpr int A_CHUNK = 64 * 16;
 constexpr int SUMS = PIXELS / 2;  // accumulators of a thread
 constexpr int PIXEL_PITCH = TMA_OPERANDS ? 32 * K_STEPS : 16;
 constexpr bool MN_MAJOR = TMA_OPERANDS && !SRC_CHANNELS_LAST;
-constexpr int BOX_PIXELS = 64, BOX_BYTES = BOX_PIXELS * PIXEL_PITCH;  // of those
+constexpr int BOX_PIXELS = 64, BOX_BYTES = BOX_PIXELS * PIXEL_PITCH;  // an MN_MAJOR box
 constexpr int BOX_STEP = MN_MAJOR ? STEP_CHANNELS * 128 : 32;         // from a step's channels to the next one's
 static_assert(!MN_MAJOR || (sizeof(operand_t) == 2 && PIXELS % BOX_PIXELS == 0), "columns are whole boxes");
 static_assert(!MN_MAJOR || BOX_BYTES % 1024 == 0, "swizzled rows begin with eight of them");
 
-// Zero, here and now: left to itself the compiler would do so amid the products, which would wait for one another.
+// Sets to zero at this point. The compiler might else do so between the products, and serialise them.
 __device__ __forceinline__ void clear(float& sum) {
   sum = 0;
   materialize(sum);

@@ -6,8 +6,8 @@
 // in the input gradient N are positions, K are (output channel, tap) pairs, and A is the weight. (Rows are those of M,
 // columns those of N.)
 //
-// B is gathered from the window of the output gradient (operand/window.cuh): where a position reads it at a tap is the
-// sum of two offsets, one of the position, one of the output channel and the tap. So there is no im2col.
+// B is gathered from the window of the output gradient (operand/window.cuh): the address that a position reads at a tap
+// is the sum of two offsets, one of the position, one of the output channel and the tap. So there is no im2col.
 //
 // Index mapping. The warps are ROW_WARPS × the rest; a warp computes 16·ROW_TILES rows and 8·COLUMN_TILES columns, with
 // the fragments of ptx/mma.cuh: A's by ldmatrix, the window's element by element; float32 is rounded to TF32 there.
@@ -36,20 +36,20 @@ constexpr int A_BYTES = ROWS * A_PITCH;
 
 static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
 
-// The sums of a warp.
+// The accumulators of a warp.
 struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   // The first row and column of the warp.
   static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / COLUMN_WARPS * (16 * ROW_TILES); }
   static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % COLUMN_WARPS * (8 * COLUMN_TILES); }
 
-  // Those of the thread's sums.
+  // The first row and column of the thread's sums.
   static __device__ __forceinline__ int first_row() { return warp_row() + fragment_row(); }
   static __device__ __forceinline__ int first_column() { return warp_column() + fragment_column(); }
 
   // The column of tile `j` whose operand the thread reads.
   static __device__ __forceinline__ int operand_column(int j) { return warp_column() + 8 * j + fragment_row(); }
 
-  // One stage. `columns` are the window's offsets of each tile's operand column.
+  // Adds one stage. `columns`: window offset of each tile's operand column.
   __device__ __forceinline__ void add(const char* a, const char* window, const int* offsets,
                                       const int (&columns)[COLUMN_TILES]) {
     const int lane = threadIdx.x % 32;

@@ -11,19 +11,19 @@
 
 constexpr int SCALES_BYTES = round_up((Scales::WORDS + SUM_ROWS) * (int)sizeof(float), 128);
 
-// A band ends where a number that is divided in PARTS would lose bits: at the least normal float16, or 2^11 above it.
-// There is one band as long as no pixel's largest is more than SPARED powers of two smaller than the largest of all.
-// Its smaller channels then lose what is below 2^-19 of it, of two parts below 2^-27.
+// A band ends where a number split into PARTS would lose bits: at the least normal float16, or 2^11 above it. One band
+// suffices if no pixel's largest magnitude is more than SPARED powers of two below the largest of all. Smaller channels
+// of such a pixel then lose bits below 2^-19 of its largest, with two parts below 2^-27.
 constexpr int LEAST = PARTS == 2 ? -3 : -14, BAND = 15 - LEAST, SPARED = PARTS == 2 ? 12 : 20;
-constexpr int LEAST_BITS = 27;  // of the exponents that are told apart
+constexpr int LEAST_BITS = 27;  // smallest exponent bits that are distinguished
 
-// The first band, and how many there are, of what was measured.
+// The first band, and the number of bands, from the measured magnitudes.
 __device__ __forceinline__ Band find_bands(Measured of) {
   const int largest = max((int)(of.largest >> 23), 29), smallest = max((int)(of.smallest >> 23), LEAST_BITS);
   return {scale_of_pixel(__uint_as_float(of.largest)), 1 + ceil_div(max(0, largest - smallest - SPARED), BAND)};
 }
 
-// By the first block of those that pack: the first band, of what all blocks have measured.
+// Called by the first packing block: writes the first band, from the magnitudes that all blocks have measured.
 __device__ __forceinline__ void write_first_band(const Scales& scales) {
   if (blockIdx.x > 0 || threadIdx.x >= 32) return;
   Measured all;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void write_first_band(const Scales& scales) {
   if (threadIdx.x == 0) scales.first_band() = find_bands(all);
 }
 
-// The band that a stage is made of, of `bands`, that of the smallest magnitudes first.
+// The band of a stage, one of `bands`; the band of the smallest magnitudes comes first.
 struct StageBand {
   float scale;
   bool alone, first, last;  // whether it is the only one, that of the smallest, that of the largest
@@ -43,7 +43,7 @@ struct StageBand {
         first(band == 0),
         last(band == bands - 1) {}
 
-  // A number multiplied, zero where another band has it. The largest's has what is not finite.
+  // The scaled number; zero if it is in another band. The band of the largest magnitudes has infinities and NaN.
   __device__ __forceinline__ float of(float value) const {
     const float multiplied = value * scale, magnitude = fabsf(multiplied);
     if (alone) return multiplied;
@@ -52,8 +52,8 @@ struct StageBand {
   }
 };
 
-// Two numbers as pairs of halves: word `k` of all parts. With PARTS = 2 the second part is what rounding to the first
-// has lost; what is not finite is in the second alone, as the other operand's second part may be zero.
+// Two numbers as pairs of halves: word `k` of all parts. With PARTS = 2 the second part is the rounding error of the
+// first; infinities and NaN are in the second alone, since the other operand's second part may be zero.
 __device__ __forceinline__ void split_halves(float first, float second, Vector<unsigned, 4> (&parts)[PARTS], int k) {
   if constexpr (PARTS == 1) {
     parts[0].value[k] = f16x2_of_floats(first, second);

@@ -1,11 +1,11 @@
-// What happens to an element of the input before it is an operand: one place for all kernels that compute a prologue
-// themselves, and for the step that does so for all others (steps/apply_prologue.cu).
+// Applies the prologue to an element of the input: for all kernels that compute a prologue themselves, and for the step
+// that does so for the others (steps/apply_prologue.cu).
 //
 //   value = prologue(x, terms of its channel)
 //
-// The operations are data (problem/epilogue.py), of which operand/prologue.cuh is made for each kernel. Values are
-// accum_t, and rounded to the tensors' type once, behind the last: a kernel multiplies what it would read of a tensor
-// that a call before it had written. Elements that do not exist are zeros, which operations here must keep.
+// The operations are data (problem/epilogue.py) from which operand/prologue.cuh is generated for each kernel. Values
+// are accum_t, and rounded to the tensors' type once, after the last operation: the same values as if a separate call
+// had written them. Elements that do not exist are zeros; the operations here map zero to zero.
 
 #pragma once
 
@@ -18,11 +18,11 @@
 
 #include "operand/prologue.cuh"
 
-// The channels of a group from a chunk's or a stage's first on.
+// The channels of a group, from the first channel of a chunk or stage on.
 struct InputChannels {
   PrologueOperands operands;
   int first;   // channel of the tensor
-  int exists;  // how many there are of the group
+  int exists;  // channels of the group that exist from there on
 
   __device__ __forceinline__ InputChannels operator+(int channels) const {
     return {operands, first + channels, exists - channels};
@@ -34,7 +34,7 @@ struct InputChannels {
   }
 #endif
 
-  // An element of a channel, counted from the first.
+  // An element of a channel, which is counted from `first`.
   template <class T>
   __device__ __forceinline__ T value(T x, int channel) const {
 #if PROLOGUE

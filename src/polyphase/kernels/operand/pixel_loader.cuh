@@ -1,6 +1,6 @@
-// From the source tensor to the operands of tensor cores: a stage of a work tile's pixels, loaded by one group of
-// threads, or by TMA where the tensor's strides allow it to take boxes. A prologue is computed where pixels are
-// transposed, channels first; the planner gives none to kernels that read operands as they lie.
+// From the source tensor to tensor-core operands: a stage of a work tile's pixels, loaded by one group of threads, or
+// by TMA if the tensor's strides allow boxes. A prologue is computed when pixels are transposed (channels first); the
+// planner gives none to kernels that read operands in place.
 
 #pragma once
 
@@ -19,19 +19,19 @@
 #endif
 
 #if BOX_COPY
-// Boxes of a work tile's pixels: with TMA_OPERANDS as the tensor cores read them, else to be transposed; channels last
-// pixel by pixel, and else channel by channel.
+// TMA boxes of a work tile's pixels: with TMA_OPERANDS in the order that tensor cores read, else transposed afterwards.
+// With channels last a box is pixel by pixel, else channel by channel.
 struct BoxLoader {
   const Params& params;
   const scalar_t* src;
-  int channel, w, h, d, n;  // where the work tile's first box begins
+  int channel, w, h, d, n;  // origin of the work tile's first box
 
   __device__ __forceinline__ BoxLoader(const Params& params, const scalar_t* src) : params(params), src(src) {}
 
   __device__ __forceinline__ void locate(int index) {
     WorkTile work;
     work.locate(params, index, 0);
-    const bool one_row = params.run != 0;  // of all pixels: of an image, with channels last of the tensor
+    const bool one_row = params.run != 0;  // all pixels of an image (channels last: of the tensor) are one row
     channel = work.group * SRC_CHANNELS;
     w = one_row ? work.first + (SRC_CHANNELS_LAST ? work.n * params.pitch[0] : 0)
                 : work.w + first_offset(AXIS_W) - params.skew;
@@ -39,13 +39,13 @@ struct BoxLoader {
     d = one_row ? 0 : work.d + first_offset(AXIS_D);
     n = one_row && SRC_CHANNELS_LAST ? 0 : work.n;
   }
-  // Of stage `stage` of the work tile; the barrier is told to wait for them.
+  // Loads stage `stage` of the work tile; `barrier` waits for its bytes.
   __device__ __forceinline__ void load(int stage, unsigned char* to, unsigned barrier) const {
     const int bytes = params.box_pixels * STAGE_CHANNELS * (int)sizeof(scalar_t),
               from = channel + stage * STAGE_CHANNELS;
 #pragma unroll 1
     for (int i = 0; i < params.boxes; ++i) {
-      // There is one box, or one row; or as operands whole images are boxes.
+      // One box, or one row of boxes; MN_MAJOR operands of whole images have a box for each image.
       const bool images = MN_MAJOR && WHOLE_IMAGES;
       const int column = images ? w : w + i * params.box_pixels, image = images ? n + i : n;
       if (SRC_CHANNELS_LAST)
@@ -57,7 +57,7 @@ struct BoxLoader {
 };
 #endif
 
-// Copied pixels as the tensor cores read them: a warp transposes TRANSPOSED_PIXELS pixels of a chunk at a time.
+// Transposing copied pixels into the order that tensor cores read: a warp takes TRANSPOSED_PIXELS pixels of a chunk.
 constexpr int TRANSPOSED_PIXELS = 128 / (int)sizeof(scalar_t);
 
 // The upper or the lower halves of two words, the first one's below.
@@ -80,14 +80,14 @@ typedef StageBand PixelBand;
 struct PixelBand {};
 #endif
 
-// By what band of magnitudes, and by what function of their channels, the pixels of a stage become operands.
+// The band of magnitudes and the prologue by which the pixels of a stage become operands.
 struct StageInput {
   PixelBand band;
   InputChannels channels;
 };
 
-// Of the pixels the first `filled` were copied, and the first `wanted` are used. With WHOLE all were copied, and
-// rounded. `of_chunk` are the chunk's channels.
+// Transposes the first `wanted` pixels, of which the first `filled` were copied; the others are zero. WHOLE: all were
+// copied. `of_chunk`: the chunk's channels.
 template <bool WHOLE>
 __device__ __forceinline__ void transpose_pixels(const Params& params, unsigned char* to, const scalar_t* from,
                                                  int filled, int wanted, const PixelBand& band,
@@ -119,7 +119,7 @@ __device__ __forceinline__ void transpose_pixels(const Params& params, unsigned 
     else
       store_rounded(params, to + lane * 16, channels);
   } else {
-    // Lanes take two neighbouring pixels each, and in turns the first or the second first, for the banks' sake.
+    // Each lane has two neighbouring pixels; every other four lanes store the second first, to avoid bank conflicts.
     const bool second = lane & 4, exists = WHOLE || 2 * lane < filled;
     Vector<unsigned, 4> pixels[2];
 #pragma unroll
@@ -139,19 +139,19 @@ __device__ __forceinline__ void transpose_pixels(const Params& params, unsigned 
 #endif
 }
 
-// float32 with channels last, where it lies.
+// Rounds float32 in channels last in place.
 __device__ __forceinline__ void round_pixels(const Params& params, unsigned char* pixels) {
   unsigned char* const mine = pixels + threadIdx.x % 32 * 16;
   store_rounded(params, mine, *(const Vector<float, 4>*)mine);
 }
 
-// A stage of boxes, shared out among WARPS; what boxes do not fill is zero.
+// Transposes a stage of boxes, split among WARPS; pixels that no box fills become zero.
 template <int WARPS>
 __device__ __forceinline__ void transpose_boxes(const Params& params, const unsigned char* copied, unsigned char* to,
                                                 int warp, const StageInput& input) {
   const scalar_t* box = (const scalar_t*)copied;
   const int whole = params.box_pixels / TRANSPOSED_PIXELS * STAGE_CHUNKS;
-  int i = warp, before = 0;  // pixels of the boxes before
+  int i = warp, before = 0;  // before: pixels of earlier boxes
   for (int j = 0; j < params.boxes; ++j) {
 #pragma unroll 2
     for (i = warp; i < whole; i += WARPS) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void transpose_boxes(const Params& params, const unsi
 struct Loader {
   const Params& params;
   const unsigned* pixel_table;  // position of each copied run of pixels, or NOWHERE
-  offset_t* offsets;            // and where it lies in the source, from the tile's batch entry and channel, in elements
+  offset_t* offsets;            // its offset in the source from the tile's batch entry and channel, in elements
   int thread;
 
   __device__ __forceinline__ void find_pixels(const WorkTile& work) const {
@@ -196,7 +196,7 @@ struct Loader {
     }
   }
 
-  // Channels first: COUNT neighbouring pixels of every channel of the stage. Lanes take pixels, warps channels.
+  // Channels first: copies COUNT neighbouring pixels of every channel of the stage. Lanes take pixels, warps channels.
   template <int BYTES>
   __device__ __forceinline__ void copy_rows(const scalar_t* base, int channel, scalar_t* raw) const {
     constexpr int COUNT = BYTES / (int)sizeof(scalar_t), WARPS = LOADERS / 32;
@@ -218,7 +218,7 @@ struct Loader {
     }
   }
 
-  // Channels last: the chunks of every pixel, whole or (float32) piece by piece.
+  // Channels last: copies the chunks of every pixel, whole or (float32) piece by piece.
   template <int BYTES>
   __device__ __forceinline__ void copy_pixels(const scalar_t* base, int channel, unsigned char* to) const {
     constexpr int COUNT = BYTES / (int)sizeof(scalar_t);
@@ -237,8 +237,8 @@ struct Loader {
     }
   }
 
-  // Single elements of two bytes are too small for asynchronous copies and pass through registers. MOVED are loaded
-  // before the first is stored: as many loads are on their way at once.
+  // Single elements of two bytes are too small for cp.async and go through registers. MOVED loads are issued before the
+  // first store.
   static constexpr int MOVED = 16;
 
   __device__ __forceinline__ void move_rows(const scalar_t* base, int channel, scalar_t* raw) const {
@@ -268,7 +268,7 @@ struct Loader {
     }
   }
 
-  // A chunk is what the registers allow here.
+  // The same with channels last, a chunk at a time, which fits the registers.
   __device__ __forceinline__ void move_pixels(const scalar_t* base, int channel, unsigned char* to) const {
     const int chunk = thread % STAGE_CHUNKS;
     base += chunk * CHUNK, channel += chunk * CHUNK;
@@ -298,7 +298,7 @@ struct Loader {
       move_rows(base, channel, (scalar_t*)to);
   }
 
-  // A stage of the tile that `find_pixels` has seen; `base` is its first channel's first element.
+  // Loads a stage of the tile that `find_pixels` was called for; `base`: its first channel's first element.
   __device__ __forceinline__ void load(const scalar_t* base, int stage, unsigned char* to) const {
     const int channel = stage * STAGE_CHANNELS;
     base += channel * params.src.stride[1];
@@ -312,7 +312,7 @@ struct Loader {
       copy_stage<sizeof(scalar_t)>(base, channel, to);
   }
 
-  // A copied stage as the tensor cores read it.
+  // Converts a copied stage to operands.
   __device__ __forceinline__ void convert(const unsigned char* copied, unsigned char* to,
                                           const StageInput& input) const {
     if constexpr (!IN_PLACE || sizeof(scalar_t) == 4) {

@@ -1,5 +1,4 @@
-// An output computed one product after the other, where the tensor cores cannot be right: infinities, NaN, and what
-// splitting into parts loses.
+// An output computed by scalar products, if tensor cores may be wrong: infinities, NaN, and overflow of parts.
 
 #pragma once
 
@@ -7,7 +6,7 @@
 #include "core/geometry.cuh"
 #include "core/types.cuh"
 
-// The source position that the output at `at` reads at a tap, along one dimension; below zero where there is none.
+// The source position that the output at `at` reads at a tap, along one dimension; negative for none.
 __device__ __forceinline__ int read_at(Axis axis, int at, int tap) {
   const int moved = tap * axis.dilation - axis.padding, far = at - moved;
   if (INPUT_GRAD) return at * axis.stride + moved;

@@ -1,5 +1,5 @@
-// The operations of a prologue. `prologue_text` (jit/epilogue.py) makes a text of this kind for each kernel that
-// includes operand/input_value.cuh. The one below is that of a prologue without operations.
+// The elementwise operations of a prologue. `prologue_text` (jit/epilogue.py) generates such a text for each kernel
+// that includes operand/input_value.cuh. The text below is that of a prologue without operations.
 
 #pragma once
 

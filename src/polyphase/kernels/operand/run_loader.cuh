@@ -9,9 +9,8 @@
 #include "mainloop/multistage.cuh"
 #include "mainloop/window_wgmma.cuh"
 
-// B of mainloop/window_wgmma.cuh where TMA cannot bring it: half types whose strides are multiples of 4 or 8 bytes, not
-// of
-// 16. All loaders copy it by cp.async of as many bytes, to where TMA would put it, swizzle included.
+// B of mainloop/window_wgmma.cuh if TMA cannot load it: half types whose strides are multiples of 4 or 8 bytes, not of
+// 16. All producer threads copy it by cp.async of as many bytes to where TMA would write it, swizzle included.
 //
 // A thread copies the same piece of every `at_once`-th column, so that its address is computed once a stage.
 class RunLoader {
@@ -31,7 +30,7 @@ class RunLoader {
     place = piece / of_run * runs.box + piece % of_run * piece_bytes;
   }
 
-  // The tile that begins at `origin` (n, d, h, w), in `channels` channels from `from` on; what lies beyond is zero.
+  // Copies the tile at `origin` (n, d, h, w), in `channels` channels from `from` on; elements beyond become zero.
   template <int PIECE>
   __device__ __forceinline__ void load(const scalar_t* from, int channels, char* to, int batch,
                                        const int (&origin)[4]) const {
@@ -53,8 +52,8 @@ class RunLoader {
   }
 
  private:
-  int joined, length;  // elements of a row that is joined, and of a tile's row
-  int at[4];           // of the piece, from the tile's first position on
-  int first, at_once;  // columns
-  int place;           // in a stage, of the first column's, but for the swizzle
+  int joined, length;  // elements of a joined row; of a tile's row
+  int at[4];           // the piece, relative to the tile's first position
+  int first, at_once;  // first column; columns that all threads copy at once
+  int place;           // offset in a stage of the first column's piece, before swizzling
 };

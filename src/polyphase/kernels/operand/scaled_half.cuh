@@ -1,8 +1,8 @@
-// float32 as float16 instead of TF32: both keep 11 significant bits, and the tensor cores multiply float16 twice as
-// fast. What float16 lacks is exponents. So numbers that are added up, a pixel's channels or a column's weights, are
-// first multiplied by a power of two, which is exact, so that the largest is 2^14 or more and less than 2^15 (a pixel's
-// below 2^-98, or a column's below 2^-113, stays smaller). Those down to 2^-28 of that keep all 11 bits; what smaller
-// ones lose is less than 2^-39 of the largest. Sums of a pixel's magnitudes must stay below 2^127.
+// float32 as float16 instead of TF32: both keep 11 significant bits, and tensor cores multiply float16 twice as fast,
+// but float16 has a smaller exponent range. So numbers that are added up (a pixel's channels, or a column's weights)
+// are first multiplied by a power of two, which is exact, so that the largest is at least 2^14 and less than 2^15
+// (below 2^-98 for a pixel, or 2^-113 for a column, it stays smaller). Numbers down to 2^-28 of the largest keep all 11
+// bits; the errors of smaller ones are below 2^-39 of the largest. Sums of a pixel's magnitudes must stay below 2^127.
 
 #pragma once
 
@@ -25,9 +25,9 @@ __device__ __forceinline__ float power_of_two(int bits) { return __uint_as_float
 // The same bits of a number.
 __device__ __forceinline__ int exponent_bits(float magnitude) { return (int)(__float_as_uint(magnitude) >> 23); }
 
-// By what a pixel's channels, or a column's weights, are multiplied. What a product of both is divided by is taken from
-// them in shares that are normal numbers: a column's is the power of two of its largest weight. Where it is not finite
-// the rest does not matter.
+// The scale of a pixel's channels, or of a column's weights. A product is unscaled by two factors that are normal
+// numbers; a column's is the power of two of its largest weight. If the largest is not finite the scale does not
+// matter.
 __device__ __forceinline__ float scale_of_pixel(float largest) {
   return power_of_two(268 - max(exponent_bits(largest), 29));
 }

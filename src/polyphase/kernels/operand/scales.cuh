@@ -3,27 +3,27 @@
 #include "specialisation.cuh"
 #include "core/types.cuh"
 
-// float32 as float16 (operand/scaled_half.cuh) where a sum is of many pixels: all share one power of two, that of the
-// tensor's largest magnitude, and each output channel's weights one of theirs.
+// float32 as float16 (operand/scaled_half.cuh) for sums over many pixels: all pixels share one power of two, that of
+// the tensor's largest magnitude; the weights of each output channel share another.
 //
-// Some pixels may be far smaller than the largest; what outputs near these want would be lost. So there are bands of
-// magnitudes (operand/bands.cuh): a product is made band by band, each with a power of two of its own, and an element
-// is in one of them and zero in the others. Mostly one band is enough: the smallest of the pixels' largest magnitudes
-// says how many there are. (Sums are kept relative to the largest: pixels 2^-130 below it lose bits.)
+// Some pixels may be far smaller than the largest, and outputs near them would lose accuracy. So there are bands of
+// magnitudes (operand/bands.cuh): a product is computed band by band, each with its own power of two; an element is in
+// one band and zero in the others. Usually one band suffices: the smallest of the pixels' largest magnitudes gives the
+// number of bands. (Sums are kept relative to the largest: pixels 2^-130 below it lose bits.)
 //
-// In front of the packed weights lie: the power of two of the first band, and how many there are; what was measured, by
-// which packing finds these and what follows: by what each row of a sum is multiplied.
+// Before the packed weights are stored: the power of two of the first band and the number of bands; the measured
+// magnitudes, from which packing computes these; and the factor of each row of a sum.
 struct Band {
   float scale;
   int bands;
 };
 struct Measured {
-  unsigned largest = 0, smallest = ~0u;  // bits of magnitudes: of all elements, and of the pixels' largest but zero
+  unsigned largest = 0, smallest = ~0u;  // bits of magnitudes: the largest of all; the least nonzero largest of a pixel
 
   __device__ __forceinline__ void take(const Measured& other) {
     largest = max(largest, other.largest), smallest = min(smallest, other.smallest);
   }
-  // What all lanes of a warp have.
+  // Combines all lanes of a warp.
   __device__ __forceinline__ void take_lanes() {
 #pragma unroll
     for (int by = 1; by < 32; by *= 2)
@@ -33,7 +33,7 @@ struct Measured {
 
 struct Scales {
   static constexpr int CHANNELS = GROUPS * DST_CHANNELS;
-  static constexpr int WORDS = 32 + 2 * PIXEL_PARTS + WEIGHT_PARTS * CHANNELS;  // but for the rows
+  static constexpr int WORDS = 32 + 2 * PIXEL_PARTS + WEIGHT_PARTS * CHANNELS;  // without the rows' factors
 
   float* const words;
   __device__ __forceinline__ Scales(unsigned char* memory) : words((float*)memory) {}
@@ -42,7 +42,7 @@ struct Scales {
   __device__ __forceinline__ unsigned* channels() const { return (unsigned*)(pixels() + PIXEL_PARTS); }
   __device__ __forceinline__ float* rows() const { return words + WORDS; }
 
-  // The largest weight of an output channel, of all groups.
+  // The largest weight of an output channel, counted over all groups.
   __device__ __forceinline__ float largest_weight(int channel) const {
     unsigned largest = 0;
 #pragma unroll 4
@@ -51,7 +51,7 @@ struct Scales {
   }
 };
 
-// Bits of a magnitude, zero where it is not finite. Those of finite ones are in their order.
+// Bits of a magnitude, zero if it is not finite. Bits of finite magnitudes are in the order of the magnitudes.
 __device__ __forceinline__ unsigned finite_magnitude(float value) {
   const unsigned bits = __float_as_uint(value) & 0x7fffffffu;
   return bits < 0x7f800000u ? bits : 0;

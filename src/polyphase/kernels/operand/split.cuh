@@ -1,5 +1,5 @@
-// float32 in two parts of TF32 or three of bfloat16, where there are more of them than products to hide them behind;
-// PARTS says how many.
+// float32 in PARTS parts: two of TF32 or three of bfloat16. These splits take few instructions, for kernels whose
+// products cannot hide more.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 #include "core/types.cuh"
 #include "ptx/convert.cuh"
 
-// What the tensor cores multiply.
+// Words that the tensor cores multiply.
 template <int COUNT>
 struct PartOf {
   typedef scalar_t type;
@@ -19,9 +19,9 @@ struct PartOf<3> {
 typedef PartOf<PARTS>::type part_t;
 static_assert(PARTS == 1 || sizeof(scalar_t) == 4, "float32 alone comes in parts");
 
-// What a float loses as TF32 is its low part. The tensor cores truncate that: they take off half of its last bit on
-// average, which is put on before. (Rounding it, or both by operand/tf32.cuh, would take more instructions than the
-// products.) NaN stays NaN in the low part whatever becomes of the high one.
+// The low part is what a float loses as TF32. Tensor cores truncate it, on average by half of its last bit, which is
+// added before. (Rounding it, or both parts as operand/tf32.cuh does, would take more instructions than the products.)
+// The low part of NaN is NaN.
 __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low) {
   if constexpr (PARTS == 2) {
     high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
@@ -31,9 +31,9 @@ __device__ __forceinline__ void split(float value, unsigned& high, unsigned& low
   }
 }
 
-// Two floats as three pairs of bfloat16, the first in the lower half, that sum to them exactly from 2^-110 on (below
-// that the last is too small for bfloat16): each is what rounding to the one before has left, and 24 significant bits
-// are three times eight. What is not finite, or rounded to what is not, leaves NaN.
+// Two floats as three pairs of bfloat16, the first float in the lower half. Each part is the rounding error of the
+// previous ones, and 24 significant bits are three times eight; so parts sum to the float exactly, from 2^-110 on
+// (below that the last part is too small for bfloat16). Infinities, NaN and floats that round to infinity leave NaN.
 __device__ __forceinline__ void split_pair(float first, float second, unsigned (&parts)[3]) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) {

@@ -1,13 +1,12 @@
 // B of window_wgrad_tma.cu: windows of the output gradient, as TMA loads them.
 //
-// Along each dimension every `tap_step`-th tap reads the same residue of the stride, `element_step` positions further
-// on than the one before. Such taps share a window, WINDOW_D · WINDOW_H · WINDOW_W of them: the tile of TILE_D · TILE_H
-// · TILE_W positions with its halo, every stride-th element of some output channels. A row of a window is a position,
-// and to each tap the tile starts at another row. Along a dimension a window has all taps of a residue, or a single
-// one, and then no halo.
+// Along each dimension every `tap_step`-th tap reads the same residue of the stride, `element_step` positions after the
+// previous one. Such taps share a window, WINDOW_D · WINDOW_H · WINDOW_W of them: the tile of TILE_D · TILE_H · TILE_W
+// positions with its halo, every stride-th element of some output channels. A row of a window is a position, and each
+// tap starts at another row. Along a dimension a window has all taps of a residue, or a single tap and no halo.
 //
-// N of the GEMM. Windows of a group are counted by channel block, then by their first tap along w, h and d. A unit is a
-// window's channels at one tap; a line is LINE_UNITS neighbouring units, equally far apart, and is N of one wgmma.
+// N of the GEMM. Windows of a group are numbered by channel block, then by their first tap along w, h and d. A unit is
+// a window's channels at one tap; a line is LINE_UNITS units at equal distances, and is N of one wgmma.
 
 #pragma once
 
@@ -20,7 +19,7 @@
 __host__ __device__ constexpr int windows(Axis axis, int taps) {
   return taps > 1 && tap_step(axis) < axis.kernel ? tap_step(axis) : axis.kernel;
 }
-// Positions that a window of `taps` taps has of `tile` of a tile.
+// Positions along a dimension of the window of `taps` taps for `tile` positions of a tile.
 __host__ __device__ constexpr int extent(Axis axis, int tile, int taps) {
   return tile + (taps - 1) * element_step(axis);
 }
@@ -43,7 +42,7 @@ static_assert(WINDOW_TAPS == 1 || LINE_UNITS == (WINDOW_W > 1   ? WINDOW_W
                                                                 : WINDOW_D),
               "a line is the innermost taps of a window");
 
-// The first row that position `index` of a tile meets, and that tap `index` of a window does.
+// Window row of position `index` of a tile at the first tap; row_of_tap(): rows by which tap `index` is further.
 __host__ __device__ constexpr int row_of_position(int index) {
   return (index / TILE_W / TILE_H * SLAB_EXTENT + index / TILE_W % TILE_H) * ROW_EXTENT + index % TILE_W;
 }
@@ -57,13 +56,13 @@ __host__ __device__ constexpr int unit_offset(int unit) {
   return unit / WINDOW_TAPS * WINDOW_BYTES + row_of_tap(unit % WINDOW_TAPS) * COLUMN_PITCH;
 }
 
-// How B lies in a stage, for `Sums::multiply`.
+// Layout of B in a stage, for `Sums::multiply`.
 struct WindowColumns {
-  static constexpr int DEPTH = 32 / (int)sizeof(scalar_t);  // of an operation
+  static constexpr int DEPTH = 32 / (int)sizeof(scalar_t);  // k of an operation
   static constexpr int BYTES = BLOCK_WINDOWS * WINDOW_BYTES;
   static constexpr int BESIDE = unit_offset(1),
                        EIGHT = DEPTH > 8 ? row_of_position(8) * COLUMN_PITCH : 8 * COLUMN_PITCH;
-  static constexpr bool ALIGNED = WINDOW_TAPS == 1;  // all operations begin where swizzling does
+  static constexpr bool ALIGNED = WINDOW_TAPS == 1;  // all operations begin at a multiple of the swizzle's rows
   static_assert(TILE_W % 8 == 0 && (TILE_W % DEPTH == 0 || TILE_H % 2 == 0), "eight rows lie together");
 
   static __device__ __forceinline__ int line(int index) {
@@ -72,7 +71,7 @@ struct WindowColumns {
   static __host__ __device__ constexpr int step(int index) { return row_of_position(index * DEPTH) * COLUMN_PITCH; }
 };
 
-// A window: its first channel of the group, and the first of its taps along d, h, w.
+// A window: its first channel in the group, and its first tap along d, h, w.
 struct TapWindow {
   int channel, tap[3];
 
@@ -83,7 +82,7 @@ struct TapWindow {
     tap[1] = index / WINDOWS_W % WINDOWS_H;
     tap[0] = index / WINDOWS_W / WINDOWS_H;
   }
-  // The weight's tap that is the window's tap `index`, or below zero where there is none.
+  // The weight's tap that is the window's tap `index`; negative for none.
   __device__ __forceinline__ int weight_tap(int index) const {
     const int d = tap[0] + index / WINDOW_W / WINDOW_H * tap_step(AXIS_D);
     const int h = tap[1] + index / WINDOW_W % WINDOW_H * tap_step(AXIS_H),

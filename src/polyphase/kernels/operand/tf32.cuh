@@ -13,7 +13,7 @@ __device__ __forceinline__ T rounded(T value) {
   return value;
 }
 
-// What the tensor cores read of one channel, or of two neighbouring ones of 16 bits.
+// A word as tensor cores read it: one channel, or two neighbouring channels of 16 bits.
 __device__ __forceinline__ unsigned word_of(float value, float) { return __float_as_uint(round_tf32(value)); }
 template <class T>
 __device__ __forceinline__ unsigned word_of(T value, T next) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void split_tf32(float value, float& high, float& low)
     high = 0, low = value;  // Inf meets the other operand's high part alone: the low one may be 0, or of another sign
 }
 
-// Element `i` of a chunk of weights, in all parts.
+// Writes element `i` of a chunk of weights, in all parts.
 template <class T>
 __device__ __forceinline__ void prepare(T value, T (&parts)[PARTS][8], int i) {
   parts[0][i] = value;

@@ -1,6 +1,7 @@
-// The window of the output gradient: what the taps of a tile of input positions read of it, halo included. It lies in
-// shared memory as it does in the tensor, [output channel][n][d][h][w], and serves every tap: the element that a
-// position meets at a tap is the sum of two offsets, one of the position, one of the output channel and the tap.
+// The window of the output gradient: the elements that the taps of a tile of input positions read, halo included. In
+// shared memory it has the tensor's order, [output channel][n][d][h][w], and serves every tap: the offset of the
+// element that a position reads at a tap is the sum of one offset of the position, and one of the output channel and
+// the tap.
 
 #pragma once
 
@@ -21,8 +22,8 @@ __device__ __forceinline__ int offset_of_tap(const Box& window, int channel, int
                        tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation, tap % AXIS_W.kernel * AXIS_W.dilation);
 }
 
-// The window's offsets of `count` positions of a tile, by the block's first threads; positions past the tile have the
-// first one's.
+// Lists the window's offsets of `count` positions of a tile; run by the block's first threads. Positions past the tile
+// get the first one's offset.
 template <int LISTING = THREADS, class Box>
 __device__ __forceinline__ void list_positions(int* offsets, int count, const Box& window, const int (&tile_extent)[4],
                                                int skew) {
@@ -35,19 +36,19 @@ __device__ __forceinline__ void list_positions(int* offsets, int count, const Bo
   }
 }
 
-// In place, from a tile's first position, in x, to the first element of its window, in g.
+// Turns a tile's first position (in x) into the first element of its window (in g), in place.
 __device__ __forceinline__ void to_window(int (&origin)[4], int skew) {
   origin[1] = origin[1] * AXIS_D.stride - AXIS_D.padding;
   origin[2] = origin[2] * AXIS_H.stride - AXIS_H.padding;
   origin[3] = origin[3] * AXIS_W.stride - AXIS_W.padding - skew;
 }
 
-// Where a position lies in its tile along n, d, h and w; before it along n where it is past the tile.
+// A position in its tile along n, d, h and w; n is negative for a position past the tile.
 struct alignas(8) RowPlace {
   short at[4];
 };
 
-// Where the position of a tile that begins at `first` lies in the input `x`, -1 where it does not exist.
+// Offset in the input `x` of a position of the tile that begins at `first`; -1 if it does not exist.
 __device__ __forceinline__ long long target_of(const Tensor5& x, int batch, const int (&first)[4],
                                                const RowPlace& place) {
   int at[4];

@@ -1,8 +1,8 @@
-// The window of a stage in the kernels of mainloop/window_wgmma.cuh, and its copy where TMA cannot load it as a box: a
+// The window of a stage in the kernels of mainloop/window_wgmma.cuh, and its copy if TMA cannot load it as a box: a
 // bulk copy for each row, whatever its alignment, and cp.async of 16 bytes where a row of the tensor begins or ends.
-// The address of an element modulo 16 is the same in shared memory as in the tensor. For that the window's pitches
-// equal the tensor's modulo 16 bytes, and the window starts `shift` bytes late in its stage. Rows have room for the
-// 16-byte pieces that they fill in part.
+// The address of an element modulo 16 is the same in shared memory and in the tensor: the window's pitches equal the
+// tensor's modulo 16 bytes, and the window starts `shift` bytes after its stage. Rows have room for the 16-byte pieces
+// that they fill in part.
 
 #pragma once
 
@@ -18,7 +18,7 @@
 struct Window {
   int extent[4];  // along n, d, h and w
   int step[4];    // elements from one image, slab, row and channel to the next
-  int joined;     // elements from one of the tensor's rows to the next, where all that a slab has are one row; or 0
+  int joined;     // elements from one of the tensor's rows to the next, if the rows of a slab are copied as one; else 0
 };
 
 __device__ __forceinline__ int window_offset(const Window& window, int n, int d, int h, int w) {
@@ -32,11 +32,11 @@ struct RowLoader {
 
   const Tensor5& tensor;
   const Window& window;
-  Place* places;  // of each row
-  int rows;       // of a channel
+  Place* places;  // one for each row
+  int rows;       // rows of a channel
 
-  // Threads share out the rows, one channel's behind the other's: where a thread begins, and how far on its next is.
-  // Warps have the same number: a warp's bulk copies are issued one after the other.
+  // Rows are dealt to threads, channel after channel: a thread's first row, and the distance to its next. All warps get
+  // as many rows, since a warp issues its bulk copies one after the other.
   int first_channel, first_row, skipped_channels, skipped_rows;
 
   __device__ __forceinline__ RowLoader(const Tensor5& tensor, const Window& window) : tensor(tensor), window(window) {}
@@ -55,7 +55,7 @@ struct RowLoader {
     }
   }
 
-  // The window that begins at `origin` (n, d, h, w), in `channels` channels from `from` on; those beyond are zero.
+  // Copies the window at `origin` (n, d, h, w), in `channels` channels from `from` on; further channels become zero.
   // Copies arrive at `barrier`. Returns the window's shift.
   __device__ __forceinline__ int load(const scalar_t* from, int channels, char* to, int batch, const int (&first)[4],
                                       unsigned barrier) const {
@@ -66,15 +66,15 @@ struct RowLoader {
       width += (height - 1) * window.joined, height = 1;
     }
     const int shift = behind_a_piece(from);
-    // The end and the beginning of the tensor's rows, in bytes of the window's. Before a row that begins earlier than
-    // the window there may be anything.
+    // The end and the beginning of the tensor's rows, in bytes of the window's rows. The bytes before a row that begins
+    // earlier than the window are arbitrary.
     const int beyond = window.extent[3] + PIECE;
     const int end = min(width - origin[3], beyond) * ELEMENT;
     const int begin = origin[3] < 0 ? min(-origin[3], beyond) * ELEMENT : -PIECE;
     const long long stride = tensor.stride[1] * ELEMENT;
     const int pitch = channel_pitch(window);
     const unsigned slots = shared_address(to) + shift;
-    fence_proxy_async();  // between what threads wrote there in an earlier stage and bulk copies
+    fence_proxy_async();  // between the threads' writes of an earlier stage and bulk copies
     bool by_pieces = false;
     for (int channel = first_channel, index = first_row; channel < CHANNELS;) {
       const Place place = places[index];
@@ -98,13 +98,13 @@ struct RowLoader {
     return (int)((unsigned long long)address % PIECE);
   }
 
-  // `bytes` of a row from a piece's beginning on; there are those from `begin` to `end`, the others are zero. Returns
-  // whether any come by cp.async.
+  // Copies `bytes` of a row from a piece's beginning on; those outside `begin` to `end` become zero. Returns whether
+  // any are copied by cp.async.
   static __device__ __forceinline__ bool load_row(unsigned to, const char* from, int begin, int end, int bytes,
                                                   unsigned barrier) {
     int at = 0;
     const bool begins = begin > 0 && end > 0;
-    // The row's first element, where it is half a word: it is waited for when all else is on its way.
+    // A first element that is half a word is loaded first, and waited for after all copies have been issued.
     const bool odd = ELEMENT == 2 && begins && begin % 4 > 0 && begin < bytes;
     const scalar_t first = odd && begin < end ? read((const scalar_t*)(from + begin)) : zero<scalar_t>();
     if (begins) {
@@ -122,7 +122,8 @@ struct RowLoader {
     return by_pieces;
   }
 
-  // A piece that a row begins in, `begin` bytes on, and ends `end` bytes on, but for a word that it begins amid.
+  // Copies the words of a piece from byte `begin` to `end`, where the row begins or ends; not a word that it begins
+  // amid.
   static __device__ __forceinline__ void copy_words(unsigned to, const char* from, int begin, int end) {
 #pragma unroll
     for (int i = 0; i < PIECE; i += 4)
