@@ -7,15 +7,15 @@
 // summed over the source channels cs of the group and over all taps (core/geometry.cuh has the offsets).
 //
 // Index mapping. Lanes run along channels: a thread owns VECTOR neighbouring destination channels, of one group or of
-// GROUPS_HELD whole ones, at all elements of CELLS neighbouring cells along w, in one destination row at a time. LANES
-// threads side by side own neighbouring vectors; the block's other threads lie along w, then h, d, n in extents chosen
-// at launch. A block goes on along h, for `steps` rows of each thread.
+// GROUPS_HELD whole groups, at all elements of CELLS neighbouring cells along w, in one destination row at a time.
+// LANES neighbouring threads own neighbouring vectors; the block's other threads take positions along w, then h, d, n
+// in extents chosen at launch. A block advances along h, for `steps` rows of each thread.
 //
-// Along w the taps are straight-line code; along h and d they are met one after the other (core/taps.cuh). The source
-// is read through the L1 cache, the columns of one row at a time: neighbours meet the same elements there.
+// Along w the taps are straight-line code; along h and d they are a loop (core/taps.cuh). The source is read through
+// L1, the columns of one row at a time, since neighbouring threads read the same elements.
 //
-// CHAINED: what one row of taps, of the source channels held at a time, adds to an element is summed by itself before,
-// so that a long sum of float32 is no single chain of roundings.
+// CHAINED: the products of one row of taps, for the source channels held at a time, are summed separately first, so
+// that a long sum of float32 is no single chain of roundings.
 //
 // SRC_PIXEL and DST_PIXEL are the elements from a pixel to its neighbour along w, which hold all groups' channels.
 //
@@ -32,10 +32,10 @@
 struct Params {
   Tensor5 src, dst;
   int batch;
-  int lanes[4];  // extents of threads along n, d, h, w; their product is at most THREADS / LANES
+  int lanes[4];  // threads along n, d, h, w; their product is at most THREADS / LANES
   int tiles[4];  // tiles along n, d, h, w; one along h has `steps` times as many rows as threads
   int steps;
-  int vectors;  // of all destination channels
+  int vectors;  // vectors of all destination channels
 };
 
 constexpr int THREADS = 256;
@@ -51,7 +51,7 @@ static_assert(DST_CHANNELS_LAST, "lanes run along channels");
 static_assert(VECTOR % DST_CHANNELS == 0 || DST_CHANNELS % VECTOR == 0, "a vector is of whole groups, or of one");
 static_assert(SRC_HELD % SRC_VECTOR == 0 && SRC_READ % SRC_HELD == 0, "source channels are read in whole vectors");
 
-// Leaves the weights of the block's channels in shared memory, read in the order in which they lie.
+// Copies the weights of the block's channels to shared memory, reading them in memory order.
 __device__ __forceinline__ void load_weights(const scalar_t* weight, int first_channel, int channels,
                                              accum_t* weights) {
   constexpr int COUNT = TAPS * SRC_CHANNELS * BLOCK_DST;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_weights(const scalar_t* weight, int first_c
   }
 }
 
-// What a thread has of one row of the source: the columns that its cells meet, from column `first` on.
+// A thread's part of a source row: the columns that its cells read, from column `first` on.
 struct Row {
   accum_t values[WINDOW][SRC_HELD];
 
@@ -93,7 +93,7 @@ struct Sums {
   typedef accum_t Phase[CELLS][VECTOR];
   Phase values[DST_W];
 
-  // All taps of a row of the kernel. `weights` are those of its first tap and the first source channel held.
+  // Adds all taps of a row of the kernel. `weights`: its first tap's for the first source channel held.
   __device__ __forceinline__ void add(const Row& row, const accum_t* weights) {
 #pragma unroll
     for (int phase = 0; phase < DST_W; ++phase) {
@@ -110,7 +110,7 @@ struct Sums {
     }
   }
 
-  // Those of them that one phase meets.
+  // Adds those taps that belong to one phase.
   static __device__ __forceinline__ void add(const Row& row, const accum_t* weights, int phase, Phase& sum) {
     constexpr int OF_GROUP = SRC_HELD / GROUPS_HELD;
 #pragma unroll

@@ -4,24 +4,23 @@
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
 // Index mapping. Lanes run along channels: a thread owns VECTOR neighbouring output channels, of one group or of
-// GROUPS_HELD whole ones, LANES threads side by side neighbouring vectors. With them it owns IN_HELD input channels of
-// each of these groups, and ROWS rows of the kernel with COLUMNS taps each: a *share* of its vectors' weights. As many
-// shares as fit are a block's, and read the same elements at the same time, of which the L1 cache keeps them.
+// GROUPS_HELD whole groups; LANES neighbouring threads own neighbouring vectors. It also owns IN_HELD input channels of
+// each of these groups, and ROWS rows of the kernel with COLUMNS taps each: a *share* of its vectors' weights. A block
+// has as many shares as fit; they read the same elements at the same time, from L1.
 //
-// The block's other threads, WALKERS times those, are at neighbouring positions, along w first, then h, d and n in
-// extents chosen at launch. Each takes POSITIONS neighbours along w at a time: it loads what they meet in a row of the
+// There are WALKERS sets of such threads, at neighbouring positions along w first, then h, d and n in extents chosen at
+// launch. A thread takes POSITIONS neighbours along w at a time: it loads the elements that they read in a row of the
 // output gradient, then adds to all its sums. A block advances along h, so that rows that the next positions read again
-// are in the cache. Splits of the positions write to different partial planes, which the caller
-// sums in order: the result does not depend on timing.
+// are in the cache. Splits of the positions write to different partial planes, which the caller sums in order: the
+// result does not depend on timing.
 //
-// That is where channels come last. Where they come first, a thread has one channel on either side (LANES, VECTOR and
-// IN_HELD are 1), so that neighbouring threads are at neighbouring positions.
+// That is with channels last. With channels first a thread has one channel on either side (LANES, VECTOR and IN_HELD
+// are 1), so that neighbouring threads are at neighbouring positions.
 //
 // X_PIXEL and GRAD_PIXEL are the elements from a pixel to its neighbour along w.
 //
-// Shared memory: all threads' sums of ROWS_AT_ONCE of their rows, [thread][sum] in the order of the weight, at an odd
-// pitch, so that there are no bank conflicts; written, then read by the threads that add up and store, between
-// barriers.
+// Shared memory: all threads' sums of ROWS_AT_ONCE of their rows, [thread][sum] in the weight's order, at an odd pitch
+// to avoid bank conflicts; between barriers they are written, then read by the threads that add and store them.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -31,12 +30,12 @@
 struct Params {
   Tensor5 x, g;
   int batch;
-  int vectors, vector_blocks;   // of all output channels; LANES of them are a block's
+  int vectors, vector_blocks;   // vectors of all output channels; blocks of LANES vectors
   int flush;                    // tiles that are summed in one chain
   int walkers[4];               // extents along n, d, h, w; their product is at most WALKERS
-  int tiles[4];                 // of so many positions, along n, d, w, h
-  int split_length, all_tiles;  // tiles of a split, of all
-  long long plane;              // elements of one plane of `partial`: all weights
+  int tiles[4];                 // tiles of all walkers' positions, along n, d, w, h
+  int split_length, all_tiles;  // tiles of a split; all tiles
+  long long plane;              // elements of a partial plane: all weights
 };
 
 constexpr int GROUPS_HELD = VECTOR > OUT_CHANNELS ? VECTOR / OUT_CHANNELS : 1;
@@ -64,7 +63,7 @@ __host__ __device__ constexpr bool is_met(int column) {
   return false;
 }
 
-// COUNT neighbouring channels of a pixel as they were loaded, WIDTH of them at once.
+// COUNT neighbouring channels of a pixel as loaded, WIDTH by one load.
 template <class T, int COUNT, int WIDTH, bool PAIRS = sizeof(T) == 2 && COUNT % 2 == 0>
 struct Held {
   T value[COUNT];
@@ -81,7 +80,7 @@ struct Held {
   __device__ __forceinline__ accum_t operator[](int i) const { return widen(value[i]); }
 };
 
-// Two elements of 16 bits stay in one register until they are used: to unpack them would wait for the load.
+// Two elements of 16 bits stay in one register until they are used, since unpacking would wait for the load.
 template <class T, int COUNT, int WIDTH>
 struct Held<T, COUNT, WIDTH, true> {
   unsigned pairs[COUNT / 2];
@@ -102,7 +101,7 @@ struct Held<T, COUNT, WIDTH, true> {
   }
 };
 
-// What a thread owns of the weights of its vector.
+// A thread's share of the weights of its vector.
 struct Share {
   int row, column, in;  // the first row of the kernel, tap of a row, and input channel of a group
 
@@ -112,12 +111,13 @@ struct Share {
         in(index / (ROW_SHARES * COLUMN_SHARES) * IN_HELD) {}
 };
 
-// POSITIONS neighbouring positions, of which `count` exist, and where the first tap reads the output gradient.
+// POSITIONS neighbouring positions, of which `count` exist, and the element of the output gradient that the first tap
+// reads.
 struct Positions {
-  const scalar_t *x, *grad;  // of the thread's channels
+  const scalar_t *x, *grad;  // at the thread's channels
   int count, d, h, w;
 
-  // Whether all that the kernel's rows and the share's columns read exists.
+  // Whether all elements that the kernel's rows and the share's columns read exist.
   __device__ __forceinline__ bool is_whole(const Tensor5& g) const {
     return count >= POSITIONS && d >= 0 && d + (AXIS_D.kernel - 1) * AXIS_D.dilation < g.size[0] && h >= 0 &&
            h + (AXIS_H.kernel - 1) * AXIS_H.dilation < g.size[1] && w >= 0 && w + WINDOW <= g.size[2];
@@ -132,7 +132,7 @@ struct Sums {
     for (int i = 0; i < ROWS * COLUMNS * IN_HELD * VECTOR; ++i) (&of[0][0][0][0])[i] = 0;
   }
 
-  // WHOLE: all elements exist, none is checked.
+  // WHOLE: all elements exist; none is tested.
   template <bool WHOLE>
   __device__ __forceinline__ void add(const Positions& at, const Share& share, const Tensor5& g) {
     Held<scalar_t, X_HELD, X_VECTOR> x[POSITIONS];
@@ -167,7 +167,7 @@ struct Sums {
     }
   }
 
-  // Adds up the walkers' sums, in their order, and stores them, or adds them to what is there: `again`.
+  // Adds the walkers' sums in order and stores them; `again`: adds them to the stored sums.
   __device__ __forceinline__ void store(accum_t* shared, accum_t* plane, int first_vector, int first_share, int vectors,
                                         bool again) const {
 #pragma unroll

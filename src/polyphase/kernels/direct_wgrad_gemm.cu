@@ -3,16 +3,16 @@
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
 // A matrix product of each group: rows are the input channels, columns the pairs (co, tap), and the sum runs over the
-// K = batch × input positions. The second operand is gathered from the output gradient on its way to shared memory, one
-// element a (column, position), zero where it falls into the padding.
+// K = batch × input positions. The second operand is gathered from the output gradient as it is copied to shared
+// memory, one element for each (column, position), zero in the padding.
 //
-// Index mapping. A block owns ROWS × COLUMNS of one group and one split of K, which is contiguous; where one stage has
-// the WHOLE of K, every row_shares-th ROWS, with columns that stay in shared memory. Its threads are
+// Index mapping. A block owns ROWS × COLUMNS of one group and one split of K, which is contiguous; if one stage has the
+// WHOLE of K it computes every row_shares-th row block, with columns that stay in shared memory. Its threads are
 // K_SLICES × (ROWS / THREAD_ROWS) × (COLUMNS / THREAD_COLUMNS); a K slice takes every K_SLICES-th position of a stage,
 // summed at the end in slice order. Splits of K write to different partial planes, which the caller sums in order:
 // the result does not depend on timing. A single split's sums are complete, and `narrowed` to the tensors' type at
-// once. Neighbouring threads store neighbouring columns, whichever thread has summed them: of few positions, writing
-// the weights is all the work.
+// once. Neighbouring threads store neighbouring columns, whichever thread has summed them: with few positions, writing
+// the weights takes most of the time.
 //
 // Shared memory: two buffers of DEPTH × ROW_PITCH of x and DEPTH × COLUMN_PITCH of g, both [position][row or column],
 // padded so that stores along K have no bank conflicts; then every thread's sums as [K slice][sum][thread], with
@@ -30,12 +30,12 @@
 struct Params {
   Tensor5 x, g;
   int batch, groups;
-  int rows;                // that exist, IN_CHANNELS or fewer where ALONG_CHANNELS
-  int row_shares;          // blocks along the rows, fewer than ROW_BLOCKS only where WHOLE
+  int rows;                // rows that exist: IN_CHANNELS, or fewer if ALONG_CHANNELS
+  int row_shares;          // blocks along the rows; fewer than ROW_BLOCKS only if WHOLE
   int splits;              // blocks along K
   long long split_length;  // positions of a split
   long long positions;     // K
-  long long plane;         // elements of one plane of `partial`: all weights
+  long long plane;         // elements of a partial plane: all weights
   int narrowed;            // whether `partial` is the result, in the tensors' type
 };
 
@@ -49,14 +49,14 @@ constexpr int ROW_PITCH = round_up(ROWS, 4) + 4, COLUMN_PITCH = round_up(COLUMNS
 constexpr int X_ITEMS = ceil_div(ROWS * DEPTH, THREADS), G_ITEMS = ceil_div(COLUMNS * DEPTH, THREADS);
 constexpr int ROW_STEP = THREADS / DEPTH;  // rows or columns that the block loads at once
 
-constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS, RESULTS = ROWS * COLUMNS;  // of a thread; of a block
+constexpr int SUMS = THREAD_ROWS * THREAD_COLUMNS, RESULTS = ROWS * COLUMNS;  // sums of a thread; of a block
 constexpr int FLUSH = 2048 / DEPTH > 0 ? 2048 / DEPTH : 1;  // stages whose positions are summed in one chain
 constexpr int STAGE = DEPTH * (ROW_PITCH + COLUMN_PITCH);   // shared values of one stage
-// Neighbouring results that a thread stores at once.
+// Neighbouring results of one store.
 constexpr int TOGETHER = COLUMNS_TOTAL % 4 == 0 ? 4 : COLUMNS_TOTAL % 2 == 0 ? 2 : 1;
 constexpr int STORE_THREADS = COLUMNS / TOGETHER, STORE_ROWS = THREADS / STORE_THREADS;  // along a row; rows at once
 
-// Lanes of a warp load neighbouring positions, or neighbouring columns where these lie side by side, of one tap.
+// Lanes of a warp load neighbouring positions of one tap, or neighbouring columns if these are contiguous.
 __device__ __forceinline__ int loaded_position() {
   return ALONG_CHANNELS ? threadIdx.x / ROW_STEP : threadIdx.x % DEPTH;
 }
@@ -68,10 +68,10 @@ static_assert(SUMS * SLICE_THREADS == RESULTS, "a slice has a sum for each resul
 static_assert(THREADS % DEPTH == 0, "a thread loads the same position of every stage");
 static_assert(DEPTH % K_SLICES == 0, "every K slice takes the same share of a stage");
 
-// How far the last tap of a dimension lies from the first.
+// Distance from the first tap of a dimension to the last.
 __host__ __device__ constexpr int reach(Axis axis) { return (axis.kernel - 1) * axis.dilation; }
 
-// A column: its channel of the output, and where its tap lies from tap 0.
+// A column: its output channel, and its tap's offset from tap 0.
 struct Column {
   int channel, d, h, w;
 };
@@ -98,7 +98,7 @@ struct Values {
   }
 };
 
-// Where sum `i` of a thread lies among the sums of its slice.
+// Index of a thread's sum `i` among the sums of its slice.
 __device__ __forceinline__ int place_of(int i, int thread) {
   const int row = i / THREAD_COLUMNS, column = i % THREAD_COLUMNS;
   const int swizzle = column * (32 / THREAD_COLUMNS) ^ row % 2 * 16 ^ row / 2 % 2 * 8;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void store(const accum_t (&total)[TOGETHER], void* pa
   }
 }
 
-// The sums of K slices are added up in order, those of neighbouring columns by one thread. `at`: the group's first
-// weight in `partial`, which begins at a multiple of 16 bytes.
+// Adds the sums of the K slices in order, for neighbouring columns of one thread, and stores them. `at`: the group's
+// first weight in `partial`, which is aligned to 16 bytes.
 __device__ __forceinline__ void store_results(const accum_t* totals, void* partial, long long at, int in_channel,
                                               int channels, int first_column, bool narrowed) {
   const int column = threadIdx.x % STORE_THREADS * TOGETHER, global = first_column + column;
@@ -160,7 +160,7 @@ struct Position {
     d = (int)(index % x.size[0]);
     n = index / x.size[0];
   }
-  // Moves on by so many.
+  // Advances by `by` positions.
   __device__ __forceinline__ void advance(const Tensor5& x, int by) {
     w += by;
     while (w >= x.size[2]) {
@@ -174,7 +174,7 @@ struct Position {
   }
 };
 
-// What this thread loads of a stage: elements of every ROW_STEP-th row or column, all at one position.
+// Loads the thread's part of a stage: elements of every ROW_STEP-th row or column, all at one position.
 __device__ __forceinline__ void load_rows(const Tensor5& tensor, const scalar_t* x, const Position& at, bool exists,
                                           int first_row, int rows, scalar_t (&value)[X_ITEMS]) {
   const int load_row = loaded_row();
@@ -187,7 +187,7 @@ __device__ __forceinline__ void load_rows(const Tensor5& tensor, const scalar_t*
   }
 }
 
-// How far the columns lie from tap 0 of channel 0. Columns beyond the last repeat it.
+// Offsets of the thread's columns from tap 0 of channel 0. Columns beyond the last repeat it.
 __device__ __forceinline__ void find_columns(const Tensor5& tensor, int first_column, long long (&offset)[G_ITEMS]) {
 #pragma unroll
   for (int i = 0; i < G_ITEMS; ++i) {
@@ -227,7 +227,7 @@ __device__ __forceinline__ void load_columns(const Tensor5& tensor, const scalar
   }
 }
 
-// The products of the thread's rows and columns at one position.
+// Adds the products of the thread's rows and columns at one position.
 __device__ __forceinline__ void add_products(const accum_t* rows, const accum_t* columns,
                                              accum_t (&sum)[THREAD_ROWS][THREAD_COLUMNS]) {
   Values<THREAD_ROWS> a;
@@ -240,7 +240,7 @@ __device__ __forceinline__ void add_products(const accum_t* rows, const accum_t*
     for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
 }
 
-// A chain goes to the thread's sums in shared memory, added to those of chains before, and starts from zero.
+// Adds a chain to the thread's sums in shared memory, and starts it from zero.
 __device__ __forceinline__ void flush(accum_t (&sum)[THREAD_ROWS][THREAD_COLUMNS], accum_t* slice, int thread,
                                       bool first) {
 #pragma unroll
@@ -284,8 +284,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   load_rows(params.x, x, at, first + load_k < end, row_block * ROWS, rows, x_values);
   load_columns(params.g, grad, at, first + load_k < end, first_column, column_offset, g_values);
 
-  // Sums of FLUSH stages in registers, sums of those in shared memory: rounding grows with the root of the terms, and
-  // millions of positions in one chain would lose three digits.
+  // Chains of FLUSH stages are summed in registers, and added in shared memory: rounding errors grow with the root of
+  // the number of terms, and millions of positions in one chain would lose three digits.
   accum_t sum[THREAD_ROWS][THREAD_COLUMNS] = {};
   accum_t* const totals = (accum_t*)shared_memory + 2 * STAGE;
   accum_t* const slice = totals + k_slice * RESULTS;

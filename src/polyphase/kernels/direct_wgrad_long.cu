@@ -5,22 +5,21 @@
 //
 //   gw[ci, co, j·stride + r] = Σ over batch and positions y of  x[n, ci, y - j] · g[n, co, y·stride + r - padding]
 //
-// So for one y the elements of g that all r read are neighbours in memory, and each serves all j and all input
-// channels.
+// So for one y the elements of g that all r read are contiguous, and each serves all j and all input channels.
 //
 // Index mapping. A column is VECTOR neighbouring r of one output channel and row of the kernel (d, h). A thread owns a
 // column for IN_HELD input channels and TAPS_HELD neighbouring j, as sums in registers; neighbouring threads own
-// neighbouring columns. A block has LANES columns of one group and WALKERS threads for each, which take steps of
-// POSITIONS neighbouring y in turns; its steps are a split of those of all images. Blocks that differ only in input
-// channels and j have neighbouring indices, so that they find g in the L2 cache.
+// neighbouring columns. A block has LANES columns of one group and WALKERS threads for each, which take every
+// WALKERS-th step of POSITIONS neighbouring y; its steps are a split of those of all images. Blocks that differ only in
+// input channels and j have neighbouring indices, so that they read g from L2.
 //
-// A step's elements of g are loaded a step ahead. Those of x are few and come from the L1 cache: threads of a walker
-// read the same. Where rows of g are whole quads, columns begin up to three elements before r = 0, so that quads are
-// aligned; sums of such r are not stored.
+// A step's elements of g are loaded a step ahead. Those of x are few and come from L1, as the threads of a walker read
+// the same. If rows of g are whole quads, columns begin up to three elements before r = 0, so that quads are aligned;
+// sums of such r are not stored.
 //
-// A chain of sums ends after `flush` steps, and is added to what the block has stored. The sums of its walkers are
-// added up in shared memory, in order, a row of them at a time in one of two buffers. Splits leave planes, which
-// steps/reduce_splits.cu adds up.
+// A chain of sums ends after `flush` steps, and is added to the block's stored sums. The walkers' sums are added in
+// shared memory, in order, a row at a time in one of two buffers. Splits write partial planes, which
+// steps/reduce_splits.cu adds.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -33,7 +32,7 @@ struct Params {
   int groups, column_blocks;
   int steps, split_length, flush;  // steps of all images, of a split, and of a chain
   Divisor along[3];                // steps of a row, rows of a slab, slabs of an image
-  long long plane;                 // elements of one plane of `partial`: all weights
+  long long plane;                 // elements of a partial plane: all weights
 };
 
 constexpr int RESIDUES = AXIS_W.kernel < AXIS_W.stride ? AXIS_W.kernel : AXIS_W.stride;
@@ -44,7 +43,7 @@ constexpr int ALONG = ceil_div(AXIS_W.kernel, AXIS_W.stride);  // j
 constexpr int IN_BLOCKS = ceil_div(IN_CHANNELS, IN_HELD), TAP_BLOCKS = ceil_div(ALONG, TAPS_HELD);
 static_assert(AXIS_W.dilation == 1 && VECTOR % PIECE == 0, "columns are neighbours in memory, in whole pieces");
 
-// What a block computes.
+// A block's part of the result.
 struct Block {
   int tap, in, column, group, split;  // first j, input channel and column
 
@@ -68,8 +67,7 @@ struct Column {
     const int line = column / VECTORS % LINES;
     channel = column / (VECTORS * LINES), d = line / AXIS_H.kernel, h = line % AXIS_H.kernel;
   }
-  // Where the weight of input channel `in` at element `i` of the column and at j lies in its group; below zero where
-  // there is none.
+  // Offset in its group of the weight of input channel `in` at element `i` of the column and at j; negative for none.
   __device__ __forceinline__ long long weight(int in, int i, int j) const {
     const int residue = first + i, tap = j * AXIS_W.stride + residue;
     const bool exists =
@@ -79,8 +77,8 @@ struct Column {
   }
 };
 
-// Moves the operands to what a thread reads of its column, and `partial` to the plane and group of its block. Returns
-// the place in a row of g that its first r meets at y = 0 of its first j.
+// Advances the operands to a thread's column, and `partial` to the plane and group of its block. Returns the element of
+// a row of g that the thread's first r reads at y = 0 of its first j.
 template <class T>
 __device__ __forceinline__ int go_to(const Params& params, const Block& block, const Column& at,
                                      const scalar_t* __restrict__& x, const scalar_t* __restrict__& grad, T*& partial) {
@@ -90,14 +88,14 @@ __device__ __forceinline__ int go_to(const Params& params, const Block& block, c
   return block.tap * AXIS_W.stride + at.first - AXIS_W.padding;
 }
 
-// Where a step lies.
+// The rows that a step reads.
 struct Rows {
   long long image;       // elements to its row of x
   int first;             // y - j of its first y and the block's first j
   const scalar_t* grad;  // its row of g
   bool exists;           // whether there is one
 
-  // `grad` is of the column's channel.
+  // `grad`: the column's channel.
   __device__ __forceinline__ Rows(const Params& params, const scalar_t* grad, const Column& at, int step) {
     int place = step / params.along[0];
     first = (step - place * params.along[0].value) * POSITIONS;
@@ -118,13 +116,13 @@ constexpr int COLUMNS = OUT_CHANNELS * LINES * VECTORS;
 constexpr int REACH = TAPS_HELD - 1, X_MET = POSITIONS + REACH;  // positions of x that a step reads
 constexpr int QUADS = VECTOR / 4, RESULTS = LANES * VECTOR;
 
-// What a thread loads of g for a step, and the positions of x that multiply it.
+// A thread's elements of g for a step, and the positions of x that multiply them.
 struct Loaded {
   Quad<scalar_t> g[POSITIONS][QUADS];
-  long long image;  // as Rows has them
+  long long image;  // as in Rows
   int first;
 
-  // `grad` and `column` are those of `go_to`.
+  // `grad` and `column` are the results of `go_to`.
   __device__ __forceinline__ void load(const Params& params, const scalar_t* grad, const Column& at, int column,
                                        int step) {
     const Rows rows(params, grad, at, step);
@@ -156,7 +154,7 @@ struct Sums {
     for (int i = 0; i < IN_HELD * TAPS_HELD * VECTOR; ++i) (&of[0][0][0])[i] = 0;
   }
 
-  // WHOLE: all positions of x that the step meets exist. Others are left out: zeros would make a NaN of an infinite g.
+  // WHOLE: all positions of x that the step reads exist. Others are skipped, as zero times an infinite g would be NaN.
   template <bool WHOLE>
   __device__ __forceinline__ void add(const Params& params, const Loaded& step, const scalar_t* x, int in_channels) {
     x += step.image + (long long)(step.first - REACH) * X_PIXEL;
@@ -188,7 +186,7 @@ struct Sums {
       add<false>(params, step, x, in_channels);
   }
 
-  // Adds up the walkers' sums and stores them, or adds them to what is there: `again`. `plane` is the group's.
+  // Adds the walkers' sums and stores them; `again`: adds them to the stored sums. `plane`: the group's part of it.
   __device__ __forceinline__ void store(accum_t* shared, accum_t* plane, int first_column, int first_in, int first_tap,
                                         bool again) const {
 #pragma unroll

@@ -41,7 +41,7 @@ struct Params {
   int flush;               // stages that are summed in one chain
   long long split_length;  // tiles of a split
   long long all_tiles;
-  long long plane;  // elements of one plane of `partial`: all weights
+  long long plane;  // elements of a partial plane: all weights
 };
 
 constexpr int POSITIONS = 4;

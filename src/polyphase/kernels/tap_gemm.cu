@@ -29,20 +29,20 @@
 struct Params {
   Tensor5 src, dst;
   int columns;       // cells of all images
-  Divisor tiles;     // of columns
-  Divisor cells[3];  // of an image along d, h, w
-  int splits;        // of the stages; several leave partial planes
+  Divisor tiles;     // column tiles
+  Divisor cells[3];  // cells of an image along d, h, w
+  int splits;        // shares of the stages; several write partial planes
   int pairs;         // whether a column and the next are stored together
-  long long plane;   // elements of a plane
+  long long plane;   // elements of a partial plane
 };
 
 constexpr int ROW_BLOCKS = ceil_div(DST_CHANNELS, ROWS);
 constexpr int GROUPS_OF_STAGE = DEPTH / CHUNK;
-constexpr int ROW_PITCH = STAGE_WORDS * 4 + 16;  // bytes of a row or column: eight at a time lie in different banks
+constexpr int ROW_PITCH = STAGE_WORDS * 4 + 16;  // bytes of a row or column; eight of them have no bank conflicts
 constexpr int A_BYTES = PARTS * ROWS * ROW_PITCH, STAGE_BYTES = A_BYTES + COLUMNS * ROW_PITCH;
-constexpr int PIECES = DEPTH / PIECE;                                         // of a row or column, of a stage
-constexpr int AT_ONCE = THREADS / PIECES, EACH = ceil_div(COLUMNS, AT_ONCE);  // columns: together, and of a thread
-constexpr int SOURCE_PIECES = ceil_div(SRC_CHANNELS, PIECE);                  // of a source element, of a group
+constexpr int PIECES = DEPTH / PIECE;                                         // pieces of a row or column in a stage
+constexpr int AT_ONCE = THREADS / PIECES, EACH = ceil_div(COLUMNS, AT_ONCE);  // columns loaded at once; of a thread
+constexpr int SOURCE_PIECES = ceil_div(SRC_CHANNELS, PIECE);                  // pieces of a source element of a group
 static_assert(DEPTH % CHUNK == 0 && CHUNK % PIECE == 0, "a stage is whole tap groups, and these are whole pieces");
 
 __device__ __forceinline__ void multiply_stage(const char* from, Sums& sums) {
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   packed += (((long long)group * PHASES + phase_index) * ROW_BLOCKS + row_block) * PACKED_STAGES *
             (PARTS * ROWS * PIECES * 16);
 
-  // What the thread gathers: piece `piece` of columns AT_ONCE apart.
+  // The thread gathers piece `piece` of columns AT_ONCE apart.
   const int piece = threadIdx.x % PIECES, own_column = threadIdx.x / PIECES;
   CellSource cells[EACH];
 #pragma unroll

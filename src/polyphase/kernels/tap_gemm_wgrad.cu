@@ -14,10 +14,10 @@
 // have their channels innermost, those of a group in whole pieces of 16 bytes.
 //
 // Index mapping. A block owns ROWS channels and COLUMNS / CHUNK tap groups of one phase and group, and one contiguous
-// part of the cells, whose sums it leaves in a plane of its own. A thread copies the same piece of several cells.
+// part of the cells, whose sums it writes to its own partial plane. A thread copies the same piece of several cells.
 //
-// The tensor cores truncate at every addition. So FLUSH stages are summed there, and those sums in `partial`; float32
-// in two parts leaves them at every stage.
+// Tensor cores truncate at every addition. So after FLUSH stages accumulators are added to `partial` in float32; with
+// two parts they are added to a second set after every stage.
 //
 // Shared memory: STAGES stages, rows and columns as [k][channel]; where the cells of as many stages lie.
 
@@ -33,7 +33,7 @@ struct Params {
   Tensor5 src, dst;
   int cells_of_all;
   int cells_of_part;  // a multiple of DEPTH
-  Divisor cells[3];   // of an image along d, h, w
+  Divisor cells[3];   // cells of an image along d, h, w
   int groups, column_blocks;
   long long plane;  // elements of a partial plane: all weights
 };
@@ -52,7 +52,7 @@ static_assert(COLUMNS % CHUNK == 0 && CHUNK % PIECE == 0, "columns are whole tap
 // Where a cell of a stage lies.
 struct alignas(16) CellEntry {
   CellSource source;
-  int dst;  // pieces of its destination element, below zero where there is none
+  int dst;  // offset of its destination element in pieces; negative for none
 
   __device__ __forceinline__ CellEntry() {}
   __device__ __forceinline__ CellEntry(const Params& params, const Phase& phase, int index, bool exists) {
@@ -64,9 +64,9 @@ struct alignas(16) CellEntry {
   }
 };
 
-// Words of two steps, from an operand that lies as [k][row].
+// Loads words of two steps from an operand in the order [k][row].
 struct Fragments {
-  // Rows: those of tile `i` of the warp, at step `step`.
+  // Rows: tile `i` of the warp, at step `step`.
   static __device__ __forceinline__ void rows(const char* from, int step, int i, unsigned (&to)[4]) {
     const int lane = threadIdx.x % 32, row = Sums::warp_row() + i * 16;
     if constexpr (ELEMENT == 4) {
@@ -79,7 +79,7 @@ struct Fragments {
                              (row + lane / 8 % 2 * 8) * ELEMENT);
     }
   }
-  // Columns: those of tile `j` of the warp, at steps 2·pair and 2·pair + 1.
+  // Columns: tile `j` of the warp, at steps 2·pair and 2·pair + 1.
   static __device__ __forceinline__ void columns(const char* from, int pair, int j, ColumnPair& to) {
     const int lane = threadIdx.x % 32, column = Sums::warp_column() + j * 8;
     if constexpr (ELEMENT == 4) {
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int first_cell = part * params.cells_of_part;
   const int count = min(params.cells_of_part, params.cells_of_all - first_cell), stages = ceil_div(count, DEPTH);
 
-  // What the thread copies of a cell: a piece of the rows, and one of the columns, which is of one tap group.
+  // The thread copies, for each of its cells, a piece of the rows and a piece of the columns, in one tap group.
   const int row_piece = threadIdx.x % ROW_PIECES, dst_piece = row_block * ROW_PIECES + row_piece;
   const bool row_exists = dst_piece < DST_PIECES;
   const int column_piece = threadIdx.x % COLUMN_PIECES, own_group = first_group + column_piece * PIECE / CHUNK;

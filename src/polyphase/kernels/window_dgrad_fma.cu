@@ -4,19 +4,18 @@
 //
 // Index mapping. A work tile is a tile of positions by BLOCK_IN input channels of a group. The threads of a block are
 // IN_SLICES × SLICE_THREADS: a slice has IN_TILE input channels, a thread CELLS positions. A stage holds the window of
-// OUT_CHUNK output channels (operand/window_rows.cuh) as it lies in memory, and their weights as [channel][kd][slice]
+// OUT_CHUNK output channels (operand/window_rows.cuh) in memory order, and their weights as [channel][kd][slice]
 // [kh][kw][input channel]. Blocks take work_tiles_per_block work tiles one after the other, positions fastest.
 //
-// With BY_ROWS a thread's positions lie one below the other, so that they share rows of the window: each row is read
-// once for all of them, and the weights of a slab of taps are registers. Else a thread's positions are SLICE_THREADS
-// apart in the tile, and each tap's weights are read once for all of them.
+// With BY_ROWS a thread's positions are in one column of the tile, so that they share rows of the window: each row is
+// read once for all of them, and the weights of a slab of taps are in registers. Else a thread's positions are
+// SLICE_THREADS apart in the tile, and each tap's weights are read once for all of them.
 //
-// Where a tile has whole rows, all rows of a slab come as one, without zeros between them: then a thread takes zeros
-// for columns beside the tensor.
+// If a tile has whole rows, all rows of a slab are copied as one, without zeros between them; then a thread uses zero
+// for columns outside the tensor.
 //
 // Two buffers of windows, loaded a step ahead (a step: a stage of a work tile), each with an mbarrier, and two of
-// weights, through registers. One barrier a step suffices: a buffer is filled again behind it, and was last read before
-// it.
+// weights, through registers. One barrier a step suffices: a buffer is last read before it, and filled again after it.
 //
 // Sums of float32 have two levels, so that rounding does not grow with the number of output channels: every FLUSH
 // stages they are added to a second set of registers.
@@ -36,7 +35,7 @@ struct Params {
   int lanes[4];        // a slice's threads along n, d, h and w; without BY_ROWS the positions of a tile
   int tile_extent[4];  // positions of a tile along n, d, h, w
   int tiles[4];        // tiles along n, d, h, w
-  int window_bytes;    // of a buffer
+  int window_bytes;    // bytes of a window buffer
 };
 
 constexpr int SLICE_THREADS = THREADS / IN_SLICES, BLOCK_IN = IN_TILE * IN_SLICES;
@@ -49,18 +48,18 @@ constexpr int PITCH = IN_TILE > 2 ? round_up(IN_TILE, VECTOR) : IN_TILE;
 constexpr int SLAB = round_up(AXIS_H.kernel * AXIS_W.kernel * PITCH, VECTOR);
 constexpr int WEIGHT_STAGE = OUT_CHUNK * AXIS_D.kernel * IN_SLICES * SLAB;
 
-// BY_ROWS: a thread's positions are ROW_STEP apart, so that they meet the same rows, CELL_ROWS further each, in rows
-// that are a dilation apart.
+// BY_ROWS: a thread's positions are ROW_STEP apart, so that they read the same rows, each CELL_ROWS further, in units
+// of a dilation.
 constexpr int ROW_STEP = element_step(AXIS_H), CELL_ROWS = tap_step(AXIS_H);
 constexpr int ROWS_READ = (CELLS - 1) * CELL_ROWS + AXIS_H.kernel;
 __host__ __device__ constexpr bool is_read(int row) {
   return row % CELL_ROWS < AXIS_H.kernel || row >= (CELLS - 1) * CELL_ROWS;
 }
-constexpr int OFFSETS = BY_ROWS ? 1 : CELLS;  // of a thread's positions
+constexpr int OFFSETS = BY_ROWS ? 1 : CELLS;  // window offsets that a thread holds for its positions
 constexpr int POSITIONS = SLICE_THREADS * OFFSETS;
 constexpr bool MASKED = AXIS_W.padding > 0 && AXIS_W.kernel <= 32;  // a bit for each tap along w
 
-// A work tile, or a stage of one; next() goes on to the one behind it.
+// A stage of a work tile; next() advances to the next stage.
 struct Step {
   int stage, block;  // block: of input channels, of all groups
   int tile[4];
@@ -80,14 +79,14 @@ struct Step {
   __device__ __forceinline__ int first_in() const { return block % IN_BLOCKS * BLOCK_IN; }
 };
 
-// The weights of a stage on their way to shared memory; channels that do not exist have zeros.
+// Copies the weights of a stage to shared memory through registers; channels that do not exist get zeros.
 struct WeightLoader {
   static constexpr int COUNT = BLOCK_IN * OUT_CHUNK * TAPS, ITEMS = ceil_div(COUNT, THREADS);
   static constexpr bool WHOLE = OUT_CHANNELS % OUT_CHUNK == 0 && IN_CHANNELS % BLOCK_IN == 0;
 
   scalar_t values[ITEMS];
 
-  // Item `i` of the thread, in the order in which a contiguous weight has them.
+  // The thread's element `i`, in the memory order of a contiguous weight.
   static __device__ __forceinline__ bool locate(int i, int& in, int& channel, int& tap) {
     const int item = threadIdx.x + i * THREADS;
     tap = item % TAPS, channel = item / TAPS % OUT_CHUNK, in = item / (TAPS * OUT_CHUNK);
@@ -118,7 +117,7 @@ struct WeightLoader {
   }
 };
 
-// COUNT neighbouring weights, from a place that is aligned as their number allows.
+// Loads COUNT neighbouring weights by the widest loads that their alignment allows.
 template <int COUNT>
 __device__ __forceinline__ void read_weights(const accum_t* from, accum_t (&to)[COUNT]) {
   constexpr int AT_ONCE = COUNT % VECTOR == 0 ? VECTOR : COUNT == 2 ? 2 : 1;
@@ -130,13 +129,13 @@ __device__ __forceinline__ void read_weights(const accum_t* from, accum_t (&to)[
   }
 }
 
-// Where a position meets the window at the first tap, in bytes from its first element, and which taps along w do so
-// within the tensor's rows.
+// A position's window offset at the first tap, in bytes, and a mask of the taps along w that read inside the tensor's
+// rows.
 struct Meeting {
   int offset;
   unsigned inside;
 
-  // What it meets at tap `kw` of a row of taps; `row`: the window's first element moved to that row.
+  // The element that it reads at tap `kw` of a row of taps; `row`: the window's first element moved to that row.
   __device__ __forceinline__ accum_t at(const char* row, int kw) const {
     if (MASKED && !(inside >> kw & 1)) return 0;
     return widen(*(const scalar_t*)(row + offset + kw * AXIS_W.dilation * ELEMENT));
@@ -156,7 +155,7 @@ struct Sums {
     others.clear();
   }
 
-  // One stage. `meetings`: of the thread's positions; `weights`: of its slice.
+  // Adds one stage. `meetings`: the thread's positions; `weights`: its slice's.
   __device__ __forceinline__ void add(const Params& params, const char* window, const Meeting (&meetings)[OFFSETS],
                                       const accum_t* weights) {
 #pragma unroll 1
@@ -176,7 +175,7 @@ struct Sums {
   }
 
  private:
-  // A slab of taps, row by row of the window.
+  // Adds a slab of taps, row by row of the window.
   __device__ __forceinline__ void add_rows(const Params& params, const char* from, const Meeting& meeting,
                                            const accum_t* weights) {
     accum_t weight[SLAB];
@@ -199,7 +198,7 @@ struct Sums {
     }
   }
 
-  // A slab of taps, tap by tap.
+  // Adds a slab of taps, tap by tap.
   __device__ __forceinline__ void add_taps(const Params& params, const char* from, const Meeting (&meetings)[OFFSETS],
                                            const accum_t* weights) {
     const int row_bytes = window_offset(params.window, 0, 0, AXIS_H.dilation, 0);
@@ -220,7 +219,7 @@ struct Sums {
   }
 };
 
-// Where position `cell` of the thread's lies in its tile.
+// The thread's position `cell` in its tile.
 __device__ __forceinline__ RowPlace place_of(const RowPlace* rows, int cell) {
   const int thread = threadIdx.x % SLICE_THREADS;
   if (!BY_ROWS) return rows[cell * SLICE_THREADS + thread];
@@ -229,8 +228,8 @@ __device__ __forceinline__ RowPlace place_of(const RowPlace* rows, int cell) {
   return place;
 }
 
-// Lists where the positions of a tile lie, by all threads. With BY_ROWS a thread's first: ROW_STEP neighbours along h
-// have their further positions behind them.
+// Run by all threads: lists the positions of a tile. With BY_ROWS a thread's first positions: ROW_STEP neighbours along
+// h, then their further positions.
 __device__ __forceinline__ void list_rows(const Params& params, RowPlace* rows) {
   for (int i = threadIdx.x; i < POSITIONS; i += THREADS) {
     int at[4];
@@ -240,7 +239,7 @@ __device__ __forceinline__ void list_rows(const Params& params, RowPlace* rows) 
   }
 }
 
-// Of the position at `place`; one that does not exist meets what the first does.
+// The `Meeting` of the position at `place`; a position that does not exist reads what the first one reads.
 __device__ __forceinline__ Meeting meeting_of(const Params& params, const RowPlace& place) {
   Meeting found = {0, ~0u};
   if (place.at[0] < 0) return found;
@@ -249,7 +248,7 @@ __device__ __forceinline__ Meeting meeting_of(const Params& params, const RowPla
   if constexpr (MASKED) {
 #pragma unroll
     for (int kw = 0; kw < AXIS_W.kernel; ++kw) {
-      const int column = place.at[3] * AXIS_W.stride + src_offset(AXIS_W, kw);  // of a tile of whole rows
+      const int column = place.at[3] * AXIS_W.stride + src_offset(AXIS_W, kw);  // the tile has whole rows
       const bool beside = (unsigned)column >= (unsigned)params.g.size[2];
       if (params.window.joined && beside) found.inside &= ~(1u << kw);
     }
@@ -303,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   for (int i = 0; i < OFFSETS; ++i)
     meetings[i] = meeting_of(params, rows[i * SLICE_THREADS + threadIdx.x % SLICE_THREADS]);
 
-  // Loads the window of the step `ahead`, and returns by how many bytes it is shifted.
+  // Loads the window of the step `ahead`; returns its shift in bytes.
   const auto load = [&](int buffer) {
     int window[4];
 #pragma unroll

@@ -6,8 +6,8 @@
 // weight's order. A block owns one M x N tile: ROWS input channels by a tile of at most COLUMNS positions. A pipeline
 // stage holds one K-tile: OUT_CHUNK output channels with all their taps.
 //
-// Shared memory: where the pieces of both operands lie, the offsets of a stage's channels and taps and of the
-// positions, then STAGES stages; at the end, where each position lies in the input.
+// Shared memory: tables of the pieces of both operands, and of the offsets of a stage's channels and taps and of the
+// positions, then STAGES stages; at the end the offset of each position in the input.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -16,14 +16,14 @@
 #include "mainloop/window_mma.cuh"
 
 struct Params {
-  Tensor5 g, weight, x;  // the weight's rows are channels, the rest of it lies along h and w
+  Tensor5 g, weight, x;  // the weight as rows of channels, whose elements are along h and w
   StageBox weight_box, window;
   int batch;
   int tile_extent[4];            // positions of a tile along n, d, h, w; their product is at most COLUMNS
   int tiles[4];                  // tiles along n, d, h, w
   int skew;                      // elements by which the window starts early along w, so that pieces are aligned
   int table_bytes, stage_bytes;  // of shared memory
-  int pairs;                     // whether two neighbouring positions are stored at once
+  int pairs;                     // whether two neighbouring positions are stored together
 };
 
 constexpr int GRID_M = ceil_div(IN_CHANNELS, ROWS), K_TILES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
@@ -37,11 +37,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   block /= GRID_M;
   const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
   const int group = block / tiles;
-  int first[4];  // position of the tile
+  int first[4];  // first position of the tile
   tile_origin(params.tiles, params.tile_extent, block % tiles, first);
 
   const int first_in = block_m * ROWS;
-  const int rows = IN_CHANNELS - first_in;  // valid ones, from the tile's first on
+  const int rows = IN_CHANNELS - first_in;  // valid rows, from the tile's first
 
   int* const offsets = (int*)shared_memory;
   int* const positions = offsets + DEPTH;
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   run_stages<STAGES>(K_TILES, stage_memory, params.stage_bytes, load,
                      [&](int, const char* from) { sums.add(from, from + A_BYTES, offsets, columns); });
 
-  // Where each position lies, -1 where it does not exist.
+  // Offset of each position in the input; -1 if it does not exist.
   __syncthreads();
   long long* const targets = (long long*)stage_memory;
   for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {

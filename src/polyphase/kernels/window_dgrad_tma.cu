@@ -5,17 +5,17 @@
 // GEMM. M = batch x input positions, N = input channels of a group, K = (tap, output channel) pairs. A work tile is one
 // M x N tile, a tile of positions by COLUMNS input channels, and one split of K. A pipeline stage holds one K-tile: one
 // tap and as many output channels as STEPS k-steps take. For each tap TMA loads the tile's elements of the output
-// gradient anew, every stride-th one, and zeros beside the tensor; all but the first time they come from L2.
+// gradient again, every stride-th one, and zeros outside the tensor; after the first tap most come from L2.
 //
 // Blocks are persistent: work tiles are dealt out round-robin (N fastest, then tile, group, split), and the next is
-// loaded while one is stored. Where work tiles are few, K is split `splits` times; each split writes a plane of
-// float32, and another kernel adds them up (steps/reduce_splits.cu).
+// loaded while one is stored. If there are few work tiles, K is split `splits` times; each split writes a partial
+// plane, and steps/reduce_splits.cu adds them.
 //
 // Results are stored in NHWC or, with CHANNELS_FIRST, in NCHW: then lanes of neighbouring rows exchange halves of their
 // accumulators, so that a thread has neighbouring positions.
 //
-// Tensor-core accumulation truncates at every step. So where K is long, accumulators are flushed every FLUSH stages:
-// they are added to a second set in registers, and start from zero.
+// Tensor-core accumulation truncates at every step. So if K is long, accumulators are flushed every FLUSH stages: they
+// are added to a second set in registers, and start from zero.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -34,15 +34,15 @@ struct Params {
   int tile_extent[4];        // positions of a tile along n, d, h, w; their product is at most M of a block
   int tiles[4];              // tiles along n, d, h, w
   int splits, split_length;  // of K; K-tiles of each but the last, which may have fewer
-  long long plane;           // elements
+  long long plane;           // elements of a partial plane
 };
 
-constexpr int CHANNELS = STEPS * OPERATION;  // of a stage
+constexpr int CHANNELS = STEPS * OPERATION;  // channels of a stage
 constexpr int CHUNKS = ceil_div(OUT_CHANNELS, CHANNELS), K_TILES = TAPS * CHUNKS;
 constexpr int GRID_N = ceil_div(IN_CHANNELS, COLUMNS);
 constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
 
-// How B lies in a stage, for `Sums::multiply`: the weights are one box.
+// Layout of B in a stage, for `Sums::multiply`: the weights are one box.
 struct TapColumns {
   static constexpr int BYTES = COLUMNS * COLUMN_PITCH, BESIDE = 0, EIGHT = 8 * COLUMN_PITCH;
   static __host__ __device__ constexpr int line(int) { return 0; }
@@ -52,7 +52,7 @@ struct TapColumns {
 // A tile of M x N, and a split of K.
 struct WorkTile {
   int split, group, first_in;
-  int first[4];  // position along n, d, h, w
+  int first[4];  // first position along n, d, h, w
 
   __device__ __forceinline__ WorkTile(const Params& params, int index) {
     const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
@@ -80,13 +80,13 @@ __device__ __forceinline__ unsigned place_of(const Params& params, int row) {
   return at[0] < params.tile_extent[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
 }
 
-// Row `i` of two that a thread stores of a tile of accumulators: its own or, with CHANNELS_FIRST, of 16 two neighbours.
+// The `i`-th of two rows that a thread stores of a row tile: its accumulators' or, with CHANNELS_FIRST, two neighbours.
 __device__ __forceinline__ int stored_row(int tile, int i) {
   if (!CHANNELS_FIRST) return Sums::row(tile, 2 * i);
   return (Sums::row(tile, 0) & ~1) + threadIdx.x % 8 / 4 * 8 + i;
 }
 
-// Stores a work tile's results from `dst` on, which the tensor or a plane of sums begins at. All lanes are here.
+// Stores a work tile to `dst`, the tensor or a partial plane. Called by all lanes of a warp.
 template <class Stored>
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums,
                                       const unsigned (&places)[ROW_TILES][2], Stored* dst) {

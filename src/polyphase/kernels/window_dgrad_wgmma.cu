@@ -7,10 +7,10 @@
 // OUT_CHUNK output channels with all their taps. Blocks are persistent: work tiles are dealt out round-robin (N
 // fastest, then tile, group), and the next is loaded while one is stored.
 //
-// Tensor-core accumulation truncates at every step. So where K is long, accumulators are flushed every FLUSH stages:
-// they are added to a second set in registers, and start from zero.
+// Tensor-core accumulation truncates at every step. So if K is long, accumulators are flushed every FLUSH stages: they
+// are added to a second set in registers, and start from zero.
 //
-// With ROWS_IN_PAIRS a thread's two rows of 16 are neighbouring positions, and are stored at once where both lie in one
+// With ROWS_IN_PAIRS a thread's two rows of 16 are neighbouring positions, and are stored together if both are in one
 // row of x, at an even element.
 
 #include "specialisation.cuh"
@@ -25,7 +25,7 @@
 #include "mainloop/window_wgmma.cuh"
 
 struct Params {
-  TensorMap box, window_box;  // of the weight, and of the output gradient
+  TensorMap box, window_box;  // the weight; the output gradient
   Tensor5 x, g;
   Window window;
   Runs runs;
@@ -33,8 +33,8 @@ struct Params {
   int tile_extent[4];  // positions of a tile along n, d, h, w; their product is at most ROWS
   int tiles[4];        // tiles along n, d, h, w
   int skew;            // elements by which the window starts early along w, so that TMA boxes and pairs are aligned
-  int box_bytes;       // of the window, 0 if threads copy it
-  int table_bytes, stage_bytes, window_offset;  // of the offset table and a stage; of the window in its stage
+  int box_bytes;       // bytes of the window's box, 0 if threads copy it
+  int table_bytes, stage_bytes, window_offset;  // bytes of the offset table; of a stage; up to the window in its stage
 };
 
 constexpr int GRID_N = ceil_div(IN_CHANNELS, COLUMNS), K_TILES = ceil_div(OUT_CHANNELS, OUT_CHUNK);
@@ -43,8 +43,8 @@ constexpr bool WHOLE_BLOCKS = IN_CHANNELS % COLUMNS == 0;
 
 static_assert(DEPTH % OPERATION == 0, "a stage is whole operations");
 
-// A row of a thread's accumulators, its columns one by one by store(sum, to); `to` is the first column in memory,
-// `channel` the step to the next, `columns` how many are valid.
+// Calls store(sum, to) for each column of a row of a thread's accumulators. `to`: the first column in memory;
+// `channel`: elements to the next column; `columns`: how many are valid.
 template <class Store>
 __device__ __forceinline__ void store_rows(const float* sums, scalar_t* to, long long channel, int columns,
                                            const Store& store) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_rows(const float* sums, scalar_t* to, long
 // A tile of M x N.
 struct WorkTile {
   int group, first_in;
-  int first[4];  // position along n, d, h, w
+  int first[4];  // first position along n, d, h, w
 
   __device__ __forceinline__ WorkTile(const Params& params, int index) {
     const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
@@ -70,10 +70,10 @@ struct WorkTile {
   }
 };
 
-// Stores a work tile's results; `rows` are the places of the tile's.
+// Stores a work tile's results; `rows`: places of the tile's rows.
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums,
                                       const RowPlace* rows, scalar_t* dst) {
-  const int columns = IN_CHANNELS - work.first_in - Sums::first_column();  // valid ones, from the thread's first on
+  const int columns = IN_CHANNELS - work.first_in - Sums::first_column();  // valid columns, from the thread's first
   const long long channel = params.x.stride[1];
   dst += (work.group * IN_CHANNELS + work.first_in + Sums::first_column()) * channel;
 #pragma unroll
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int* const offsets = (int*)(shared_memory + STAGES * params.stage_bytes);
   Place* const places = (Place*)((char*)offsets + params.table_bytes);
 
-  // Whether TMA brings both operands. If the window must be copied by threads, all loaders join in.
+  // Whether TMA loads both operands. If threads must copy the window, all producers do.
   const bool all_by_tma = params.box_bytes != 0;
   ring.init(all_by_tma);
   __syncthreads();

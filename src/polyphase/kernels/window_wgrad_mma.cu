@@ -7,7 +7,7 @@
 // contiguous run of tiles of positions. A pipeline stage holds one K-tile, which is one tile of positions. Splits write
 // different partial planes, which the caller sums in order: the result does not depend on timing.
 //
-// Shared memory: where the pieces of both operands lie, the positions' offsets, then STAGES stages.
+// Shared memory: tables of the pieces of both operands and of the positions' offsets, then STAGES stages.
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after FLUSH stages they are added in
 // float32 to `partial` in global memory, and start from zero.
@@ -28,7 +28,7 @@ struct Params {
   int table_bytes, stage_bytes;  // of shared memory
   long long split_length;        // tiles of a split
   long long all_tiles;
-  long long plane;  // elements of one plane of `partial`: all weights
+  long long plane;  // elements of a partial plane: all weights
 };
 
 constexpr int GRID_M = ceil_div(IN_CHANNELS, ROWS), GRID_N = ceil_div(OUT_CHANNELS, OUT_CHUNK);
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       (int)(first_tile + params.split_length < params.all_tiles ? params.split_length : params.all_tiles - first_tile);
 
   const int first_in = block_m * ROWS, first_out = block_n * OUT_CHUNK;
-  const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // valid ones
+  const int rows = IN_CHANNELS - first_in, channels = OUT_CHANNELS - first_out;  // valid channels of both sides
 
   int* const offsets = (int*)shared_memory;
   Place* const places = (Place*)(offsets + POSITIONS);
@@ -95,10 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     flushed = true;
   };
 
-  int tile[4];  // the next to be loaded
+  int tile[4];  // the next tile to load
   decode(params.tiles, first_tile, tile);
   auto load = [&](int, char* to) {
-    int origin[4];  // of the tile, then of its window
+    int origin[4];  // the tile's first position; after to_window() the first element of its window
 #pragma unroll
     for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.tile_extent[i];
     x_loader.load(x, rows, to, params.batch, origin);

@@ -2,9 +2,9 @@
 //
 //   gw[ci, co, tap] = Σ over batch and input positions i of   x[n, ci, i] · g[n, co, i·stride + tap·dilation - padding]
 //
-// GEMM. M = input channels of a group, N = (tap, output channel) pairs, K = batch x input positions. N comes in units:
-// neighbouring output channels at one tap (operand/tap_windows.cuh). A work tile is some rows of M, the units of some
-// windows, and one split of K: of n splits each has every n-th tile of positions, so that concurrent blocks read
+// GEMM. M = input channels of a group, N = (tap, output channel) pairs, K = batch x input positions. N consists of
+// units: neighbouring output channels at one tap (operand/tap_windows.cuh). A work tile is some rows of M, the units of
+// some windows, and one split of K: of n splits each has every n-th tile of positions, so that concurrent blocks read
 // neighbouring tiles. A pipeline stage holds one K-tile, which is one tile of positions: TMA loads its input and, for
 // each window, the elements of the output gradient that its taps read. Positions past the tensor are zeros of the
 // input. Splits write different partial planes, output channels innermost, which the caller sums in order: the
@@ -14,8 +14,8 @@
 // while one is stored.
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
-// float32 to `partial` in global memory, and start from zero. With a single split of no more stages than that,
-// `partial` is the result, in the tensors' type (`narrowed`).
+// float32 to `partial` in global memory, and start from zero. If there is a single split and a single flush, `partial`
+// is the result, in the tensors' type (`narrowed`).
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -33,17 +33,17 @@ struct Params {
   int groups, blocks[2];  // M-tiles and N-tiles of a group
   int tile_extent[4];     // positions of a tile along n, d, h, w: STEPS k-steps in all
   int tiles[4];           // tiles along n, d, h, w
-  int ahead[4];  // from a split's tile to its next, in tiles along n, d, h, w: the number of splits in mixed radix
+  int ahead[4];           // step from a split's tile to its next, in tiles along n, d, h, w: `splits` in mixed radix
   int splits, flush, narrowed, work_tiles;
   long long all_tiles;
-  long long plane;  // elements of one plane of `partial`: all weights
+  long long plane;  // elements of a partial plane: all weights
 };
 
 constexpr int BLOCK_ROWS = ROW_GROUPS * GROUP_ROWS;
 constexpr bool WHOLE_UNITS = OUT_CHANNELS % UNIT == 0;
 static_assert(OUT_CHANNELS % 2 == 0 && UNIT % 8 == 0, "neighbouring sums, and eight columns, are of one tap");
 
-// A tile of M x N by its first input channel and window, and a split of K.
+// A work tile: its first input channel and window, and its split of K.
 struct WorkTile {
   int first_in, first_window, group, split, stages;
 
@@ -104,13 +104,13 @@ __device__ __forceinline__ void load_tiles(const Params& params, const WorkTile&
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums, void* partial,
                                       bool again) {
   const long long weights = (long long)(work.group * IN_CHANNELS + work.first_in) * (TAPS * OUT_CHANNELS);
-  const int rows = IN_CHANNELS - work.first_in;  // that exist
+  const int rows = IN_CHANNELS - work.first_in;  // rows that exist
   // Opaque, so that the compiler does not hoist all columns' addresses above the products, which would spill.
   const int first_window = (int)opaque(work.first_window);
 #pragma unroll
   for (int line = 0; line < LINES; ++line) {
     const int first_unit = (int)opaque((column_group() * LINES + line) * LINE_UNITS);
-    // The place of a column in the first row, below zero where there is none.
+    // Offset of a column in the first row; negative for none.
     const auto place = [=](int column) {
       const int unit = first_unit + column / UNIT, index = first_window + unit / WINDOW_TAPS;
       const TapWindow window(index);

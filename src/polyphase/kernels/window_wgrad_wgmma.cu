@@ -28,7 +28,7 @@
 #include "mainloop/window_wgmma.cuh"
 
 struct Params {
-  TensorMap box, window_box;  // of the input, and of the output gradient
+  TensorMap box, window_box;  // the input; the output gradient
   Tensor5 x, g;
   Window window;
   Runs runs;
@@ -39,12 +39,12 @@ struct Params {
   int steps, flush;    // wgmma k-steps per stage; stages between flushes
   int narrowed;        // whether `partial` is the result, in the tensors' type
   int skew;            // elements by which the window starts early along w, so that TMA boxes and pairs are aligned
-  int box_bytes;       // of the window, 0 if threads copy it
+  int box_bytes;       // bytes of the window's box, 0 if threads copy it
   int piece_bytes;     // bytes of a cp.async of the input, 8 or 4, 0 if TMA loads it
-  int table_bytes, stage_bytes, window_offset;  // of the offset table and a stage; of the window in its stage
+  int table_bytes, stage_bytes, window_offset;  // bytes of the offset table; of a stage; up to the window in its stage
   long long split_length;                       // tiles of a split
   long long all_tiles;
-  long long plane;  // elements of one plane of `partial`: all weights
+  long long plane;  // elements of a partial plane: all weights
 };
 
 constexpr int GRID_N = ceil_div(IN_CHANNELS, COLUMNS), GRID_M = ceil_div(OUT_CHANNELS, OUT_CHUNK);
