@@ -1,6 +1,6 @@
-// What specialises a kernel for one layer: types, and constants. `KernelSource.specialisation` (jit/source.py) makes a
-// text of this kind for each kernel; what an include of this file comes to is that text. The one below is an example,
-// for editors and readers: every kernel gets the constants that its schedule gives (schedules/), and no others.
+// Types and constants that specialise a kernel for one layer. `KernelSource.specialisation` (jit/source.py) generates
+// such a text for each kernel, which replaces an include of this file. The text below is an example, for editors and
+// readers: every kernel gets the constants that its schedule gives (schedules/), and no others.
 
 #pragma once
 
@@ -8,9 +8,9 @@
 #include "core/types.cuh"
 
 // Types.
-typedef float scalar_t;         // of the tensors
-typedef float accum_t;          // of every sum: double for double, else float
-typedef unsigned int offset_t;  // of offsets in bytes; 64 bits where tensors need them
+typedef float scalar_t;         // elements of tensors
+typedef float accum_t;          // sums: double for double, else float
+typedef unsigned int offset_t;  // offsets in bytes; 64 bits if tensors need them
 
 // The layer, along depth, height and width: kernel, stride, padding, dilation. A missing dimension is a kernel of 1.
 constexpr Axis AXIS_D = {1, 1, 0, 1};
@@ -18,7 +18,7 @@ constexpr Axis AXIS_H = {4, 2, 1, 1};
 constexpr Axis AXIS_W = {4, 2, 1, 1};
 constexpr bool INPUT_GRAD = false;  // a kernel's source is the output gradient, its destination the input's
 
-// Channels of a group: by what the pass reads and writes, or by what the layer does.
+// Channels of a group: of the pass's source and destination, and of the layer's input and output.
 constexpr int SRC_CHANNELS = 64, DST_CHANNELS = 64;
 constexpr int IN_CHANNELS = 64, OUT_CHANNELS = 64;
 constexpr bool HAS_BIAS = true, DST_CHANNELS_LAST = false;
@@ -26,14 +26,14 @@ constexpr bool HAS_BIAS = true, DST_CHANNELS_LAST = false;
 // Elements from one weight to that of the next input channel, output channel and tap.
 constexpr int WEIGHT_STRIDE_IN = 1024, WEIGHT_STRIDE_OUT = 16, WEIGHT_STRIDE_TAP = 1;
 
-constexpr int MIN_BLOCKS = 1;  // resident on a multiprocessor, for which the compiler limits registers
+constexpr int MIN_BLOCKS = 1;  // resident blocks of a multiprocessor, for which the compiler limits registers
 
 // Macros (`MACROS` in jit/source.py), by which headers and code are chosen.
 #define WGMMA 1         // wgmma, not mma.sync
 #define CLUSTER 1       // blocks
-#define BY_THREADS 0    // MN-major operands of 32 bits pass registers
+#define BY_THREADS 0    // MN-major operands of 32 bits go through registers
 #define SCALED 0        // float32 is multiplied as float16
-#define SPLIT 0         // 1: moments are left; 2: those that were left are taken
+#define SPLIT 0         // 1: writes partial moments; 2: reads them
 #define TAPS_IN_ROWS 0  // rows of the product are taps (col2im follows), not channels of one phase
 
 // implicit_gemm: the tile, the warps, the pipeline.

@@ -45,11 +45,11 @@ constexpr int A_BYTES = DEPTH * ROW_LINE, STAGE_BYTES = A_BYTES + DEPTH * COLUMN
 constexpr int ROW_PIECES = ROWS / PIECE, COLUMN_PIECES = COLUMNS / PIECE;                                 // of a cell
 constexpr int ROW_CELLS = THREADS / ROW_PIECES, COLUMN_CELLS = THREADS / COLUMN_PIECES;                   // at once
 constexpr int DST_PIECES = ceil_div(DST_CHANNELS, PIECE), SOURCE_PIECES = ceil_div(SRC_CHANNELS, PIECE);  // of a group
-constexpr int BETWEEN_ROWS = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;  // of the weight
+constexpr int BETWEEN_ROWS = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;  // elements of the weight
 constexpr int IN_CHANNELS = INPUT_GRAD ? DST_CHANNELS : SRC_CHANNELS;            // of a group
 static_assert(COLUMNS % CHUNK == 0 && CHUNK % PIECE == 0, "columns are whole tap groups, and these are whole pieces");
 
-// Where a cell of a stage lies.
+// A cell of a stage: its destination element and its source element.
 struct alignas(16) CellEntry {
   CellSource source;
   int dst;  // offset of its destination element in pieces; negative for none

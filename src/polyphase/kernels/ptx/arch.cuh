@@ -1,4 +1,4 @@
-// What the architecture that is compiled for has.
+// Features of the architecture that is compiled for.
 
 #pragma once
 

@@ -7,11 +7,11 @@
 #include "ptx/arch.cuh"
 #include "ptx/mbarrier.cuh"
 
-// The block that acts for its cluster; and which of several such blocks it is: there is one.
+// Whether the block is the first of its cluster; leader_index(): 0, as there is one leader.
 __device__ __forceinline__ bool leads_cluster() { return blockIdx.x % CLUSTER == 0; }
 __device__ __forceinline__ int leader_index() { return 0; }
 
-// The same barrier of another block. (With a scope of the cluster it would wait for all stores before.)
+// Arrives at the same barrier of another block. (With cluster scope it would wait for all earlier stores.)
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, int block) {
   asm volatile(
       "{ .reg .b32 there;\n"
@@ -22,7 +22,7 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, int bl
 }
 
 #if CLUSTER > 1 && BULK_COPY
-// A word to another block's shared memory, or to this one's, where the barrier is told of its bytes.
+// Stores a word to another block's shared memory, or to this one's; the barrier there counts its bytes.
 __device__ __forceinline__ void st_async(unsigned to, int value, unsigned barrier, int block) {
   asm volatile(
       "{ .reg .b32 there, barrier;\n"
@@ -32,18 +32,18 @@ __device__ __forceinline__ void st_async(unsigned to, int value, unsigned barrie
       "r"(value), "r"(barrier), "r"(block)
       : "memory");
 }
-// A word from the cluster's leader to the same place of all its blocks. The barrier of each ends a phase with it.
+// Stores a word from the cluster's leader to the same place of all its blocks. Each block's barrier completes with it.
 __device__ __forceinline__ void broadcast_word(int* to, int value, const unsigned long long* barrier) {
   if (leads_cluster())
     for (int block = 0; block < CLUSTER; ++block) st_async(shared_address(to), value, shared_address(barrier), block);
 }
-// The barrier's next phase ends with a word.
+// The barrier's next phase completes when a word has arrived.
 __device__ __forceinline__ void expect_word(const unsigned long long* barrier) {
   mbarrier_expect_tx(shared_address(barrier), sizeof(int));
   mbarrier_arrive(shared_address(barrier));
 }
 #else
-// Of a block that is alone.
+// Without clusters.
 __device__ __forceinline__ void broadcast_word(int* to, int value, const unsigned long long* barrier) {
   *(volatile int*)to = value;
   mbarrier_arrive(shared_address(barrier));
@@ -51,7 +51,7 @@ __device__ __forceinline__ void broadcast_word(int* to, int value, const unsigne
 __device__ __forceinline__ void expect_word(const unsigned long long*) {}
 #endif
 
-// All threads of the cluster's blocks but those that have exited.
+// Barrier of all threads of the cluster's blocks that have not exited.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }

@@ -1,5 +1,5 @@
-// Conversions between float32 and the formats of 16 bits, whose bits are all that is known of them here, and TF32. To
-// the nearest, ties to even where nothing else is said.
+// Conversions between float32, TF32 and the formats of 16 bits, which are plain bits here. They round to nearest, ties
+// to even unless a comment says otherwise.
 
 #pragma once
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ void bf16_of_float(float value, unsigned short& bits)
 #endif
 }
 
-// Two numbers, the first in the lower half.
+// Converts two numbers; the first is in the lower half.
 __device__ __forceinline__ unsigned f16x2_of_floats(float first, float second) {
   unsigned both;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
@@ -34,8 +34,8 @@ __device__ __forceinline__ void bf16x2_of_floats(float first, float second, unsi
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
 }
 
-// To the nearest TF32, ties away from zero, as PyTorch's convolutions round: float32 with 11 significant bits. GPUs
-// before compute capability 8.0 have none, and keep the value.
+// To the nearest TF32 (float32 with 11 significant bits), ties away from zero, as PyTorch's convolutions round. GPUs
+// before compute capability 8.0 have no TF32, and keep the value.
 __device__ __forceinline__ float round_tf32(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   return value;

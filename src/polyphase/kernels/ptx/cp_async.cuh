@@ -1,12 +1,12 @@
-// cp.async: 4, 8 or 16 bytes from global to shared memory that pass no registers, from sm_80 on. Each thread waits for
-// its own copies, in the groups that it has committed.
+// cp.async: copies 4, 8 or 16 bytes from global to shared memory without registers, from sm_80 on. Each thread waits
+// for its own copies, in the groups that it has committed.
 
 #pragma once
 
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
 
-// The first `bytes` of BYTES, zeros for the others.
+// Copies the first `bytes` of BYTES; the others become zero.
 template <int BYTES>
 __device__ __forceinline__ void cp_async_part(unsigned to, const void* from, int bytes) {
   if (BYTES == 16)
@@ -15,17 +15,17 @@ __device__ __forceinline__ void cp_async_part(unsigned to, const void* from, int
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes)
                  : "memory");
 }
-// 16 bytes through the L1 cache, or zeros where `exists` is false.
+// Copies 16 bytes through L1; zeros if `exists` is false.
 __device__ __forceinline__ void cp_async_through_l1(unsigned to, const void* from, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
-// All of them, or zeros where `exists` is false.
+// Copies BYTES; zeros if `exists` is false.
 template <int BYTES>
 __device__ __forceinline__ void cp_async(unsigned to, const void* from, bool exists) {
   cp_async_part<BYTES>(to, from, exists ? BYTES : 0);
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most PENDING groups are on their way.
+// Waits until at most PENDING groups are pending.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

@@ -1,17 +1,17 @@
-// Programmatic dependent launch, from Hopper on: a kernel may start before the one ahead of it has ended. Where it was
-// launched otherwise, both do nothing.
+// Programmatic dependent launch, from Hopper on: a kernel may start before the previous one has ended. In other
+// launches both functions do nothing.
 
 #pragma once
 
-// The first kernel: all its blocks run, so that those of the second may be placed beside them.
+// In the first kernel: blocks of the second may be launched once all blocks of the first have called this or ended.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// The second: what the first has written is there. A step that reads nothing of it waits all the same before it ends,
-// as a third step waits for the second alone.
+// In the second: waits until the first has ended and its writes are visible. A step that reads none of them also waits
+// before it ends, since a third step waits for the second alone.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

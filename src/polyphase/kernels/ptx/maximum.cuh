@@ -1,6 +1,6 @@
 #pragma once
 
-// The larger and the smaller of two numbers; NaN where one is.
+// The larger and the smaller of two numbers; NaN if one of them is.
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ float larger(float one, float other) {
   float found;

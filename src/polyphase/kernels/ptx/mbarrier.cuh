@@ -1,5 +1,5 @@
-// mbarriers in shared memory, by which producers and consumers of a stage wait for one another. A phase ends with the
-// last of its arrivals, and of the bytes that it was told of; those who wait for a phase name its parity.
+// mbarriers in shared memory, by which producers and consumers of a stage wait for each other. A phase completes with
+// its last arrival and the last of the bytes that it expects; a thread waits for a phase by its parity.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers known to TMA and to the cluster.
+// Makes initialised barriers visible to TMA and to the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() {
 #if BULK_COPY
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -17,11 +17,11 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
-// Arrives when the thread's cp.async (cp_async.cuh) have come that it has issued so far.
+// Arrives when all cp.async (cp_async.cuh) that the thread has issued so far have completed.
 __device__ __forceinline__ void mbarrier_arrive_cp_async(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
-// The phase does not end before the thread's cp.async have come; another arrival of its is to follow.
+// The phase also waits for the thread's cp.async; the thread's own arrival is to follow.
 __device__ __forceinline__ void mbarrier_expect_cp_async(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
 #endif
 }
 #if BULK_COPY
-// The phase does not end before so many bytes more have come.
+// The phase also waits for `bytes` more bytes.
 __device__ __forceinline__ void mbarrier_expect_tx(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

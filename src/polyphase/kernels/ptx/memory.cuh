@@ -4,15 +4,15 @@
 
 #include "core/types.cuh"
 
-// Of an operand that is written before others are read. CUDA 11 has no early clobber; an operand that is read, too,
-// keeps its register to itself as well.
+// Constraint of an operand that is written before others are read. CUDA 11 has no early clobber; there the operand is
+// read, too, which also gives it a register of its own.
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ < 12
 #define WRITTEN_EARLY "+"
 #else
 #define WRITTEN_EARLY "=&"
 #endif
 
-// A load through the read-only path that stays where it stands.
+// A load through the read-only path that the compiler does not move.
 __device__ __forceinline__ float load_global(const float* from) {
   float value;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
@@ -23,7 +23,7 @@ __device__ __forceinline__ T load_global(const T* from) {
   return T{*(const volatile unsigned short*)from};
 }
 
-// The same where `exists`, else zero; without a branch, around which the compiler spills.
+// The same if `exists`, else zero; without a branch, which would make the compiler spill.
 __device__ __forceinline__ void load_global_if(bool exists, const float* from, float& value) {
   asm volatile(
       "{ .reg .pred exists;\n"
@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_global_if(bool exists, const float* from, f
       : WRITTEN_EARLY "f"(value)
       : "l"(from), "r"((int)exists));
 }
-// Of 16 bits.
+// An element of 16 bits.
 template <class T>
 __device__ __forceinline__ void load_global_if(bool exists, const T* from, T& value) {
   asm volatile(
@@ -77,10 +77,10 @@ __device__ __forceinline__ void load_global_if(bool exists, const T* from, Vecto
       : "l"(from), "r"((int)exists));
 }
 
-// A line to the L2 cache.
+// Prefetches a line to L2.
 __device__ __forceinline__ void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
-// A store that is not split.
+// A store that the compiler does not split.
 __device__ __forceinline__ void store_global(void* to, const Vector<unsigned, 4>& words) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.value[0]), "r"(words.value[1]),
                "r"(words.value[2]), "r"(words.value[3])
@@ -93,8 +93,8 @@ __device__ __forceinline__ void store_global(void* to, const Vector<unsigned, 1>
   *(unsigned*)to = words.value[0];
 }
 
-// The same where `exists`, without a branch. (The compiler may split a vector where another path stores the same
-// elements one by one, and store those that both have together.)
+// The same if `exists`, without a branch. (If another path stores the same elements one by one, the compiler may split
+// the vector to merge the stores of both paths.)
 #define STORE_IF "{ .reg .pred exists; setp.ne.b32 exists, %0, 0; @exists st.global."
 __device__ __forceinline__ void store_global_if(bool exists, void* to, const Vector<unsigned, 4>& bits) {
   asm volatile(STORE_IF "v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"((int)exists), "l"(to), "r"(bits.value[0]),
@@ -112,7 +112,7 @@ __device__ __forceinline__ void store_global_if(bool exists, void* to, const Vec
   asm volatile(STORE_IF "b16 [%1], %2; }" ::"r"((int)exists), "l"(to), "h"(bits.value[0]) : "memory");
 }
 
-// A load from shared memory that stays where it stands.
+// A load from shared memory that the compiler does not move.
 __device__ __forceinline__ void load_shared(unsigned from, Vector<float, 4>& to) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(to.value[0]), "=f"(to.value[1]), "=f"(to.value[2]), "=f"(to.value[3])

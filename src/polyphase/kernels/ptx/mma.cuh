@@ -4,8 +4,8 @@
 
 #include "core/types.cuh"
 
-// Four matrices of 8 rows by 16 bytes; a lane gives the address of row lane % 8 of matrix lane / 8, and gets of each
-// the four bytes `lane % 4` of row lane / 4; TRANSPOSED, for elements of 16 bits, those of column lane / 4.
+// Loads four matrices of 8 rows by 16 bytes. A lane gives the address of row lane % 8 of matrix lane / 8, and gets from
+// each matrix the four bytes `lane % 4` of row lane / 4; TRANSPOSED, for elements of 16 bits, those of column lane / 4.
 template <bool TRANSPOSED = false>
 __device__ __forceinline__ void ldmatrix(unsigned (&to)[4], unsigned address) {
   if (TRANSPOSED)
@@ -20,9 +20,9 @@ __device__ __forceinline__ void ldmatrix(unsigned (&to)[4], unsigned address) {
                  : "memory");
 }
 
-// c += A · B of 16 rows and 8 columns, 32 bytes deep. A thread holds of A, for each of two chunks of 16 bytes, the four
-// bytes `lane % 4` of rows lane / 4 and lane / 4 + 8, of B those of column lane / 4, and in c[i] row
-// lane / 4 + i / 2 · 8 and column lane % 4 · 2 + i % 2. Operands are of type T: float as TF32, float16 or bfloat16.
+// c += A · B with 16 rows and 8 columns; k is 32 bytes, two chunks of 16. Of each chunk a thread holds the four bytes
+// `lane % 4`: of A in rows lane / 4 and lane / 4 + 8, of B in column lane / 4. c[i] is at row lane / 4 + i / 2 · 8 and
+// column lane % 4 · 2 + i % 2. Operands are of type T: float as TF32, float16 or bfloat16.
 template <class T>
 __device__ __forceinline__ void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
   if constexpr (is_same<T, float>)

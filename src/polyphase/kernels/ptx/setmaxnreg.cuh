@@ -20,7 +20,8 @@ template <int>
 __device__ __forceinline__ void setmaxnreg_inc() {}
 #endif
 
-// Whether the registers that consumers claim are there when the block begins: else they would wait for ever.
+// Whether the registers of a block suffice for what consumers claim and producers keep; else consumers would wait
+// forever.
 __host__ __device__ constexpr bool registers_suffice(int consumers, int claimed, int producers, int kept) {
   const int threads = consumers + producers, at_launch = 65536 / threads / 8 * 8;
   return consumers * claimed + producers * kept <= threads * at_launch;

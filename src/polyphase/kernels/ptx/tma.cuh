@@ -1,5 +1,5 @@
-// TMA: bulk copies between global and shared memory, contiguous or boxes of a tensor, issued by one thread. What it
-// loads completes an mbarrier, in bytes; what it stores is waited for in groups.
+// TMA: bulk copies between global and shared memory, contiguous or boxes of a tensor, issued by one thread. Loads
+// complete an mbarrier, which counts their bytes; stores are waited for in groups.
 
 #pragma once
 
@@ -7,14 +7,14 @@
 #include "ptx/arch.cuh"
 #include "ptx/mbarrier.cuh"
 
-// A descriptor: a tensor of five dimensions, innermost first, and the box of it that is loaded at once (Boxes in
-// program/tensor_map.py); encoded by the driver.
+// A tensor map: a tensor of five dimensions, innermost first, and the box of one load (program/tensor_map.py); encoded
+// by the driver (jit/encode_tensor_map.py).
 struct alignas(64) TensorMap {
   unsigned char encoded[128];
 };
 
 #if BULK_COPY
-// Contiguous bytes, a multiple of 16; `barrier` is told of them, and completes when they have come.
+// Loads contiguous bytes, a multiple of 16; `barrier` expects them, and completes when they have arrived.
 __device__ __forceinline__ void tma_load_bytes(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   mbarrier_expect_tx(barrier, bytes);
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -22,7 +22,7 @@ __device__ __forceinline__ void tma_load_bytes(unsigned to, const void* from, un
                : "memory");
 }
 
-// The same where every block of the cluster loads its part for all of them (multicast).
+// The same with multicast: every block of the cluster loads its part for all blocks.
 template <int BLOCKS>
 __device__ __forceinline__ void tma_load_bytes_multicast(unsigned to, const void* from, unsigned bytes,
                                                          unsigned barrier) {
@@ -35,8 +35,9 @@ __device__ __forceinline__ void tma_load_bytes_multicast(unsigned to, const void
       : "memory");
 }
 
-// The same for a box of `bytes`, whose first element is at the given place of the tensor, a multiple of 16 bytes along
-// the innermost dimension; what lies beside the tensor is zero. (The tensor itself is named for those who have no TMA.)
+// Loads a box of `bytes`, whose first element is at the given place of the tensor, a multiple of 16 bytes along the
+// innermost dimension; elements outside the tensor are zero. (The tensor's address is for the emulator, which has no
+// TMA.)
 template <class T>
 __device__ __forceinline__ void tma_load_box(unsigned to, const TensorMap& map, const T*, const int (&place)[5],
                                              unsigned bytes, unsigned barrier) {
@@ -49,12 +50,12 @@ __device__ __forceinline__ void tma_load_box(unsigned to, const TensorMap& map, 
 }
 #endif
 
-// `bytes`, a multiple of 16, from shared to global memory, while the thread goes on.
+// Stores `bytes`, a multiple of 16, from shared to global memory, asynchronously.
 __device__ __forceinline__ void tma_store_bytes(void* to, const void* from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
                "r"(bytes)
                : "memory");
 }
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all that the thread has committed is read from shared memory.
+// Waits until all committed stores of the thread have read shared memory.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -1,6 +1,6 @@
 #pragma once
 
-// True for one thread of a warp, of which all are here, and always the same one.
+// True for one thread of a warp, always the same one; called by all threads of the warp.
 __device__ __forceinline__ bool elect() {
 #if __CUDA_ARCH__ >= 900
   int chosen;
@@ -10,7 +10,7 @@ __device__ __forceinline__ bool elect() {
   return threadIdx.x % 32 == 0;
 #endif
 }
-// What all threads of a warp have, for the compiler to know that it is the same.
+// A value that all threads of a warp have, so that the compiler knows it is uniform.
 __device__ __forceinline__ int uniform(int value) {
 #if __CUDA_ARCH__ >= 900
   return __reduce_max_sync(~0u, value);

@@ -1,5 +1,5 @@
-// wgmma, Hopper's matrix instruction for a warpgroup: descriptors of its operands in shared memory, and what surrounds
-// it. The instruction itself, `wgmma(sums, a, b, add)`, is in wgmma_forms.cuh.
+// wgmma, Hopper's matrix instruction for a warpgroup: matrix descriptors, fence, commit and wait. The instruction
+// itself, `wgmma(sums, a, b, add)`, is in wgmma_forms.cuh.
 
 #pragma once
 
@@ -8,10 +8,10 @@
 
 // A matrix descriptor: start address, leading byte offset (LBO), stride byte offset (SBO) and swizzle mode.
 //
-// PITCH = 16: no swizzle. A row is 16 bytes of each of two chunks; rows are 16 bytes apart, the second chunk is LBO
-// behind the first. PITCH = 32, 64, 128: all chunks of a row are neighbours, swizzled within PITCH bytes. Of a
-// transposed matrix, as many of whose columns as are PITCH bytes lie in a row, the next columns are LBO behind. Eight
-// rows are SBO behind the eight before.
+// PITCH = 16: no swizzle. A row is 16 bytes of each of two chunks; rows are 16 bytes apart, and LBO is the distance
+// from the first chunk to the second. PITCH = 32, 64, 128: the chunks of a row are contiguous, swizzled within PITCH
+// bytes. A row of a transposed matrix holds PITCH bytes of columns, and LBO is the distance to the next columns. SBO is
+// the distance from eight rows to the next eight.
 template <int PITCH>
 __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned lbo,
                                                                 unsigned sbo = 8 * PITCH) {
@@ -19,8 +19,8 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(lbo >> 4) << 16 |
          (unsigned long long)(sbo >> 4) << 32 | swizzle << 62;
 }
-// The same for rows of `pitch` bytes, 32, 64 or 128. The descriptor of a matrix that begins so many bytes later is a
-// sixteenth of them more.
+// The same for rows of `pitch` bytes, 32, 64 or 128. The descriptor of a matrix that begins n bytes later is n / 16
+// more.
 __device__ __forceinline__ unsigned long long swizzled_descriptor(unsigned address, int pitch, unsigned lbo) {
   const unsigned long long swizzle = pitch == 128 ? 1 : pitch == 64 ? 2 : 3;
   return (unsigned long long)((address & 0x3ffff) >> 4) | (unsigned long long)(lbo >> 4) << 16 |
@@ -41,7 +41,7 @@ template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {}
 #endif
 
-// Operands of running products stay where they are, and accumulators are not read before.
+// Keeps the compiler from moving registers of running wgmmas, or reading accumulators early.
 #if WGMMA
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }

@@ -1,5 +1,5 @@
-// The forms of wgmma that a kernel uses, generated for it (`KernelSource.wgmma`, jit/source.py): C++ has no way to
-// write an operand list of any length. This is an example, for editors: 64 rows by 8 columns of TF32, A by its
+// The forms of wgmma that a kernel uses, generated for it (`KernelSource.wgmma`, jit/source.py), as C++ cannot express
+// an operand list of variable length. This is an example, for editors: 64 rows by 8 columns of TF32, A by its
 // descriptor.
 //
 // sums = (add ? sums : 0) + A · B; descriptors are of matrices in shared memory. Some forms take A from registers.

@@ -1,10 +1,10 @@
-// The input behind its prologue, for kernels that read it as it lies: a tensor of the same strides.
+// Applies a prologue to the input, for kernels that read it in place: writes a tensor of the same strides.
 //
-// A thread has AT_ONCE times VECTOR neighbouring elements, counted in the order of memory: `run` of a channel, then as
-// many of the next; with ONE_CHANNEL those of a vector are of one. Without gaps an element lies where its number says;
-// else its place is worked out from that.
+// A thread has AT_ONCE times VECTOR neighbouring elements, counted in memory order: `run` of a channel, then as many of
+// the next; with ONE_CHANNEL a vector is in one channel. Without gaps an element's number is its offset; else the
+// offset is computed from it.
 //
-// It may start while weights are being packed, and ends after that: what follows waits for both.
+// It may start while weights are being packed, and ends after that, so that the next step waits for both.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -15,11 +15,11 @@
 struct Params {
   long long elements;
   Divisor run, channels;
-  long long stride[5];  // of the dimensions, the innermost first; and their sizes
+  long long stride[5];  // strides of the dimensions, innermost first; below: their sizes
   int size[5];
 };
 
-constexpr bool WIDE = sizeof(offset_t) == 8;  // elements are more than 32 bits count
+constexpr bool WIDE = sizeof(offset_t) == 8;  // element numbers need more than 32 bits
 constexpr bool PAIRS = sizeof(scalar_t) == 2 && ONE_CHANNEL && VECTOR > 1;
 constexpr int ROUND = THREADS * VECTOR, TILE = AT_ONCE * ROUND;
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ long long place_of(const Params& params, long long el
   return place;
 }
 
-// The channel of an element that is so many behind the first of a block.
+// The channel of an element, which is relative to the block's first.
 __device__ __forceinline__ int channel_of(const Params& params, int element) {
   if (!WIDE) return ((int)blockIdx.x * TILE + element) / params.run % params.channels;
   return (int)(((long long)blockIdx.x * TILE + element) / params.run.value % params.channels.value);

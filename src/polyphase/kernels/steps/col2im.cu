@@ -3,14 +3,14 @@
 //   product[n, (co, tap), i]  =  Σ over ci of   x[n, ci, i] · w[ci, co, tap]            (a layer of one tap)
 //   y[n, co, o]               =  finish(Σ over the taps that meet o of   product[n, (co, tap), i of the tap])
 //
-// Products are accum_t, in one plane or several, `splits` of their sums. They are added in the order of planes, then of
-// taps, and the sum is narrowed once. Columns (co, tap) are as the weight has them: the GEMM takes that as it lies.
+// Products are accum_t, in `splits` partial planes. They are added in the order of planes, then of taps, and the sum is
+// narrowed once. Columns (co, tap) are in the weight's order, which the GEMM reads in place.
 //
-// Index mapping. A thread has LINES outputs along h, a stride apart: taps of one phase meet all of them, so that their
-// loads are in flight together. Where columns are innermost, each may be RUN neighbours along w of one cell, which
-// meet neighbouring columns. Neighbouring threads have neighbours along w (channels first) or neighbouring channels
-// (channels last). Every product is read once; those that share a sector are read by neighbouring threads, or
-// by one and the same in turn. No shared memory, no barrier.
+// Index mapping. A thread has LINES outputs along h, a stride apart: the taps of one phase serve all of them, so that
+// their loads are in flight together. If columns are innermost, each may be RUN neighbours along w of one cell, which
+// read neighbouring columns. Neighbouring threads have neighbours along w (channels first) or neighbouring channels
+// (channels last). Every product is read once; products of one sector are read by neighbouring threads, or by one
+// thread in turn. No shared memory, no barrier.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -23,24 +23,24 @@ struct Params {
   Tensor5 dst;
   Divisor sizes[3];  // threads along d, h and w
   Divisor channels;
-  int threads;     // that have outputs, of all images
+  int threads;     // threads that have outputs, for all images
   int product[5];  // strides of the product, whose channels are columns
   int product_size[3];
-  int splits, plane;  // planes of the product, and elements from one to the next
+  int splits, plane;  // partial planes of the product, and elements from one to the next
 };
 
 // The taps that meet an output along one dimension (core/taps.cuh).
 template <class T, int KERNEL>
 struct MetTaps {
   static constexpr int STEP = -T::SRC_STEP;
-  int count, tap, src;  // of the first: tap, and the element that it meets
+  int count, tap, src;  // number of taps; the first tap and its element
 
   __device__ __forceinline__ explicit MetTaps(int dst) {
     const Progression from = T::at(dst);
     count = from.tap < KERNEL ? (KERNEL - from.tap + T::TAP_STEP - 1) / T::TAP_STEP : 0;
     tap = from.tap, src = from.src;
   }
-  // Those of them that meet an element, of `size`.
+  // Only the taps that meet an existing element, of `size`.
   __device__ __forceinline__ MetTaps(int dst, int size) : MetTaps(dst) {
     const int first = src < size ? 0 : (src - size) / STEP + 1, last = src < 0 ? -1 : src / STEP;
     count = min(last + 1, count) - first;
@@ -52,7 +52,7 @@ struct MetTaps {
   }
 };
 
-// Taps that meet an output along the width, at most; the products of so many are in flight together.
+// Most taps that meet an output along the width; MOST: products that are in flight together.
 constexpr int WIDTH_TAPS = ceil_div(AXIS_W.kernel, TapsW::TAP_STEP), MOST = LINES > 1 ? 4 : 8;
 constexpr int TOGETHER = WIDTH_TAPS < MOST ? WIDTH_TAPS : MOST;
 
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
   int rest = (int)(blockIdx.x * THREADS + threadIdx.x);
   if (rest >= params.threads) return;
-  const auto next = [&rest](const Divisor& size) {  // the place along the fastest dimension that is left
+  const auto next = [&rest](const Divisor& size) {  // index along the fastest remaining dimension
     const int outer = rest / size, place = rest - outer * size.value;
     rest = outer;
     return place;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (!DST_CHANNELS_LAST) channel = next(params.channels);
   const ChannelTerms terms = channel_terms(operands, channel);
 
-  const int column = params.product[1] * WEIGHT_STRIDE_TAP;  // elements from that of a tap to the next one's
+  const int column = params.product[1] * WEIGHT_STRIDE_TAP;  // elements from one tap's product to the next one's
   const MetTaps<TapsD, AXIS_D.kernel> at_d(d, params.product_size[0]);
   const MetTaps<TapsH, AXIS_H.kernel> at_h(h);  // of the first line; the others' elements follow that one's
   const MetTaps<TapsW, AXIS_W.kernel> at_w(w, params.product_size[2]);

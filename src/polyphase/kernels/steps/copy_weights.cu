@@ -1,4 +1,4 @@
-// The weights as they are, behind counters: for kernels whose blocks share their work, but pack no weights.
+// Copies the weights unchanged, after counters: for kernels with a dynamic tile scheduler that need no packed weights.
 
 #include "specialisation.cuh"
 #include "core/counters.cuh"

@@ -1,4 +1,4 @@
-// Both operands of a weight gradient as planes whose positions are innermost, as wgmma takes them:
+// Copies both operands of a weight gradient to planes with positions innermost, which wgmma reads:
 //
 //     planes[plane][part][c][position] = src[n, c, at(d), at(h), at(w)]
 //     at(i) = i·step + first + (plane's number)·apart
@@ -7,16 +7,15 @@
 // the value as TF32, and the remainder as TF32.
 //
 // Index mapping. The first blocks have the layer's input, the others the gradient of its output; planes are fastest, so
-// that what they share of the source is read once. Words are of four bytes. There is one mapping for each innermost
+// that the source is read once for all of them. Words have four bytes. There is one mapping for each innermost
 // dimension:
 //
-//     ROWS           columns are, in the source as in the planes: THREADS words of positions of some channels, CHANNELS
-//                    of which a thread has in flight
-//     RESIDUES       the same where many planes along the width share each sector of the source: a block has
-//                    neighbouring planes, reads the source in the order of memory, and goes through shared memory
-//     CHANNELS_LAST  channels are, in the source: TILE positions by TILE channels, through shared memory
-//     BATCH          images are, in the planes: TILE pixels by so many images and channels, TILE in all, through shared
-//                    memory
+//     ROWS           columns, in source and planes: THREADS words of positions of some channels; a thread has CHANNELS
+//                    of them in flight
+//     RESIDUES       the same if many planes along the width share each sector of the source: a block has neighbouring
+//                    planes, and reads the source in memory order, through shared memory
+//     CHANNELS_LAST  channels, in the source: TILE positions by TILE channels, through shared memory
+//     BATCH          images, in the planes: TILE pixels by TILE images of channels, through shared memory
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -34,12 +33,12 @@ struct Operand {
   Divisor extent[3];  // of the inner three, padded
   int size[4];        // of the source
   int step[4], first[4], apart[4];
-  Divisor planes[4];        // along each dimension
-  Divisor blocks;           // of positions
-  Divisor images;           // of a block, where those are innermost
-  Divisor residues;         // planes along the width of a block, where those are many
-  Divisor pieces;           // of 16 bytes of its positions
-  int block_channels, row;  // and its channels; elements from a residue to the next in shared memory
+  Divisor planes[4];        // planes along each dimension
+  Divisor blocks;           // blocks of positions
+  Divisor images;           // images of a block (BATCH)
+  Divisor residues;         // planes along the width of a block (RESIDUES)
+  Divisor pieces;           // 16-byte pieces of a block's positions
+  int block_channels, row;  // channels of a block; elements from a residue to the next in shared memory
 };
 
 struct Params {
@@ -64,12 +63,12 @@ struct Plane {
       plane = plane / of.planes[i];
     }
   }
-  // Where dimension i's share of a position lies in the source; below zero where there is none.
+  // Dimension i's share of a position's offset in the source; negative for none.
   __device__ __forceinline__ long long along(const Operand& of, int i, int place) const {
     const int at = place * of.step[i] + first[i];
     return (unsigned)at < (unsigned)of.size[i] ? at * of.stride[i] : -1;
   }
-  // The same of the first DIMENSIONS dimensions, of which `position` counts the places.
+  // The same for the first DIMENSIONS dimensions together; `position` counts their positions.
   template <int DIMENSIONS>
   __device__ __forceinline__ long long element(const Operand& of, int position) const {
     long long sum = 0;
@@ -84,7 +83,7 @@ struct Plane {
   }
 };
 
-// Four bytes of a channel, in all parts.
+// Stores four bytes of a channel, in all parts.
 __device__ __forceinline__ void store_word(const Vector<float, 1>& values, long long beside, float* to) {
   float high = values.value[0], low = 0;
   if (PARTS == 2) split_tf32(values.value[0], high, low);
@@ -130,17 +129,17 @@ __device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& pla
   }
 }
 
-// Shared memory where planes of many residues share rows: where each position's element of the first residue lies in
-// the source, its column there, and values as [channel][residue][position].
+// Shared memory with RESIDUES: the source offset and column of each position's element of the first residue, and values
+// as [channel][residue][position].
 struct Strip {
   long long starts[MOST_POSITIONS];
-  int columns[MOST_POSITIONS];  // far outside where there is nothing
+  int columns[MOST_POSITIONS];  // far outside for an element that does not exist
   alignas(16) scalar_t values[STRIP];
 };
 
 typedef Vector<scalar_t, PIECE> Piece;
 
-// A piece of positions of a channel, in all parts.
+// Stores a piece of positions of a channel, in all parts.
 __device__ __forceinline__ void store_piece(const Vector<float, 4>& piece, long long beside, float* to) {
   Vector<float, 4> parts[2] = {};
 #pragma unroll
@@ -156,7 +155,7 @@ __device__ __forceinline__ void store_piece(const Vector<T, 8>& piece, long long
   *(Vector<T, 8>*)to = piece;
 }
 
-// Pieces of positions of one residue, for some channels.
+// Reads pieces of positions of one residue, for some channels.
 __device__ __forceinline__ void read_pieces(const Operand& of, int residue, int position, int channels,
                                             const scalar_t* __restrict__ src, const Strip& strip, scalar_t* to) {
   const int beside = residue * of.apart[3];
@@ -216,13 +215,12 @@ __device__ __forceinline__ void flatten_residues(const Operand& of, const Plane&
   }
 }
 
-// Shared memory of the other ways: where its rows and columns lie in the source, below zero where there is
-// nothing, and a tile of it.
+// Shared memory of the other mappings: source offsets of the tile's rows and columns (negative for none), and the tile.
 struct Tile {
   long long rows[TILE], columns[TILE];
   scalar_t values[TILE][TILE + WORD];
 
-  // By all threads, where neighbours have neighbouring columns.
+  // Called by all threads; neighbouring threads load neighbouring columns.
   __device__ __forceinline__ void load(const scalar_t* __restrict__ src) {
     __syncthreads();
     const long long column = columns[threadIdx.x % TILE];
@@ -276,7 +274,7 @@ __device__ __forceinline__ void flatten_batch(const Operand& of, const Plane& pl
     tile.columns[lane] = first_pixel + lane < pixels ? plane.element<3>(of, first_pixel + lane) : -1;
   }
   tile.load(src);
-  const int words = images / WORD;  // of a pixel
+  const int words = images / WORD;  // words of a pixel
 #pragma unroll 4
   for (int i = lane; i < TILE * words * of_block; i += THREADS) {
     const int line = i * WORD / of.images, image = i * WORD % of.images;
@@ -325,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   griddepcontrol_launch_dependents();
   const bool is_x = (int)blockIdx.x < params.x_blocks;
   const int index = (int)blockIdx.x - (is_x ? 0 : params.x_blocks);
-  if (X_WAY == GRAD_WAY)  // the code once: it takes long to compile
+  if (X_WAY == GRAD_WAY)  // shares the code, which takes long to compile
     flatten<X_WAY>(is_x ? params.x : params.grad, index, is_x ? x : grad, is_x ? x_planes : grad_planes, shared);
   else if (is_x)
     flatten<X_WAY>(params.x, index, x, x_planes, shared);

@@ -1,10 +1,10 @@
-// What float32 is multiplied by to be multiplied as float16 (operand/scales.cuh) is found in two steps. This is the
-// first: the magnitudes of pixels and weights, by parts. Packing takes them together.
+// The scales by which float32 becomes float16 (operand/scales.cuh) are computed in two steps. This is the first: it
+// measures the magnitudes of pixels and weights, by parts. Packing combines them.
 //
-// The first PIXEL_PARTS blocks measure pixels: `lanes` neighbouring threads take `vector` pixels each, of an image and
-// a group, the others the same pixels in other channels; behind a prologue. Behind these a block measures TILE output
-// channels in one of WEIGHT_PARTS parts of the input channels; a thread has the same weight of a row, of every input
-// channel.
+// The first PIXEL_PARTS blocks measure pixels, after a prologue: `lanes` neighbouring threads take `vector` pixels
+// each, of an image and a group, the other threads the same pixels in other channels. Each further block measures TILE
+// output channels in one of WEIGHT_PARTS parts of the input channels; a thread has the same weight of a row for every
+// input channel.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -23,12 +23,12 @@ constexpr bool TAPS_INNERMOST = TAP_STRIDE <= WEIGHT_STRIDE_OUT;
 
 struct Params {
   Tensor5 src;
-  Divisor sizes[4];  // one image, and along depth, height and width; the width is all of an image that is a single row
-  Divisor runs;      // of an image's pixels, lanes · vector each
-  int all_runs;      // of all images and groups
-  int pixels;        // of an image
+  Divisor sizes[4];  // one image; depth, height and width; an image that is a single row has all pixels along the width
+  Divisor runs;      // runs of an image's pixels, lanes · vector each
+  int all_runs;      // runs of all images and groups
+  int pixels;        // pixels of an image
   int lanes;         // a power of two
-  int vector;        // pixels that are read at once: four, or one
+  int vector;        // pixels of one load: four, or one
 };
 
 template <int VECTOR>

@@ -1,10 +1,9 @@
-// The weights of phase_gemm_pixels.cu as the tensor cores read them: for every group and chunk of columns
+// Packs the weights of phase_gemm_pixels.cu in the order that tensor cores read: for every group and chunk of columns
 //
 //     [step][half of an operation][column][16 bytes]
 //
-// and behind them, where they are scaled, for every column of all chunks what its weights were divided by. Columns and
-// channels that do not exist are zero. A block has eight columns, and LANES threads for each, of which each makes 16
-// bytes at a time.
+// then, if SCALED, for every column of all chunks the factor that undoes its scale. Columns and channels that do not
+// exist are zero. A block has eight columns, and LANES threads for each, each of which writes 16 bytes at a time.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -25,7 +24,7 @@ __device__ __forceinline__ scalar_t weight_of(const scalar_t* from, bool exists,
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     pack_columns(const scalar_t* __restrict__ weight, unsigned char* __restrict__ packed) {
   griddepcontrol_launch_dependents();
-  const int index = (int)blockIdx.x * 8 + (int)threadIdx.x % 8, lane = threadIdx.x / 8;  // of the columns of all chunks
+  const int index = (int)blockIdx.x * 8 + (int)threadIdx.x % 8, lane = threadIdx.x / 8;  // index: column of all chunks
   const int group = index / (CHUNKS * COLUMNS), column = index % (CHUNKS * COLUMNS);
   const bool exists = column < ALL_COLUMNS;
   const scalar_t* const from =

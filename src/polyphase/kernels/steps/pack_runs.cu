@@ -1,12 +1,12 @@
-// The weights as tap_gemm_tma reads them where taps along the width and channels are joined in k (core/run_groups.cuh):
-// for every group, phase and block of ROWS destination channels
+// Packs the weights for tap_gemm_tma if taps along the width and channels are joined in k (core/run_groups.cuh): for
+// every group, phase and block of ROWS destination channels
 //
 //     [stage][part][row][k]
 //
-// a stage is a tap group, and the pieces of a row are swizzled as wgmma reads them (core/swizzle.cuh). What does not
-// exist is zero. There are few source channels.
+// A stage is a tap group, and the pieces of a row are swizzled as wgmma reads them (core/swizzle.cuh). Weights that do
+// not exist are zero. There are few source channels.
 //
-// Index mapping. A thread makes 16 bytes of each part; neighbours make neighbouring ones.
+// Index mapping. A thread writes 16 bytes of each part; neighbouring threads write neighbouring pieces.
 
 #include "specialisation.cuh"
 #include "core/counters.cuh"
@@ -49,5 +49,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   for (int part = 0; part < PARTS; ++part)
     *(Vector<scalar_t, PIECE>*)(to + (part * (ROWS * PIECES) + in_stage) * 16) =
         *(const Vector<scalar_t, PIECE>*)parts[part];
-  griddepcontrol_wait();  // whoever waits for this step waits for the one ahead of it
+  griddepcontrol_wait();  // so that a kernel that waits for this step has waited for the previous one, too
 }

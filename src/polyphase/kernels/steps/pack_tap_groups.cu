@@ -1,15 +1,15 @@
-// The weights as tap_gemm reads them: for every group, phase and block of ROWS destination channels
+// Packs the weights for tap_gemm: for every group, phase and block of ROWS destination channels
 //
 //     [stage][part][row][k]
 //
 // SWIZZLED, the pieces of a row are swizzled as wgmma reads them (core/swizzle.cuh).
 //
-// k runs over the tap groups of the phase (core/phase.cuh). What does not exist is zero.
+// k runs over the tap groups of the phase (core/phase.cuh). Weights that do not exist are zero.
 //
 // Index mapping. A transpose through shared memory. A block has a tile of TILE_ROWS rows by TILE_TAPS taps by
-// the channels of a tap group. A thread reads 16 bytes of a pair of row and tap, channel by channel, in the order in
-// which weights lie in memory, so that a warp's reads are coalesced; they are written as pieces of the rows that they
-// belong to. An odd pitch keeps both ways free of bank conflicts.
+// the channels of a tap group. A thread reads 16 bytes of a pair of row and tap, channel by channel, in the weight's
+// memory order, so that a warp's reads are coalesced; they are written as pieces of their rows. An odd pitch keeps both
+// ways free of bank conflicts.
 
 #include "specialisation.cuh"
 #include "core/counters.cuh"
@@ -19,25 +19,25 @@
 #include "operand/tf32.cuh"
 #include "ptx/griddepcontrol.cuh"
 
-constexpr int PIECES = CHUNK / PIECE;        // of a row, of a tap group
-constexpr int ROW_PIECES = DEPTH / PIECE;    // of a stage
+constexpr int PIECES = CHUNK / PIECE;        // pieces of a row in a tap group
+constexpr int ROW_PIECES = DEPTH / PIECE;    // pieces of a row in a stage
 constexpr int STAGE_GROUPS = DEPTH / CHUNK;  // tap groups
 constexpr int ROW_BLOCKS = ceil_div(DST_CHANNELS, ROWS);
 constexpr int ROW_TILES = ceil_div(ROW_BLOCKS * ROWS, TILE_ROWS), TAP_TILES = ceil_div(TAPS, TILE_TAPS);
 constexpr int PAIRS = TILE_ROWS * TILE_TAPS, ITEMS = PAIRS * PIECES, PITCH = PIECES | 1;
-constexpr int AT_ONCE = PIECE > 4 ? 2 : 4;  // pieces that a thread reads before it puts one into shared memory
+constexpr int AT_ONCE = PIECE > 4 ? 2 : 4;  // pieces that a thread reads before it stores the first
 constexpr int SRC_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_OUT : WEIGHT_STRIDE_IN;
 constexpr int ROW_STRIDE = INPUT_GRAD ? WEIGHT_STRIDE_IN : WEIGHT_STRIDE_OUT;
 constexpr bool TAPS_INNERMOST = WEIGHT_STRIDE_TAP <= (INPUT_GRAD ? SRC_STRIDE : ROW_STRIDE);
 static_assert(DEPTH % CHUNK == 0 && (!SWIZZLED || DEPTH == CHUNK), "a stage is whole tap groups, or one");
 typedef Vector<scalar_t, PIECE> Piece;
 
-// An item of a tile: a piece of a pair, in the order in which weights lie in memory.
+// An item of a tile: a piece of a pair, in the weight's memory order.
 struct Item {
   int row, tap, piece;
 
   __device__ __forceinline__ explicit Item(int index) {
-    if (INPUT_GRAD) {  // an input channel's weights are a row's
+    if (INPUT_GRAD) {  // a row is an input channel's weights
       const int in_row = index % (TILE_TAPS * PIECES);
       row = index / (TILE_TAPS * PIECES);
       tap = TAPS_INNERMOST ? in_row % TILE_TAPS : in_row / PIECES;
@@ -61,7 +61,7 @@ __device__ __forceinline__ Piece read_piece(const scalar_t* from, int channels) 
   return piece;
 }
 
-// A tap of an axis: its phase, and among the taps of that.
+// A tap of an axis: its phase, and its index among the phase's taps.
 struct AxisPlace {
   int phase, index, count;
 
@@ -71,7 +71,7 @@ struct AxisPlace {
   }
 };
 
-// Where a pair's row of a tap group belongs, in pieces, and tap groups behind it that do not exist.
+// Packed offset, in pieces, of a pair's row of a tap group; and tap groups after it that do not exist.
 struct Place {
   unsigned at;
   int missing;
@@ -150,5 +150,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (STAGE_GROUPS > 1)
       for (int i = 1; i <= missing[pair]; ++i) write_piece((Piece*)packed, at + i * PIECES, Piece{});
   }
-  griddepcontrol_wait();  // whoever waits for this step waits for the one ahead of it
+  griddepcontrol_wait();  // so that a kernel that waits for this step has waited for the previous one, too
 }

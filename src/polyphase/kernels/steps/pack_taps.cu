@@ -1,13 +1,13 @@
-// The weights as the tensor cores read them where a row is one tap of one channel (core/row_blocks.cuh): for every
-// group, group of channels and group of lines
+// Packs the weights for tensor cores if a row is one tap of one channel (core/row_blocks.cuh): for every group, group
+// of channels and line group
 //
 //     [step][row block][part][chunk of two][row of 64][16 bytes]
 //
 // Rows and channels that do not exist are zero.
 //
 // A block takes a slab through shared memory: a step's input channels, and the rows of SLAB_SETS sets. It reads
-// the slab in the order in which weights lie in memory, each thread all input channels of a row, and writes runs of
-// rows, a chunk for each thread.
+// the slab in the weight's memory order, each thread all input channels of a row, and writes runs of rows, a chunk for
+// each thread.
 
 #include "specialisation.cuh"
 #include "core/counters.cuh"
@@ -24,16 +24,16 @@
 
 constexpr int THREADS = SLAB_THREADS;
 constexpr int SETS = CHANNEL_GROUPS * CHANNEL_BLOCKS, SLABS = ceil_div(SETS, SLAB_SETS);
-constexpr int SET_ROWS = most_rows(), PITCH = SET_ROWS + 2;  // so that rows of sets lie in different banks
+constexpr int SET_ROWS = most_rows(), PITCH = SET_ROWS + 2;  // padded to avoid bank conflicts between sets
 constexpr bool TAPS_INNERMOST = WEIGHT_STRIDE_TAP <= WEIGHT_STRIDE_OUT;
 static_assert(OPERATIONS == ROW_BLOCKS && TAPS > 0, "an operation is a row block");
 
 // A row of a slab.
 struct Row {
-  int set, in_set;  // in_set is behind SET_ROWS for one that does not exist
-  int out, tap;     // out is the output channel of the set
+  int set, in_set;  // in_set is SET_ROWS or more for a row that does not exist
+  int out, tap;     // out: output channel in the set
 
-  // Row `index` of a group of lines, in the order in which weights lie in memory, but for the lines.
+  // Row `index` of a line group, in the weight's memory order except for lines.
   __device__ __forceinline__ Row(int line_group, int index) : in_set(0) {
     int line = line_group * LINES;
     const int behind = min(line + LINES, OWNED_LINES);
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int operation = set % CHANNEL_BLOCKS * SET_BLOCKS + block;
 #if SCALED
     if (step == 0 && chunk == 0 && row >= rows)
-      scales.rows()[(row_group * ROW_BLOCKS + operation) * ROWS + i % ROWS] = 0;  // of no row
+      scales.rows()[(row_group * ROW_BLOCKS + operation) * ROWS + i % ROWS] = 0;  // an empty row
 #endif
     unsigned char* const to =
         packed + (((long long)row_group * STEPS + step) * OPERATIONS + operation) * OPERATION_BYTES;

@@ -1,5 +1,4 @@
-// The weights as the tensor cores read them (core/row_blocks.cuh): for every group, block of channels and group of
-// lines
+// Packs the weights for tensor cores (core/row_blocks.cuh): for every group, block of channels and line group
 //
 //     [step][operation][part][chunk of two][row of 64][16 bytes]
 //
@@ -26,29 +25,29 @@
 
 constexpr int THREADS = SLAB_THREADS;
 constexpr int ROW_SLABS = CHANNEL_GROUPS * CHANNEL_BLOCKS * (LINE_ROWS / SLAB_CHANNELS);
-constexpr int CHANNEL_OPERATIONS = OPERATIONS / CHANNEL_BLOCKS;         // of a block of channels and a group of lines
-constexpr int BLOCK_LINES = ROWS / LINE_ROWS;                           // that a row block has room for
-constexpr int PLACES = LINE_GROUPS * CHANNEL_OPERATIONS * BLOCK_LINES;  // the taps, and those that do not exist
+constexpr int CHANNEL_OPERATIONS = OPERATIONS / CHANNEL_BLOCKS;         // operations of a channel block and line group
+constexpr int BLOCK_LINES = ROWS / LINE_ROWS;                           // lines that fit a row block
+constexpr int PLACES = LINE_GROUPS * CHANNEL_OPERATIONS * BLOCK_LINES;  // places for taps, including empty ones
 constexpr int TAP_SLABS = ceil_div(PLACES, SLAB_TAPS);
 constexpr int STAGED = STACKED > 1 || SLAB_TAPS < TAPS ? SLAB_TAPS : TAPS;
 constexpr int PAIRS = SLAB_CHANNELS * STAGED;
 constexpr int BATCH = PAIRS > 3 * THREADS ? 4 : ceil_div(PAIRS, THREADS);  // pairs that a thread reads at once
 constexpr bool TAPS_INNERMOST = WEIGHT_STRIDE_TAP <= WEIGHT_STRIDE_OUT;
 constexpr int BANK = 4 / (int)sizeof(scalar_t);             // elements of a bank
-constexpr int PITCH = (ceil_div(STAGED, BANK) | 1) * BANK;  // odd in banks: a warp's rows lie in different ones
+constexpr int PITCH = (ceil_div(STAGED, BANK) | 1) * BANK;  // odd in banks, to avoid bank conflicts between rows
 static_assert(SLAB_CHANNELS % 16 == 0, "channel_of_row keeps 16 rows together");
 
-// The output channel and the tap of a slab's pair, in the order in which weights lie in memory.
+// The output channel and the tap of a slab's pair, in the weight's memory order.
 __device__ __forceinline__ int out_of(int pair) { return TAPS_INNERMOST ? pair / STAGED : pair % SLAB_CHANNELS; }
 __device__ __forceinline__ int tap_of(int pair) { return TAPS_INNERMOST ? pair % STAGED : pair / SLAB_CHANNELS; }
 
-constexpr int LINE_TAPS = AXIS_W.kernel / WIDTH_PARTS;  // along the width
+constexpr int LINE_TAPS = AXIS_W.kernel / WIDTH_PARTS;  // taps along the width
 
-// A tap of an axis, and the phases that own taps.
+// The order of a tap of an axis among the phases that own taps.
 struct Standing {
-  int phase;   // how many come before its own
-  int before;  // taps of those
-  int index;   // taps of its own phase that come before it
+  int phase;   // phases before its own
+  int before;  // taps of those phases
+  int index;   // taps of its own phase before it
   int count;   // taps of its own phase
 };
 
@@ -63,16 +62,16 @@ __device__ __forceinline__ Standing standing_of(Axis axis, int tap) {
   return standing;
 }
 
-// Operations of a block of channels and a group of lines that exist.
+// Number of existing operations of a channel block and a line group.
 __device__ __forceinline__ int existing_operations(int line_group) {
   int taps = 0;
   for (int i = 0; i < LINES; ++i) taps += taps_of_line(line_group * LINES + i);
   return LINE_GROUPS == 1 ? TAPS : taps * LINE_TAPS;
 }
 
-// The inverse of `find_operation`: the operation of a tap, counted from the first of the first group of lines as the
-// packed weights of one step are. Behind the last tap follow the operations that do not exist. With STACKED lines `tap`
-// is a place, counted by operation, then line; `tap_of_place` finds its tap.
+// The inverse of `find_operation`: the operation of a tap, counted from the first line group in the order of one step's
+// packed weights. Operations that do not exist come after the last tap. With STACKED lines `tap` is a place, counted by
+// operation, then line; `tap_of_place` finds its tap.
 __device__ __forceinline__ int place_of(int tap, int channel_block) {
   constexpr int LINE_GROUP = STEPS * OPERATIONS;
   if (STACKED > 1) return tap / BLOCK_LINES / OPERATIONS * LINE_GROUP + tap / BLOCK_LINES % OPERATIONS;
@@ -106,7 +105,7 @@ __device__ __forceinline__ int tap_of_place(int place) {
   return d < 0 || h < 0 ? -1 : (d * AXIS_H.kernel + h) * AXIS_W.kernel + found.width_tap;
 }
 
-// The taps of a slab: neighbours in memory from the first place on, or with STACKED lines those at its places.
+// The taps of a slab: contiguous in memory from the first place on, or with STACKED lines those at its places.
 struct SlabTaps {
   int first_place;
   int* listed;
@@ -122,7 +121,7 @@ struct SlabTaps {
   __device__ __forceinline__ bool has(int index) const {
     return STACKED > 1 ? listed[index] >= 0 : first_place + index < TAPS;
   }
-  // Counted from the first.
+  // Tap `index` of the slab, relative to the first.
   __device__ __forceinline__ int of(int index) const { return STACKED > 1 ? listed[index] : index; }
 };
 
@@ -189,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const int outer = group * CHANNEL_GROUPS + first_out / (CHANNEL_BLOCKS * ROWS);
 #if SCALED
-  constexpr int SUMS = SLAB_CHANNELS * LINE_GROUPS * SET_BLOCKS * BLOCK_LINES;  // of the slab's channels
+  constexpr int SUMS = SLAB_CHANNELS * LINE_GROUPS * SET_BLOCKS * BLOCK_LINES;  // rows of the slab's channels
   for (int i = threadIdx.x; chunk == 0 && tap_slab == 0 && i < SUMS; i += THREADS) {
     const int row = i % SLAB_CHANNELS, out = first_out + channel_of_row(row), block = i / SLAB_CHANNELS / BLOCK_LINES;
     const int row_block = (outer * LINE_GROUPS + block / SET_BLOCKS) * ROW_BLOCKS + channel_block * SET_BLOCKS;

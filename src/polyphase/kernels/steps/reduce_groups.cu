@@ -1,17 +1,17 @@
-// Behind a layer, what no epilogue computes: values pooled over windows, then reduced or normalised over groups.
+// Computes what no epilogue can, after a layer: values pooled over windows, then reduced or normalised over groups.
 //
-//   v[i]   = prologue(pool of the window i of src)             i: an element of what is pooled, (outer, length, inner)
+//   v[i]   = prologue(pool of the window i of src)             i: a pooled element, (outer, length, inner)
 //   dst[g] = operations(reduced v of the group g)              g: one (outer, inner), the `length` values of which are
 //   dst[i] = operations(v[i] normalised over its group)           reduced or normalised together
 //
 // Index mapping. A block has THREADS / TEAM groups, a team of threads for each. With ROWS `inner` is 1: a team is
 // neighbouring threads, each with VECTOR neighbours of a row at a time; else neighbouring threads have neighbouring
-// groups. A thread loads UNROLL vectors, of which it finds the moments, and adds these to those before. With KEPT that
-// is all there is, and it normalises what it has; else it loads all a second time. A team's moments are added up by
-// shuffles and through shared memory, in a fixed order.
+// groups. A thread loads UNROLL vectors, computes their moments, and combines these with the earlier ones. With KEPT
+// these are all vectors, and it normalises them in registers; else it loads all a second time. A team's moments are
+// combined by shuffles and through shared memory, in a fixed order.
 //
-// Where groups are few each is split over blocks, in two launches: of the first (SPLIT of 1) each block leaves the
-// moments of its share in `partials`; the second (SPLIT of 2) adds them up.
+// If there are few groups each is split over blocks, in two launches: in the first (SPLIT of 1) each block writes the
+// moments of its share to `partials`; the second (SPLIT of 2) combines them.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -22,13 +22,13 @@
 #include "operand/prologue.cuh"
 
 struct Params {
-  int groups, length, splits, span;  // values of a group and of a share of it
+  int groups, length, splits, span;  // length, span: values of a group, and of a split of it
   Divisor inner;
   Divisor run, channels;  // channel of dst[i]: i / run % channels
   Divisor run_before, channels_before;
-  Divisor depth, height, width;  // of what is pooled
+  Divisor depth, height, width;  // sizes after pooling
   int src_depth, src_height, src_width;
-  long long sample_stride;  // of dst
+  long long sample_stride;  // dst's
   double epsilon;
 };
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ accum_t reduced(const Moments& of, int length) {
   return OVER == LOGSUMEXP ? logarithm(of.spread) + of.center : of.center;
 }
 
-// What the values of a group are normalised by. Infinities give NaN, as in PyTorch.
+// The `Normal` of a group's values. Infinities give NaN, as in PyTorch.
 __device__ __forceinline__ Normal normal_of(const Moments& of, accum_t epsilon) {
   if (OVER == SOFTMAX) return {of.center, 1 / of.spread + (of.spread - of.spread)};
   return {of.center, 1 / square_root(of.spread / of.count + epsilon)};
@@ -71,21 +71,21 @@ __device__ __forceinline__ accum_t pooled(const Params& params, const scalar_t* 
   return POOL == AVERAGE_POOL ? found / (WINDOW_D * WINDOW_H * WINDOW_W) : found;
 }
 
-// A thread's share of a group: where its values lie, from the first on.
+// A thread's share of a group: the offsets of its values.
 struct Share {
   int base, stride, first, end;
 
   __device__ __forceinline__ int place(int first, int vector) const {
     return base + (first + vector * BETWEEN) * stride;
   }
-  // How many vectors there are from a value on.
+  // How many vectors exist from value `first` on.
   __device__ __forceinline__ int vectors(int first) const {
     const int left = first < end ? (end - first + BETWEEN - 1) / BETWEEN : 0;
     return left < UNROLL ? left : UNROLL;
   }
 };
 
-// The values from one on, and how many vectors they are.
+// Loads the values from `first` on; returns the number of vectors.
 __device__ __forceinline__ int load(const Params& params, const scalar_t* __restrict__ src,
                                     const PrologueOperands& operands, const Share& share, int first, Values& values) {
   const int vectors = share.vectors(first);
@@ -110,14 +110,14 @@ __device__ __forceinline__ int load(const Params& params, const scalar_t* __rest
   return vectors;
 }
 
-// Normalises, operates and writes values from one on.
+// Normalises values from `first` on, applies the operations and stores them.
 __device__ __forceinline__ void store(const Params& params, const EpilogueOperands& operands, const Share& share,
                                       int first, int vectors, const Values& values, const Normal& by, scalar_t* dst) {
 #pragma unroll
   for (int i = 0; i < UNROLL; ++i) {
     if (i >= vectors) continue;
     const int element = share.place(first, i), line = BY_POSITION ? first + i * BETWEEN : element / params.run;
-    const int left = BY_POSITION ? 1 : params.run - (element - line * params.run);  // of the channel
+    const int left = BY_POSITION ? 1 : params.run - (element - line * params.run);  // elements left in the channel
     ChannelTerms terms = channel_terms(operands, BY_POSITION ? line : line % params.channels);
     Vector<scalar_t, VECTOR> result;
 #pragma unroll

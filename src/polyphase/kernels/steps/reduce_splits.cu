@@ -1,8 +1,8 @@
 // Deterministic split-K reduction: partial planes are added in a fixed order, in the tensors' type.
-// Where the layer has an epilogue with operations, they are computed here, of whole sums.
+// If the layer has an epilogue with operations, it is computed here, of complete sums.
 //
-// Index mapping. Of `groups` groups of threads, one or several, each adds every groups-th plane, a thread four
-// neighbours of it; the first group adds up what the others have, which lies in shared memory.
+// Index mapping. Each of `groups` groups of threads adds every groups-th plane, a thread four neighbouring elements of
+// it; then the first group adds the others' sums, through shared memory.
 
 #include "specialisation.cuh"
 #include "core/types.cuh"
@@ -14,10 +14,10 @@
 #include "epilogue/operations.cuh"
 
 struct Params {
-  long long plane;  // elements
+  long long plane;  // elements of a partial plane
   int planes, groups;
-  int channels;                             // of the layer, for an epilogue
-  long long channel_stride, sample_stride;  // of the destination, which has no gaps
+  int channels;                             // the layer's, for an epilogue
+  long long channel_stride, sample_stride;  // the destination's, which has no gaps
 };
 
 constexpr int TOGETHER = 4;

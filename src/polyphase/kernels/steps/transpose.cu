@@ -1,24 +1,24 @@
-// Layout transpose: a tensor of any strides to one whose channels are innermost (NCHW to NHWC), without gaps, as TMA
-// takes boxes of it. NHWC to NCHW is the same with pixels and channels exchanged. The channels of each group may be
-// padded with zeros; with two `parts` float32 is split into TF32 and the remainder as TF32.
+// Layout transpose: from a tensor of any strides to one whose channels are innermost (NCHW to NHWC), without gaps, for
+// TMA boxes. NHWC to NCHW is the same with pixels and channels exchanged. The channels of each group may be padded with
+// zeros; with two `parts` float32 is split into TF32 and the remainder as TF32.
 //
 // A block has a tile of pixels, of all images one after the other, by pieces: 16 bytes of neighbouring channels of a
 // pixel. Neighbouring threads read neighbouring pixels, each the channels of a piece, and write the piece to shared
-// memory, [pixel][piece], at once. An odd pitch keeps both ways free of bank conflicts.
+// memory, [pixel][piece], by one store. An odd pitch keeps both ways free of bank conflicts.
 //
-// Rows of the result that are whole pieces are written so. Others are written in words of four bytes. A tile either has
-// whole rows, which lie in memory one behind the other, or it has `halo` channels of its neighbour, too: each row is
-// written from where a sector of 32 bytes begins.
+// Rows of the result are written in pieces if they are whole pieces, else in words of four bytes. A tile either has
+// whole rows, which are contiguous in memory, or it also has `halo` channels of its neighbour: each row is written from
+// the beginning of a sector of 32 bytes.
 //
 // ROWS: the same for types of 16 bits whose source has rows without gaps: a channel's pixels of an image, or a pixel's
-// channels on the way back. A block has a tile of an image, `row` and `halo` channels by pixels. It copies each row's
-// pieces as they lie in memory, whole ones whatever the row's first element is, to shared memory. A thread has a pixel
-// of the tile, gathers eight of its channels, wherever a piece of the result begins, and writes that piece. Which
-// elements a thread gathers is the same from eight channels to the next eight but for a constant. Rows lie an odd
-// number of pieces apart, and 32 bytes more every eight rows: four pieces of eight pixels are gathered without bank
-// conflicts where either side has rows of whole pieces.
+// channels on the way back. A block has a tile of an image, `row` and `halo` channels by pixels. It copies each row to
+// shared memory in aligned pieces, wherever in a piece the row's first element is. A thread has a pixel of the tile,
+// gathers the eight channels of a piece of the result, and writes that piece. From eight channels to the next eight the
+// offsets that a thread gathers differ by a constant. The pitch of rows is an odd number of pieces, and 32 bytes more
+// every eight rows: four pieces of eight pixels are gathered without bank conflicts if either side has rows of whole
+// pieces.
 //
-// A prologue is computed of every element that exists, where a thread has its channel: before it is split into parts.
+// A prologue is applied to every element that exists, when a thread has its channel: before it is split into parts.
 //
 // SUMS: the source has partial planes in the accumulator's type, which are added in their order and narrowed (a
 // split-K reduction that writes the weight's order).
@@ -34,15 +34,15 @@
 #include "operand/input_value.cuh"
 
 struct Params {
-  long long stride[5];   // of the source, in elements: of images, channels, slabs, rows, columns
-  int channels, pixels;  // that are written; the latter of all images
-  Divisor sizes[3];      // of an image along d, h, w
+  long long stride[5];   // the source's, in elements: images, channels, slabs, rows, columns
+  int channels, pixels;  // channels and pixels that are written; pixels of all images
+  Divisor sizes[3];      // sizes of an image along d, h, w
   Divisor padded;        // channels of a group, and those that exist
   int group, parts;
   Divisor pieces, row;   // of a pixel in the tile: pieces, and channels that are written
-  int pixel_bits, halo;  // logarithm of the tile's pixels to the base of 2; channels that two tiles have, or none
-  int advance;           // whole rows in what all threads write at once
-  int planes;            // of partial sums, and elements from the first of a plane to its last
+  int pixel_bits, halo;  // log2 of the tile's pixels; channels that two tiles have, or 0
+  int advance;           // whole rows that all threads write at once
+  int planes;            // partial planes; below: elements from the first of a plane to its last
   long long plane;
 };
 
@@ -61,7 +61,7 @@ struct Source<true> {
 };
 typedef Source<SUMS>::type source_t;
 
-// TF32, or what it loses (operand/tf32.cuh).
+// TF32, or the rounding error of TF32 (operand/tf32.cuh).
 __device__ __forceinline__ float part_of(float value, int part) {
   float high = 0, low = 0;
   split_tf32(value, high, low);
@@ -78,13 +78,13 @@ __device__ __forceinline__ const source_t* address_of(const source_t* src, const
          row % params.sizes[1] * params.stride[3] + pixel % params.sizes[2] * params.stride[4];
 }
 
-// An element of a channel behind the prologue, if there is such a channel.
+// An element of a channel after the prologue; unchanged if there is no such channel.
 __device__ __forceinline__ scalar_t value_of(scalar_t x, const PrologueOperands& operands, int channel, int channels) {
   return PROLOGUE && (unsigned)channel < (unsigned)channels ? InputChannels{operands, 0, channels}.value(x, channel)
                                                             : x;
 }
 
-// Channels of one pixel, from `first` on; zeros where there are none. Groups that are padded are whole pieces.
+// Channels of one pixel, from `first` on; zeros for channels that do not exist. Padded groups are whole pieces.
 template <class T>
 __device__ __forceinline__ Piece read_piece(const T* from, const Params& params, const PrologueOperands& operands,
                                             int first) {
@@ -118,7 +118,7 @@ __device__ __forceinline__ Piece read_piece(const T* from, const Params& params,
   return piece;
 }
 
-// One element, or two of 16 bits, as far as they exist.
+// Stores one element, or two of 16 bits, as far as they exist.
 __device__ __forceinline__ void store_word(scalar_t* to, scalar_t first, scalar_t second, bool has_first,
                                            bool has_second) {
   if (WORD == 2 && has_first && has_second) {
@@ -129,22 +129,22 @@ __device__ __forceinline__ void store_word(scalar_t* to, scalar_t first, scalar_
   if (WORD == 2 && has_second) to[1] = second;
 }
 
-// Where a tile of rows lies in the source and in shared memory.
+// A tile of rows, in the source and in shared memory.
 struct RowTile {
   const Params& params;
-  int pixels, first_row;  // those that exist; the channel that the tile's first row is
-  long long start;        // element of the source: the first pixel of row zero
-  unsigned address;       // of that, in elements: it matters where in a piece it lies
+  int pixels, first_row;  // pixels that exist; channel of the tile's first row
+  long long start;        // source element of the first pixel of row zero
+  unsigned address;       // its address in elements, which gives its position in a piece
   unsigned pitch;         // bytes from a row to the next in shared memory
 
-  // Elements of a row's first piece in front of its first element: the same for every eighth row.
+  // Elements of a row's first piece before the row's first element: the same for every eighth row.
   __device__ __forceinline__ int shift(int row) const {
     return (int)(address + (unsigned)(first_row + row) * (unsigned)params.stride[1] & VECTOR - 1);
   }
-  // Of a row in shared memory, in bytes.
+  // Byte offset of a row in shared memory.
   __device__ __forceinline__ unsigned place(int row) const { return row * pitch + row / 8 * 32u; }
 
-  // The pieces of a column: `row` and every `apart`-th behind it, a multiple of eight.
+  // Copies the pieces of a column, of `row` and every `apart`-th row after it; `apart` is a multiple of eight.
   __device__ __forceinline__ void copy(const scalar_t* __restrict__ src, Piece* tile, int row, int apart,
                                        int column) const {
     const int offset = column - shift(row), end = min(params.row.value + params.halo, params.channels - first_row);
@@ -159,7 +159,7 @@ struct RowTile {
         // An address that is not read must be aligned, too.
         const scalar_t* const aligned = (const scalar_t*)((unsigned long long)src & ~(sizeof(Piece) - 1));
         cp_async<16>(shared_address(to), exists ? src + element : aligned, exists);
-      } else {  // only in part the tensor's
+      } else {  // partly outside the tensor
 #pragma unroll 1
         for (int i = 0; i < VECTOR; ++i)
           if (element + i >= 0 && element + i < params.plane) to[i] = read(src + element + i);
@@ -170,18 +170,18 @@ struct RowTile {
   __device__ __forceinline__ void load(const scalar_t* __restrict__ src, Piece* tile) const {
     const int columns = params.pieces.value - 1, bits = params.pixel_bits - 3, thread = threadIdx.x;
     copy(src, tile, thread >> bits, THREADS >> bits, (thread & columns - 1) * VECTOR);
-    copy(src, tile, thread, THREADS, columns * VECTOR);  // of rows that do not begin with a piece
+    copy(src, tile, thread, THREADS, columns * VECTOR);  // one more for rows that do not begin with a piece
     cp_async_commit();
     cp_async_wait<0>();
   }
 
-  // Eight channels of a pixel each: four lanes have neighbouring pieces of it, and eight neighbouring pixels. A
-  // thread's pixels are a multiple of 32 apart: their rows of the result begin alike.
+  // Stores eight channels of a pixel for each thread: four lanes have neighbouring pieces of a pixel, for eight
+  // neighbouring pixels. A thread's pixels are a multiple of 32 apart, so that their rows have the same alignment.
   __device__ __forceinline__ void store(const Piece* tile, const PrologueOperands& operands, scalar_t* __restrict__ dst,
                                         long long image_pixel) const {
     static_assert(!ROWS || (THREADS == 256 && VECTOR == 8), "eight warps of eight pixels each");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int bits = max(0, 6 - params.pixel_bits);  // logarithm of the warps that have the same pixels
+    const int bits = max(0, 6 - params.pixel_bits);  // log2 of the warps that have the same pixels
     int pixel = (warp >> bits) * 8 + lane / 4;
     const long long start_of_row = (image_pixel + pixel) * params.channels + first_row + params.halo;
     const int before = params.halo == 0 ? 0 : (int)start_of_row & params.halo - 1;
@@ -306,5 +306,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     transpose_rows((const scalar_t*)src, PROLOGUE_OPERANDS, dst, params, tile);
   else
     transpose_pixels(src, PROLOGUE_OPERANDS, dst, params, tile);
-  griddepcontrol_wait();  // whoever waits for this step waits for the one ahead of it
+  griddepcontrol_wait();  // so that a kernel that waits for this step has waited for the previous one, too
 }

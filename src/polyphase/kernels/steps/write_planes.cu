@@ -1,4 +1,4 @@
-// A tensor of any strides as planes of rows with their borders, channels innermost (core/run_groups.cuh):
+// Copies a tensor of any strides to planes of padded rows, channels innermost (core/run_groups.cuh):
 //
 //     [part][group][residue along d][residue along h][image][position][channel]
 //
@@ -9,9 +9,9 @@
 // Index mapping. A block has a tile of positions, of all planes of a part one after the other, by pieces: 16 bytes of
 // neighbouring channels of a position. Neighbouring threads read neighbouring positions, each the channels of a piece,
 // and write the piece to shared memory, [position][piece]. An odd pitch keeps both ways free of bank conflicts. Rows of
-// whole pieces are written so, others, of which a tile has all, in words of four bytes. Where a channel lies in the
-// source is worked out once for a tile: to divide by residues for every piece takes longer than to move it. Tiles of
-// the same positions follow one another, since they write the same sectors.
+// whole pieces are written in pieces, others (a tile has whole rows then) in words of four bytes. Source offsets of
+// channels are computed once a tile: dividing by residues for every piece takes longer than copying it. Tiles of the
+// same positions have neighbouring numbers, since they write the same sectors.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -21,15 +21,15 @@
 #include "ptx/griddepcontrol.cuh"
 
 struct Params {
-  long long stride[5];  // of the source, in elements: of images, channels, slabs, rows, columns
+  long long stride[5];  // the source's, in elements: images, channels, slabs, rows, columns
   int size[3], step[3], first[3], apart[2];
   Divisor padded[3], images, residues[2];  // positions of an image; images; planes of an image along d and h
   Divisor inner[2];                        // residues that are channels
   Divisor group;                           // channels of the source
-  int channels, positions;                 // that are written; the latter of all planes of a part
-  Divisor pieces, row;                     // of a position in the tile: pieces, and channels
-  Divisor across;                          // tiles that have a position's channels
-  int position_bits;                       // logarithm of the tile's positions to the base of 2
+  int channels, positions;                 // written channels; written positions, of all planes of a part
+  Divisor pieces, row;                     // pieces, and channels, of a position in the tile
+  Divisor across;                          // tiles that share a position's channels
+  int position_bits;                       // log2 of the tile's positions
 };
 
 constexpr int VECTOR = 16 / sizeof(scalar_t);
@@ -38,7 +38,7 @@ constexpr int WORD = 4 / sizeof(scalar_t);
 using Piece = Vector<scalar_t, VECTOR>;
 using Word = Vector<scalar_t, WORD>;
 
-// TF32, or what it loses (operand/tf32.cuh).
+// TF32, or the rounding error of TF32 (operand/tf32.cuh).
 template <class T>
 __device__ __forceinline__ T part_of(T whole, int) {
   return whole;
@@ -54,10 +54,10 @@ __device__ __forceinline__ Vector<float, COUNT> part_of(Vector<float, COUNT> who
   return whole;
 }
 
-constexpr int MOST_CHANNELS = MOST_PIECES * VECTOR;  // of a tile
-constexpr int NOWHERE = -(1 << 30);                  // along a dimension, of what does not exist
+constexpr int MOST_CHANNELS = MOST_PIECES * VECTOR;  // most channels of a tile
+constexpr int NOWHERE = -(1 << 30);                  // position of an element that does not exist
 
-// Where a channel of the result lies in the source, beside a position's first.
+// Source offset of a channel of the result, relative to a position's first element.
 struct Channel {
   long long offset;
   int d, h;
@@ -71,7 +71,7 @@ struct Channel {
   }
 };
 
-// What a thread reads: the channels of a position.
+// A position whose channels a thread reads.
 struct Position {
   int d, h;
   const scalar_t* from;
@@ -88,8 +88,8 @@ struct Position {
     if (!exists) d = NOWHERE;
   }
 
-  // Neighbouring channels, the first of which is one of the tile's. They are one residue's where groups are whole
-  // pieces.
+  // Reads a piece of neighbouring channels, the first of which is in the tile. If groups are whole pieces they belong
+  // to one residue.
   __device__ __forceinline__ Piece read_piece(const Params& params, const Channel* channels) const {
     Piece piece;
     if (params.group.value % VECTOR == 0) {
