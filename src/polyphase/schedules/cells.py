@@ -1,7 +1,7 @@
 """A forward pass or an input gradient on a grid of cells: source, destination, cells (core/geometry.cuh).
 
-Both passes gather: every destination element sums what it needs of the source, so nothing is written twice and no sum
-depends on timing. `polyphase.schedules.direct.tiled` unrolls the whole kernel for a tile of cells;
+Both passes gather: every destination element sums the source elements that it needs, so nothing is written twice and no
+sum depends on timing. `polyphase.schedules.direct.tiled` unrolls the whole kernel for a tile of cells;
 `polyphase.schedules.direct.channels` is for few channels in a group, in channels_last;
 `polyphase.schedules.direct.general` has no limits.
 """
@@ -35,7 +35,7 @@ class Side:
         return channels_innermost(self.shape[1], self.strides)
 
     def apart(self, dimension: int) -> int:
-        """The largest number that all strides but that of one dimension are multiples of."""
+        """The greatest common divisor of all strides but that of one dimension."""
         return reduce(math.gcd, (stride for i, stride in enumerate(self.strides) if i != dimension))
 
     def params(self) -> dict[str, Any]:
@@ -102,8 +102,8 @@ class Gather:
     dst: Side
     weight_channels_last: bool
     aligned: bool
-    rounded: bool = False  # to TF32, by kernels that could do without
-    in_sums: bool = False  # the destination is of the accumulator's type
+    rounded: bool = False  # rounded to TF32 by kernels that do not need it
+    in_sums: bool = False  # the destination has the accumulator's type
     normalized: bool = False  # over the channels of each output pixel
     mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
 
@@ -116,7 +116,7 @@ class Gather:
 
     @classmethod
     def of(cls, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirrored: bool = False) -> Gather:
-        """The pass of a problem whose tensors lie as ``layouts`` says."""
+        """The pass of a problem whose tensors have the strides of ``layouts``."""
         input_side, output_side = sides_of(problem, layouts)
         forward = pass_ is Pass.FORWARD
         per_group = problem.in_channels_per_group, problem.out_channels_per_group
@@ -141,7 +141,7 @@ class Gather:
 
     @property
     def dst_bytes(self) -> int:
-        """Of an element of the destination."""
+        """Bytes of an element of the destination."""
         return accumulator_bytes(self.dtype) if self.in_sums else DTYPE_BYTES[self.dtype]
 
     @property
@@ -183,7 +183,7 @@ class Gather:
         return depth, height, width
 
     def constants(self, **config: Constant) -> tuple[tuple[str, Constant], ...]:
-        """What both kernels are specialised by, and the config's own constants."""
+        """The constants of both kernels, and the config's own."""
         out_channels = self.dst_channels if self.forward is not self.mirrored else self.src_channels
         last = self.weight_channels_last
         strides = out_channels * self.taps, 1 if last else self.taps
@@ -204,7 +204,7 @@ class Gather:
 
     @property
     def aligned_src(self) -> bool:
-        """Whether four neighbouring source elements (channels, where those come last) can be read at once anywhere."""
+        """Whether four neighbouring source elements (channels, with channels last) can be read by one load anywhere."""
         last = self.src.channels_last
         whole = self.src_channels % 4 == 0 if last else self.src.shape[4] % 4 == 0 and self.src.strides[4] == 1
         return self.aligned and whole and self.src.apart(1 if last else 4) % 4 == 0
@@ -219,5 +219,5 @@ class Gather:
 
 @lru_cache(maxsize=2048)
 def forward_gather(problem: ConvTransposeProblem, layouts: Layouts) -> Gather:
-    """The forward pass of a problem; planners ask for the same one again and again."""
+    """The forward pass of a problem, cached for planners."""
     return Gather.of(problem, Pass.FORWARD, layouts)

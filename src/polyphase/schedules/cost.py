@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def waves_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, float]:
     """Blocks that are resident on a multiprocessor together, at most ``min_blocks``, and waves of those.
 
-    Rounds are whole where there are few.
+    A few waves are counted as whole ones.
     """
     resident = max(1, min(min_blocks, math.ceil(blocks / device.multiprocessors)))
     waves = blocks / (device.multiprocessors * resident)
@@ -51,7 +51,7 @@ _PLAIN = ("relu", "leaky_relu", "clamp", "affine", "add_value", "multiply_value"
 
 
 def prologue_cycles(prologue: Epilogue, device: DeviceInfo) -> float:
-    """Cycles of a warp for each element of its threads, of those that transpose pixels."""
+    """Cycles of a warp that transposes pixels, for each element of its threads."""
     terms = costs("prologue", device)
 
     def cycles(operation: Operation) -> float:
@@ -69,10 +69,10 @@ def prologue_seconds(input_bytes: int, device: DeviceInfo) -> float:
 
 
 class Sharing(NamedTuple):
-    """When blocks share their work, so that each takes the next piece that none has instead of every n-th.
+    """When work tiles are scheduled dynamically, so that a block takes the next free one instead of every n-th.
 
-    A block would have so many pieces at least, of so many cycles, and these would take at most so many times what the
-    layer's bytes take: bytes must be what blocks compete for.
+    A block must have at least ``waves`` work tiles, of at least ``cycles``, and take at most ``most`` times as long as
+    the layer's bytes: blocks must compete for bandwidth.
     """
 
     waves: float
@@ -82,7 +82,7 @@ class Sharing(NamedTuple):
     def pays(
         self, waves: float, predict: Callable[[], tuple[float, str]], layer_bytes: float, device: DeviceInfo
     ) -> bool:
-        """Whether it does for ``waves`` of pieces; ``predict`` gives their seconds, and what bounds them."""
+        """Whether dynamic scheduling pays for ``waves``; ``predict`` gives their seconds, and what bounds them."""
         if waves < self.waves:
             return False
         seconds, _ = predict()

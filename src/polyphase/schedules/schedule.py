@@ -93,7 +93,7 @@ class Schedule:
     def prologue_seconds(
         self, problem: ConvTransposeProblem, prologue: Epilogue, device: DeviceInfo, layouts: Layouts, config: Any
     ) -> float | None:
-        """What a prologue adds where the config's kernel computes it; None where it reads operands as they lie."""
+        """Seconds that a prologue adds if the config's kernel computes it; None if it reads operands in place."""
         return None
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
@@ -107,9 +107,9 @@ class Schedule:
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Hashable:
         """The layer at the size at which its configs are ranked, as the schedule sees it.
 
-        Batch and image size do not matter but for what the list may depend on: whether images are tiny, are whole lines
-        of memory, how even their rows are, and whether TMA takes their pixels as operands. None where the schedule
-        cannot read or write tensors that lie as these do.
+        Batch and image size matter only as far as the list may depend on them: whether images are tiny, are whole lines
+        of memory, how even their rows are, and whether TMA loads their pixels as operands. None if the schedule
+        cannot read or write tensors of these strides.
         """
         raise NotImplementedError
 
@@ -140,19 +140,19 @@ class Schedule:
         return {config: seconds for config, seconds in found if seconds < math.inf}
 
     def others(self, at: Any) -> Sequence[Any]:
-        """Other sizes that have a say in what is best, each like a result of `ranked_at`."""
+        """Other sizes at which the first configs are compared, each like a result of `ranked_at`."""
         return ()
 
     def score(self, at: Any, seconds: Sequence[float]) -> float:
-        """What the ``seconds`` at the ranking size and at those of `others` come to: the less the better."""
+        """The score of ``seconds`` at the ranking size and at those of `others`; less is better."""
         return sum(map(math.log, seconds))
 
     def own(self, at: Any) -> Sequence[Any]:
-        """Sizes whose own best is offered, too, where what is offered already does not do as well there."""
+        """Sizes whose best config is offered, too, if it is faster there than those offered already."""
         return ()
 
     def arranged(self, order: list[Any]) -> list[Any]:
-        """The order of what is offered, of configs in rising order of their `score`."""
+        """The order in which configs are offered, from configs in rising order of their `score`."""
         return order
 
     def refined(self, at: Any, device: DeviceInfo, config: Any) -> Any:
@@ -162,7 +162,7 @@ class Schedule:
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: Any
     ) -> Cost | None:
-        """The predicted time of a config at the size at hand, and what bounds it; None where no tile fits."""
+        """The predicted time of a config at the actual size, and what bounds it; None if no tile fits."""
         raise NotImplementedError
 
     def program(

@@ -1,4 +1,4 @@
-"""What all schedules on tensor cores go by."""
+"""What all schedules on tensor cores share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 
-#: Bytes of a row of an operand that one instruction of the tensor cores reads, ``mma.sync`` or ``wgmma``.
+#: Bytes of k that one ``mma.sync`` or ``wgmma`` reads.
 OPERATION_BYTES = 32
 
 
@@ -22,15 +22,15 @@ def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None
 
 
 def parts_of(problem: ConvTransposeProblem) -> int:
-    """Parts in which the tensor cores are given an element: two keep the accuracy of float32."""
+    """Parts into which an element is split: two keep the accuracy of float32."""
     return 2 if problem.dtype == "float32" and not problem.tf32 else 1
 
 
 def counter_bytes(count: int) -> int:
-    """What so many counters take in front of a kernel's weights (kernels/core/counters.cuh)."""
+    """Bytes of counters before a kernel's weights (kernels/core/counters.cuh)."""
     return round_up(4 * count, 128)
 
 
 def steps_of(problem: ConvTransposeProblem) -> int:
-    """Operations of ``mma.sync``, or of wgmma, that a group's input channels take."""
+    """Operations of ``mma.sync`` or wgmma along a group's input channels."""
     return math.ceil(problem.in_channels_per_group * DTYPE_BYTES[problem.dtype] / OPERATION_BYTES)

@@ -29,7 +29,7 @@ def two_dimensions(blocks: int) -> tuple[int, int]:
 
 
 def tiles_of(batch: int, sizes: Iterable[int], extent: Four) -> Four:
-    """Tiles of ``extent`` along n, d, h and w that images of three ``sizes`` come to."""
+    """Number of tiles of ``extent`` along n, d, h and w, for images of three ``sizes``."""
     depth, height, width = sizes
     n, d, h, w = extent
     return -(-batch // n), -(-depth // d), -(-height // h), -(-width // w)
@@ -52,7 +52,7 @@ def best_first(bounds: Iterable[float], work_of: Callable[[int], float | None]) 
 
 
 def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
-    """How so many threads extend along n, d, h and w: along w first, in tiles of about the same size."""
+    """Extents of ``threads`` along n, d, h and w: along w first, in tiles of about the same size."""
     extents = []
     for size in (*sizes[::-1], batch):
         extents.append(math.ceil(size / math.ceil(size / threads)) if size else 1)
@@ -67,14 +67,14 @@ def constants_of(config: Any, names: str) -> tuple[tuple[str, Constant], ...]:
 
 
 def picked(constants: Mapping[str, Constant], names: str) -> tuple[tuple[str, Constant], ...]:
-    """Those of a kernel's constants that another kernel has, too; ``names`` have spaces between."""
+    """The constants ``names`` of a kernel, for another kernel; names are separated by spaces."""
     return tuple((name, constants[name]) for name in names.split())
 
 
 def layer_constants(
     problem: ConvTransposeProblem, pass_: Pass, weight_channels_last: bool = False
 ) -> tuple[tuple[str, Constant], ...]:
-    """What a kernel is specialised by that knows input and output, not source and destination."""
+    """Constants of a kernel that has input and output, not source and destination."""
     out, taps = problem.out_channels_per_group, problem.taps
     return (
         ("AXIS_D", problem.axes3[0]),
@@ -90,7 +90,7 @@ def layer_constants(
 
 
 def out_blocks(problem: ConvTransposeProblem, out_chunk: int) -> int:
-    """Blocks that so many output channels each come to, of all groups."""
+    """Blocks of ``chunk`` output channels each, in all groups."""
     return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
 
 

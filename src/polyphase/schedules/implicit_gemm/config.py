@@ -1,4 +1,4 @@
-"""What `implicit_gemm` can be specialised to, and what a config makes of a layer."""
+"""Configs of `implicit_gemm`, and the product that a config makes of a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyphase.schedules.cells import Gather
 from polyphase.schedules.tensor_cores import counter_bytes
 
 ROWS = 64  # of a row block
-BOX_PIXELS = 64  # of a box of pixels that is an operand as it lies in memory
+BOX_PIXELS = 64  # pixels of an MN-major box
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # consumer warpgroups
 STAGES = 2, 3, 4, 5, 6, 8  # choices of the number of stages, unless threads copy operands in place
@@ -67,7 +67,7 @@ class GemmConfig(NamedTuple):
     stacked: int = 1
 
     def operand_bytes(self, dtype: str) -> int:
-        """Of an element of the product's operands."""
+        """Bytes of an element of the product's operands."""
         return 2 if self.scaled else DTYPE_BYTES[dtype]
 
     def stage_channels(self, dtype: str) -> int:
@@ -81,7 +81,7 @@ class GemmConfig(NamedTuple):
 
     @property
     def line_rows(self) -> int:
-        """Rows of a row block that a line has: those of whole warps."""
+        """Rows of a line in a row block: those of whole warps."""
         return ROWS // 4 * (4 // self.stacked)
 
     @property
@@ -91,13 +91,13 @@ class GemmConfig(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """Cells of a tile, those in its halo included."""
+        """Cells of a tile, halo included."""
         return self.group_cells * (CONSUMERS if self.split == "cells" else 1)
 
     def sets_at_once(self, gather: Gather) -> int:
         """Sets whose partial products are in shared memory at once, of some images; or a single one, of all images.
 
-        Where channels come last they are as many as fill a sector of memory, or as a thread has sums for.
+        With channels last as many as fill a sector of memory, or as a thread has sums for.
         """
         sets, channels = 1, self.row_channels
         if not (self.whole_images and gather.dst.channels_last) or channels & (channels - 1):
@@ -109,16 +109,16 @@ class GemmConfig(NamedTuple):
         return sets
 
     def round_pixels(self, gather: Gather) -> int:
-        """Columns of those images; with one set at once all of a tile."""
+        """Columns of these images; with a single set all columns of a tile."""
         sets = self.sets_at_once(gather)
         return self.cells if sets == 1 else max(self.cells // sets, TINY)
 
     def row_columns(self, gather: Gather) -> int:
-        """Elements of a cell that are stored together: a line of it, or a part of one."""
+        """Elements of a cell that are stored together: a line, or a part of one."""
         return gather.axes[2].stride // (1 if self.width_parts == self.row_parts else self.width_parts)
 
     def piece(self, gather: Gather) -> int:
-        """Cells whose results pass through shared memory at once, on their way to the destination."""
+        """Cells whose results are staged in shared memory at once."""
         if gather.dst.channels_last:
             return 32
         cell_bytes, cells = self.row_columns(gather) * gather.dst_bytes, 128
@@ -147,39 +147,39 @@ class GemmConfig(NamedTuple):
         pieces = [self._replace(piece_bytes=size) for size in (1024, 512, 256)]
         for longer, shorter in pairwise(pieces):
             cells = longer.piece(gather)
-            results = cells * cell_bytes // 16  # of eight channels, in a warp
-            places = 2 * math.ceil(cells * stride / 32)  # of elements stored one by one
+            results = cells * cell_bytes // 16  # stores of eight channels by a warp
+            places = 2 * math.ceil(cells * stride / 32)  # addresses of elements stored one by one
             if cells > shorter.piece(gather) and sums + held + results + places <= _STORING_REGISTERS:
                 yield longer
 
     @property
     def row_parts(self) -> int:
-        """Row groups of an item."""
+        """Row groups of a work tile."""
         return CONSUMERS if self.split == "rows" else 1
 
     @property
     def sharers(self) -> int:
-        """Warpgroups that multiply the same item."""
+        """Warpgroups that multiply the same work tile."""
         return 1 if self.split == "turns" else CONSUMERS
 
     @property
     def loader_threads(self) -> int:
-        """Threads that load; the registers of those who multiply leave no more."""
+        """Producer threads: as many as the consumers' registers allow."""
         return 256 if self.wgmma and self.loader_groups > 1 else 128
 
     def transpose_groups(self, stages: int) -> int:
-        """Groups of warps that transpose TMA's boxes, round-robin over so many stages."""
+        """Groups of warps that transpose TMA's boxes, round-robin over stages."""
         return self.loader_threads // 128 if stages > 2 else 1
 
 
 @dataclass(frozen=True)
 class Taps:
-    """What the layer's phases come to (kernels/core/row_blocks.cuh)."""
+    """The taps of the layer's phases (kernels/core/row_blocks.cuh)."""
 
     owned_w: int
     lines: tuple[int, ...]  # taps of each phase along depth and height that owns any
     along_w: int  # taps of all phases along the width
-    reads: tuple[tuple[frozenset[int], ...], ...]  # what each phase along depth, and along height, reads: shifts
+    reads: tuple[tuple[frozenset[int], ...], ...]  # shifts that each phase along depth, and along height, reads
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -193,7 +193,7 @@ class Taps:
     def groups(self, lines: int, stacked: int = 1) -> tuple[int, ...]:
         """Taps along depth and height of each group of ``lines`` neighbouring phases.
 
-        Where ``stacked`` of these share row blocks, what any of them reads counts once for all.
+        If ``stacked`` of these share row blocks, a tap that several read counts once.
         """
         counts = self.lines
         if stacked > 1:
@@ -208,12 +208,12 @@ class Taps:
         return tuple(sum(counts[i : i + together]) for i in range(0, len(counts), together))
 
     def may_stack(self, count: int) -> bool:
-        """Whether lines come in groups of ``count``: phases along the height, or all of these at several depths."""
+        """Whether lines form groups of ``count``: phases along the height, or all of these at several depths."""
         depth, height = map(len, self.reads)
         return height % count == 0 or (count % height == 0 and depth % (count // height) == 0)
 
     def rows(self, channels: int, lines: int) -> int:
-        """Taps of ``channels``, of the group of ``lines`` that has most."""
+        """Taps of ``channels`` in the group of ``lines`` that has most."""
         return channels * max(self.groups(lines)) * self.along_w
 
     def row_blocks(self, config: GemmConfig) -> int:
@@ -229,7 +229,7 @@ class Taps:
 
     @staticmethod
     def width_parts(axes: tuple[Axis, Axis, Axis]) -> int:
-        """Parts of the phases along the width: of four or two phases, or 1 where not all have as many taps."""
+        """Parts of the width, of four or two phases each; 1 if phases differ in their taps."""
         bare = any(len(axis.taps_by_phase) < axis.stride for axis in axes)
         if bare or len(set(map(len, axes[2].taps_by_phase.values()))) > 1 or axes[2].stride % _PART_PHASES:
             return 1
@@ -237,7 +237,7 @@ class Taps:
 
     @staticmethod
     def stay_in_cells(axes: tuple[Axis, Axis, Axis]) -> bool:
-        """Whether no tap reads beside its cell."""
+        """Whether every tap reads its own cell only."""
         return all(axis.shifts == (0, 0) for axis in axes)
 
 
@@ -245,10 +245,10 @@ class Taps:
 class Product:
     """The product that a config makes of a pass, in row groups of ``channel_blocks`` and ``lines``."""
 
-    row_blocks: int  # of a row group
-    row_groups: int  # of the layer
+    row_blocks: int  # row blocks of a row group
+    row_groups: int  # row groups of the layer
     line_groups: int
-    operations: int  # taps of the row group that has most
+    operations: int  # taps of the row group with most
     steps: int  # depth in instructions
 
     @classmethod
@@ -279,11 +279,11 @@ class Product:
         return self.steps * self.step_bytes(config)
 
     def stages(self, config: GemmConfig) -> int:
-        """Stages of an item."""
+        """Stages of a work tile."""
         return self.steps // config.k_steps
 
     def counter_bytes(self, config: GemmConfig) -> int:
-        """What lies in front of the packed weights: counters of the items that blocks have taken.
+        """Bytes before the packed weights: counters of the work tiles that blocks have taken.
 
         A cluster has one; the emulator, which runs blocks one by one, has one for each of its blocks.
         """
@@ -291,7 +291,7 @@ class Product:
 
 
 def held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool) -> int:
-    """Registers that stores hold beyond what the simplest do: where pixels and lines go, which channels exist."""
+    """Registers of stores beyond the simplest ones': addresses of pixels and lines, which channels exist."""
     if channels_last:
         return 16 if owned_w >= 3 else 0
     if channels % ROWS and owned_w > 1:

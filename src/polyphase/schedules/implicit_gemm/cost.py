@@ -1,4 +1,4 @@
-"""How long a config of `implicit_gemm` takes, predicted from what it counts of a layer (docs/notebook.md)."""
+"""Predicted time of a config of `implicit_gemm`, from counts of its work (docs/notebook.md)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from polyphase.schedules.cost import prologue_cycles, slower_of
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmConfig, Product, Taps
 from polyphase.schedules.implicit_gemm.cuts import Tile
 
-_AT_ONCE = 256  # elements whose prologue a multiprocessor that measures is at: by eight warps
-_ROUNDING = 1 - 1e-9  # a bound is summed up in another order than a prediction
+_AT_ONCE = 256  # elements whose prologue a multiprocessor computes at once when measuring: eight warps
+_ROUNDING = 1 - 1e-9  # a bound is summed in another order than a prediction
 
 
 def estimate(gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int) -> tuple[float, str]:
@@ -27,7 +27,7 @@ def estimate(gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo,
 def prologue_estimate(
     gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int, prologue: Epilogue
 ) -> float:
-    """What a prologue adds where those who load pixels compute it."""
+    """Time that a prologue adds when producers compute it."""
     bare, behind = (Work(gather, config, device, each) for each in (NONE, prologue))
     found = (each.estimate(gather, config.stages, tile, device, layer_bytes)[0] for each in (behind, bare))
     more = next(found) - next(found)
@@ -38,7 +38,7 @@ def prologue_estimate(
 
 
 def shared_ends(gather: Gather, config: GemmConfig, tile: Tile) -> float:
-    """Parts of sectors that pieces of odd rows begin and end with, which another piece completes at another time.
+    """Partly written sectors: pieces of odd rows begin and end in sectors that another piece completes later.
 
     Odd rows, of an odd number of elements, begin anywhere in a sector.
     """
@@ -63,9 +63,9 @@ def _bandwidth(gather: Gather, terms: Costs) -> float:
 
 
 class Work:
-    """What blocks of a config do, whatever its stages: the same for images of all sizes.
+    """The work of a config's blocks, which does not depend on its stages or the image size.
 
-    A planner asks one of them for many tiles, so that what they have in common is counted once.
+    A planner evaluates one for many tiles, so that their common counts are computed once.
     """
 
     def __init__(self, gather: Gather, config: GemmConfig, device: DeviceInfo, prologue: Epilogue = NONE) -> None:
@@ -73,10 +73,10 @@ class Work:
         product, size = Product.of(gather, config), DTYPE_BYTES[gather.dtype]
         last = gather.src.channels_last
         self.config, self.product, self.device = config, product, device
-        raw = size // config.operand_bytes(gather.dtype)  # bytes for each of an operand
+        raw = size // config.operand_bytes(gather.dtype)  # raw bytes for each byte of an operand
         in_place = last or config.tma_operands
         self._stages, chunks = product.stages(config), 2 * config.k_steps
-        self._pixel_bytes = self._stages * chunks * CHUNK_BYTES  # of each pixel of a halo
+        self._pixel_bytes = self._stages * chunks * CHUNK_BYTES  # bytes of each pixel of a halo
         self._packed = config.row_parts * product.weight_bytes(config)
         self._weight_bytes = 0 if config.resident else self._packed
         self.once = (self._packed * terms.moved if config.resident else 0) + terms.launch
@@ -95,12 +95,12 @@ class Work:
         self._own_weights = self._weight_bytes / config.cluster
         slot = terms.slot_in_place if in_place else terms.slot
         self._slots = self._stages * (slot + (terms.slot_shared if config.cluster > 1 else 0))
-        self._taken = config.loader_groups if in_place and not config.tma_operands else 0  # stages that are never free
+        self._taken = config.loader_groups if in_place and not config.tma_operands else 0  # stages that producers hold
         self._chunks, self._size, self._in_place = chunks, size, last
         self._stage_channels = config.stage_channels(gather.dtype)
         self._convert = terms.convert_scaled if config.scaled else terms.convert
         self._transpose = terms.transpose_scaled if config.scaled else terms.transpose
-        if prologue:  # of each of 32 pixels, or of two, in all channels of a chunk
+        if prologue:  # for each of 32 pixels, or of two, in all channels of a chunk
             values = CHUNK_BYTES // config.operand_bytes(gather.dtype) * (4 // size)
             more = values * prologue_cycles(prologue, device)
             self._convert, self._transpose = self._convert + more, self._transpose + more
@@ -111,7 +111,7 @@ class Work:
     def estimate(
         self, gather: Gather, stages: int, tile: Tile, device: DeviceInfo, layer_bytes: int
     ) -> tuple[float, str]:
-        """Predicted seconds with so many stages, and whether ``layer_bytes`` or instructions bound it."""
+        """Predicted seconds with ``stages``, and whether ``layer_bytes`` or instructions bound it."""
         waves, in_ping_pong = self.waves(tile.total)
         cycles = self._cycles(tile.halo, self._load(tile, stages), self._store(tile), stages)
         busy = (waves * cycles[in_ping_pong] + self.once) / device.clock_hz
@@ -123,7 +123,7 @@ class Work:
         return seconds + (_measure(gather, device) if self.config.scaled else 0), bound
 
     def beside(self, gather: Gather) -> float:
-        """Seconds beside those of work tiles."""
+        """Seconds in addition to those of work tiles."""
         stored = _sectors(gather, self.device) if self._in_sectors else 0.0
         return stored + _measure(gather, self.device) if self.config.scaled else stored
 
@@ -139,12 +139,12 @@ class Work:
         return waves, False
 
     def least(self, halo: float, stages: int) -> tuple[float, float]:
-        """Cycles that no tile of so many pixels, halo included, falls below with at most ``stages``: of a work tile by
+        """Lower bound of cycles of a tile of ``pixels``, halo included, with at most ``stages``: of a work tile by
         itself, and in ping-pong."""
         return self._cycles(halo, self._least_load(halo), self._stores(halo), stages)
 
     def _cycles(self, halo: float, load: float, store: float, stages: int) -> tuple[float, float]:
-        """Cycles of a work tile by itself, and in ping-pong, where one consumer stores while the other multiplies."""
+        """Cycles of a work tile by itself, and in ping-pong, when one consumer stores while the other multiplies."""
         terms, multiply = self._terms, self._multiply(halo)
         slots = (self._slots + terms.slot_use * multiply) / (stages - self._taken)
         main = _norm(terms.overlap, multiply, self._stages * load, self._moved(halo), slots)
@@ -163,7 +163,7 @@ class Work:
         return (self._raw * (self._pixel_bytes * halo) + self._own_weights) * self._terms.moved
 
     def _load(self, tile: Tile, stages: int) -> float:
-        """Cycles until a stage is loaded, of as many as are loaded at a time."""
+        """Cycles to load a stage, divided by the stages that are loaded at a time."""
         if self.config.tma_operands:
             return self._load_operands(max(tile.halo, tile.boxes * tile.box_pixels))
         if tile.boxes:
@@ -171,7 +171,7 @@ class Work:
         return self._load_by_threads(tile.halo, tile.copy_bytes, math.ceil)
 
     def _least_load(self, halo: float) -> float:
-        """The same for so many pixels in the best way that there may be, if copies were of no whole pieces."""
+        """A lower bound of that for ``pixels``: the fastest way of loading, without rounding copies up."""
         config = self.config
         if config.tma_operands:
             return self._load_operands(halo)
@@ -182,7 +182,7 @@ class Work:
         return min(by_threads, by_one, by_all)
 
     def _load_operands(self, pixels: float) -> float:
-        """By TMA, where they are used."""
+        """By TMA, directly to the operands."""
         return self._terms.stage_boxes + self._terms.box_pixel * pixels
 
     def _load_boxes(self, halo: float, groups: int, whole: Callable[[float], float]) -> float:
@@ -192,7 +192,7 @@ class Work:
         return (self._terms.stage_transposed + self._transpose * whole(pieces / warps)) / groups
 
     def _load_by_threads(self, halo: float, copy_bytes: int, whole: Callable[[float], float]) -> float:
-        """By copies of so many bytes, converted by the threads that copy; ``whole`` rounds pieces up."""
+        """By copies of ``copy_bytes``, converted by the threads that copy; ``whole`` rounds pieces up."""
         config, size, chunks, terms = self.config, self._size, self._chunks, self._terms
         warps = config.loader_threads // 32 // config.loader_groups
         if self._in_place:
@@ -205,7 +205,7 @@ class Work:
         return (latency + copies + self._convert * converted) / config.loader_groups
 
     def _count_stores(self, gather: Gather) -> None:
-        """What a work tile's stores take, but for what depends on its tile."""
+        """The part of a work tile's store time that does not depend on its tile."""
         config, product, stride, terms = self.config, self.product, gather.axes[2].stride, self._terms
         self._edges, self._lanes = 0, 1
         if config.taps_in_rows:
@@ -217,7 +217,7 @@ class Work:
                 self._each *= terms.scattered / config.sets_at_once(gather)
             elif config.whole_images:
                 self._each *= terms.output
-            else:  # a lane has one cell of as many as there are lanes
+            else:  # a lane has one cell
                 self._each *= terms.lane_output
                 self._lanes = 128 * config.sharers // config.row_parts
             return
@@ -243,14 +243,14 @@ class Work:
         return stores
 
     def _stores(self, cells: float) -> float:
-        """The same for so many cells, if no lane were idle and all rows were whole."""
+        """A lower bound of that: no lane is idle and all rows are whole."""
         return self._fixed + self._each * cells
 
 
 class Bound:
-    """Seconds that no tiles of a config fall below, whatever the size of images, with at most ``stages``.
+    """Lower bound of the seconds of a config's tiles, for images of any size, with at most ``stages``.
 
-    What work tiles take for all cells together grows with their number, and that is least where all are full.
+    The time of all work tiles grows with their number, which is least if all are full.
     """
 
     def __init__(self, work: Work, stages: int) -> None:
@@ -261,14 +261,14 @@ class Bound:
         self._ping_pong = config.split == "turns"
 
     def seconds(self, gather: Gather, cells: int) -> float:
-        """For images of a size, of so many cells in all."""
+        """For images of ``cells`` in all."""
         waves, in_ping_pong = self._work.waves(-(-cells // self._cells))
         if self._ping_pong and not in_ping_pong:  # with smaller tiles it might be
             return self._seconds(gather, min(self._alone[False], 2 * self._alone[True]))
         return self._seconds(gather, max(cells * self._each[in_ping_pong], waves * self._alone[in_ping_pong]))
 
     def closer(self, gather: Gather, cells: int, tiles: int) -> float:
-        """The same where there are at least so many tiles."""
+        """The same for at least ``tiles`` tiles."""
         waves, in_ping_pong = self._work.waves(tiles)
         kinds = [(1, False), (2, True)] if self._ping_pong and not in_ping_pong else [(max(1, waves), in_ping_pong)]
         least = [w * self._work.least(cells * self._rounds / w, self._stages)[ping_pong] for w, ping_pong in kinds]
@@ -281,14 +281,14 @@ class Bound:
 
 @lru_cache(maxsize=64)
 def _sectors(gather: Gather, device: DeviceInfo) -> float:
-    """Seconds beside a layer's, where row groups share sectors of its output."""
+    """Additional seconds if row groups share sectors of the output."""
     written, terms = math.prod(gather.dst.shape) * DTYPE_BYTES[gather.dtype], costs("implicit_gemm", device)
     return terms.parts_of_sectors * written / device.copy_bytes_per_second
 
 
 @lru_cache(maxsize=64)
 def _measure(gather: Gather, device: DeviceInfo) -> float:
-    """Seconds to find what pixels and weights are multiplied by."""
+    """Seconds to compute the scales of pixels and weights."""
     terms = costs("implicit_gemm", device)
     read = math.prod(gather.src.shape) + gather.groups * gather.src_channels * gather.dst_channels * gather.taps
     return terms.measure + read * DTYPE_BYTES[gather.dtype] / (terms.measured * device.copy_bytes_per_second)

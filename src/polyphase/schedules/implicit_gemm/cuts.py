@@ -1,4 +1,4 @@
-"""How `implicit_gemm` can cut cells into tiles, and how their halo lies in shared memory, whatever the config."""
+"""Ways to cut cells into tiles for `implicit_gemm`, and the layout of their halo in shared memory, for any config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
     images: int
     cells: tuple[int, int, int]
-    pitch: tuple[int, int, int]  # from one image, slab and row to the next
+    pitch: tuple[int, int, int]  # pixels from one image, slab and row to the next
     halo: int
     allocated: int
     skew: int
@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     tiles: tuple[int, int, int, int]
     boxes: int = 0  # boxes that TMA loads for a stage; 0 if threads copy
     box_pixels: int = 0
-    run: int = 0  # cells of any rows, and images up to ``images``, one after the other
+    run: int = 0  # consecutive cells, across rows and up to ``images`` images
 
     @property
     def tile_cells(self) -> int:
@@ -52,14 +52,14 @@ class Tile(NamedTuple):
 
 
 def pixels_join(gather: Gather) -> bool:
-    """Whether the pixels of an image follow each other in memory."""
+    """Whether the pixels of an image are contiguous."""
     sizes, strides = gather.src.shape[2:], gather.src.strides[2:]
     rows_join = sizes[1] == 1 or strides[1] == sizes[2] * strides[2]
     return rows_join and (sizes[0] == 1 or strides[0] == sizes[1] * sizes[2] * strides[2])
 
 
 def copy_sizes(gather: Gather, row: int) -> list[int]:
-    """Bytes that one copy from global memory may have, where ``row`` pixels and their whole rows are copied so."""
+    """Bytes of one copy from global memory, if rows of ``row`` pixels are copied."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channel, depth, height, width = gather.src.strides
     if gather.src.channels_last:
@@ -74,11 +74,11 @@ def copy_sizes(gather: Gather, row: int) -> list[int]:
 
 
 class Cuts(NamedTuple):
-    """The tiles of at most ``capacity`` cells, those in their halo included, that a config may have.
+    """The tiles of at most ``capacity`` cells, halo included, that a config may have.
 
-    ``banks``: pixels to which chunks of channels are padded, so that they lie in different banks. ``all_pixels``:
-    every pixel of a tile is a column of the product. ``by_tma``: whether TMA brings them, or either; ``transposed``:
-    as operands, `BOX_PIXELS` of every channel at a time. Where images are whole, they have at most ``most_pixels``,
+    ``banks``: pixels to which chunks of channels are padded to avoid bank conflicts. ``all_pixels``:
+    every pixel of a tile is a column of the product. ``by_tma``: whether TMA loads them, or either; ``transposed``:
+    as operands, `BOX_PIXELS` of every channel at a time. With whole images, they have at most ``most_pixels``,
     which is zero elsewhere.
     """
 
@@ -92,15 +92,15 @@ class Cuts(NamedTuple):
     transposed: bool
 
     def addressable(self) -> int:
-        """Images of a tile, of which several are taken only where offsets within it have 32 bits."""
+        """Images of a tile; several only if offsets within it have 32 bits."""
         sides = (self.gather.src, self.gather.dst)
         spans = [(side.strides[0], extent((1, 1, *side.shape[2:]), side.strides)) for side in sides]
         return min((2**31 - one) // max(1, stride) for stride, one in spans)
 
     def allocated(self, halo: int, read: int, boxes: int, box_pixels: int) -> int:
-        """Pixels of a run in shared memory, of which taps read some beyond the halo.
+        """Pixels of a run in shared memory, with those that taps read beyond the halo.
 
-        32 pixels of a chunk are transposed at a time, and chunks of channels lie in other banks. Boxes are swizzled in
+        32 pixels of a chunk are transposed at a time, and chunks of channels use different banks. Boxes are swizzled in
         rows of eight, and stages of them are whole kilobytes.
         """
         whole = max(-(-halo // 32) * 32, read)
@@ -111,7 +111,7 @@ class Cuts(NamedTuple):
     def joined(
         self, images: int, run: int, read: int, tiles: tuple[int, int, int, int], boxes: tuple[int, int]
     ) -> Tile:
-        """A tile of pixels in the order of memory."""
+        """A tile of pixels in memory order."""
         depth, height, width = self.gather.src.shape[2:]
         pitch, size = (
             (depth * height * width, height * width, width),
@@ -121,7 +121,7 @@ class Cuts(NamedTuple):
         return Tile(images, self.gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
     def runs(self) -> Iterator[Tile]:
-        """Cells in the order of memory, whatever rows they belong to; where that is possible, of several images."""
+        """Cells in memory order, across rows and, if possible, images."""
         gather, capacity, batch = self.gather, self.capacity, self.batch
         pixels = math.prod(gather.cells)
         alone = Taps.stay_in_cells(gather.axes) and gather.cells == gather.src.shape[2:]
@@ -143,7 +143,7 @@ class Cuts(NamedTuple):
             yield self.joined(images, run, capacity, tiles, boxes)
 
     def whole_images(self) -> Iterator[Tile]:
-        """The pixels of whole images, one after the other."""
+        """The pixels of consecutive whole images."""
         gather, capacity, batch = self.gather, self.capacity, self.batch
         pixels, last = math.prod(gather.src.shape[2:]), gather.src.channels_last
         images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), self.addressable())
@@ -162,10 +162,10 @@ class Cuts(NamedTuple):
             yield self.joined(images, run, run, tiles, boxes if tma else (0, 0))
 
     def rectangles(self) -> Iterator[Tile]:
-        """Rectangles of cells, which lie in a run of pixels with the halo between them.
+        """Rectangles of cells, in a run of pixels with the halo between rows.
 
-        A row of the run is followed by the next row's halo on the left, which is its own on the right where a tile is
-        as wide as the image: all of it is padding then. So it is with rows, between images.
+        A row of the run is followed by the next row's left halo, which is also its own right halo if a tile is
+        as wide as the image: all of it is padding then. The same holds for rows between images.
         """
         gather = self.gather
         _, _, depth_step, height_step, _ = gather.src.strides
@@ -183,7 +183,7 @@ class Cuts(NamedTuple):
 
 @lru_cache(maxsize=512)
 def all_tiles(cuts: Cuts) -> tuple[list[Tile], int]:
-    """Those tiles: of least work first, then of less memory; and how many of one kind a layer has at least."""
+    """These tiles, those of least work first, then of less memory; and the least number of tiles of one kind."""
     if cuts.most_pixels:
         found = list(cuts.whole_images())
         return found, min((tile.total for tile in found), default=0)
@@ -198,7 +198,7 @@ def all_tiles(cuts: Cuts) -> tuple[list[Tile], int]:
 
 
 def _are_one_row(gather: Gather, batch: int) -> bool:
-    """Whether boxes can take pixels that join as one row: those of an image, or with channels last of the tensor."""
+    """Whether boxes can read contiguous pixels as one row: those of an image, or with channels last of the tensor."""
     pixels, (image, *_, pixel) = math.prod(gather.src.shape[2:]), gather.src.strides
     if gather.src.channels_last:
         return batch == 1 or image == pixels * pixel
@@ -206,25 +206,25 @@ def _are_one_row(gather: Gather, batch: int) -> bool:
 
 
 def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
-    """Whether TMA brings so many pixels at once, or a single row in several pieces."""
+    """Whether TMA loads ``pixels`` in one box, or a single row in several pieces."""
     return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
 
 
 def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
-    """Boxes that a row of pixels is copied in, and the pixels of each; one of several is transposed as a whole."""
+    """Boxes of a row of pixels, and the pixels of each; one of several is transposed as a whole."""
     count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // DTYPE_BYTES[gather.dtype]
     return count, row if count == 1 else math.ceil(row / count / turned) * turned
 
 
 def _operands(pixels: int) -> tuple[int, int]:
-    """Boxes that are operands for so many pixels, and the pixels of each."""
+    """Boxes that are operands for ``pixels``, and the pixels of each."""
     return math.ceil(pixels / BOX_PIXELS), BOX_PIXELS
 
 
 @lru_cache(maxsize=4096)
 def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None:
-    """Bytes between neighbours in all dimensions but the innermost, as a tensor map lists them; None where TMA
-    cannot take the source apart. ``one_row``: the pixels of an image, which follow each other, channels first."""
+    """Strides in bytes of all dimensions but the innermost, as a tensor map lists them; None if TMA
+    cannot read the source. ``one_row``: the contiguous pixels of an image are one dimension (channels first)."""
     size = DTYPE_BYTES[gather.dtype]
     batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
     if one_row:
@@ -240,7 +240,7 @@ def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None
 
 
 class _Rectangles:
-    """`Cuts.rectangles` whose rows are copied in pieces of so many bytes."""
+    """`Cuts.rectangles` whose rows are copied in pieces of ``copy_bytes``."""
 
     def __init__(self, cuts: Cuts, tma: bool, copy_bytes: int) -> None:
         self._cuts, self._tma, self._copy_bytes = cuts, tma, copy_bytes
@@ -248,7 +248,7 @@ class _Rectangles:
         self._addressable = cuts.addressable()
         depth, height, _ = self._cells = gather.cells
         *_, self._src_height, self._src_width = gather.src.shape
-        # Pixels that any tap needs behind a cell, and before it: below zero where all are behind.
+        # Pixels that taps need after a cell, and before it: negative if all are after it.
         _, self._ahead_h, self._ahead_w = (max(0, -axis.shifts[0]) for axis in gather.axes)
         _, self._back_h, self._back_w = (axis.shifts[1] for axis in gather.axes)
         self._reach = tuple(axis.shifts[1] - axis.shifts[0] for axis in gather.axes)
@@ -268,7 +268,7 @@ class _Rectangles:
         return -(-(lead + columns if shared else skew + columns + self._reach[2]) // even) * even
 
     def rows(self, columns: int, row: int) -> Iterator[int]:
-        """Of a tile; what divides the height evenly, among the most that fit and shares of these."""
+        """Rows of a tile: those that divide the height evenly, among the most that fit and shares of these."""
         height, reach, capacity = self._cells[1], self._reach[1], self._capacity
         most = min(height, capacity // row - reach if self._all_pixels else (capacity - columns) // row + 1)
         return (rows for rows in _heights(height, max(0, most)) if rows + reach <= _MAX_SIDE[0])
@@ -308,7 +308,7 @@ class _Rectangles:
 
 @lru_cache(maxsize=4096)
 def _heights(height: int, most: int) -> set[int]:
-    """Rows of tiles that divide a height evenly: at most so many, and shares of these."""
+    """Rows of tiles that divide a height evenly: at most ``most``, and shares of these."""
     return {-(-height // -(-height // max(1, most * n // 8))) for n in (8, 6, 4, 3, 2, 1)}
 
 

@@ -1,7 +1,7 @@
 """Every config of `implicit_gemm` that the registers allow.
 
-What registers hold beside accumulators, here and in `config.held_by_stores`, was found by compiling the layers of all
-suites, and odd ones.
+The registers needed besides accumulators, here and in `config.held_by_stores`, were found by compiling the layers of
+all suites, and odd ones.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _WIDEST = {1: 256, 2: 192, 4: 192}
 _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
 _HELD_BY_NORMALS = 16  # registers, where outputs are normalised over their channels
 _HELD_BY_CHANNELS = 16  # registers, where a thread adds up several channels' partial products at a time
-_SCALED_CHANNELS = 32  # of a group, from which on float32 may be multiplied as float16: sums of fewer take little time
-_MOST_SCALED_ROWS = 512  # taps of a set, each with 16 channels in float32, that a block packs
-_MAX_CELL_WIDTH = 16  # output columns of a cell, which a thread then holds at once
+_SCALED_CHANNELS = 32  # channels from which float32 may be multiplied as float16: shorter sums take little time
+_MOST_SCALED_ROWS = 512  # most taps of a set, each with 16 channels in float32, that a block packs
+_MAX_CELL_WIDTH = 16  # most output columns of a cell, which a thread holds at once
 
-# Producer groups, their raw slots, and the stages that there may be, by whether they copy in place. Such copies are
-# waited for by the consumers: they take more stages (see LOOKAHEAD in the kernel), unless TMA brings them.
+# Producer groups, their raw slots, and choices of stages, by whether producers copy in place. Such copies are
+# waited for by the consumers: they take more stages (see LOOKAHEAD in the kernel), unless TMA loads them.
 _LOADERS = {False: ((2, 4, STAGES), (1, 4, STAGES), (1, 2, STAGES)), True: ((4, 4, (8, 12)), (1, 4, (3, 4)))}
 _BOX_LOADER = (1, 4, STAGES)
 
@@ -49,7 +49,7 @@ _BOX_LOADER = (1, 4, STAGES)
 class Layer:
     """A layer at a size, of dense tensors.
 
-    ``tma``: whether TMA can bring pixels as operands (`tile.may_take_operands`); ``may_scale``: whether float32 may be
+    ``tma``: whether TMA can load pixels as operands (`tile.may_take_operands`); ``may_scale``: whether float32 may be
     multiplied as float16.
     """
 
@@ -67,7 +67,7 @@ class Layer:
         return Gather.of(problem, Pass.FORWARD, dense)
 
     def sized(self, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> list[Layer]:
-        """The same with images of other sizes (batch, sides in one to three dimensions), as far as tiny stays tiny."""
+        """The layer at other sizes (batch, sides in one to three dimensions) that are tiny if it is."""
         found = (replace(typical(self.problem, sides), batch=batch) for batch, sides in sizes)
         return [replace(self, problem=sized) for sized in found if is_tiny(sized) is is_tiny(self.problem)]
 
@@ -79,9 +79,9 @@ def legal_configs(layer: Layer, device: DeviceInfo) -> Iterator[GemmConfig]:
 
 
 def families(layer: Layer, device: DeviceInfo) -> Iterator[tuple[GemmConfig, tuple[int, ...]]]:
-    """The `configs`: those that differ in nothing but their stages as one with none, and their stages in rising order.
+    """The `legal_configs` by family: a config without stages, and the stages that it may have in rising order.
 
-    Each is made step by step: the rows of a row group, how they are multiplied, then loaders and columns.
+    Each is made in steps: the rows of a row group, how they are multiplied, then producers and columns.
     """
     of_layer = _Families(layer, device)
     for wgmma, scaled in of_layer.instructions():
@@ -92,7 +92,7 @@ def families(layer: Layer, device: DeviceInfo) -> Iterator[tuple[GemmConfig, tup
 
 
 class _Families:
-    """What the `families` of a layer are made of."""
+    """Enumerates the `families` of a layer."""
 
     def __init__(self, layer: Layer, device: DeviceInfo) -> None:
         self._layer, self._problem, self._device = layer, layer.problem, device
@@ -113,7 +113,7 @@ class _Families:
         return shape._replace(**settings)  # type: ignore[arg-type]
 
     def shapes(self) -> list[GemmConfig]:
-        """Row groups: of channels of some phases, of a part of those along the width, or of taps."""
+        """Row groups: channels of some phases, or of a part of the phases along the width, or taps."""
         problem, taps, channels = self._problem, self._taps, self._channels
         blocks, lines_of_layer = math.ceil(channels / ROWS), len(taps.lines)
         some_lines = [lines for lines in range(1, lines_of_layer + 1) if lines_of_layer % lines == 0]
@@ -129,7 +129,7 @@ class _Families:
         return shapes + self._shapes_of_taps(some_lines)
 
     def _shapes_of_taps(self, some_lines: list[int]) -> list[GemmConfig]:
-        """Those whose rows are taps."""
+        """Row groups whose rows are taps."""
         problem, taps, channels, shapes = self._problem, self._taps, self._channels, []
         # In two parts, or with many small groups, the direct kernel is faster (docs/notebook.md).
         few = channels <= _FEW_CHANNELS and problem.groups == 1 and self._parts == 1
@@ -143,7 +143,7 @@ class _Families:
         return shapes
 
     def ways(self, shape: GemmConfig) -> Iterator[GemmConfig]:
-        """All ways to multiply a shape, those that are left out among them."""
+        """All ways to multiply a shape, including those that are skipped."""
         channel_groups = math.ceil(self._channels / (shape.channel_blocks * (shape.row_channels or ROWS)))
         row_groups = channel_groups * (len(self._taps.lines) // shape.lines) * shape.width_parts
         may_reside = shape.wgmma and row_groups * self._problem.groups <= self._device.multiprocessors // 4
@@ -172,24 +172,24 @@ class _Families:
 
     def _cluster_is_left_out(self, config: GemmConfig) -> bool:
         if config.split != "turns":
-            return True  # there the block's own warpgroups share weights
+            return True  # in such configs the block's own warpgroups share weights
         if config.k_steps == 4 and config.taps_in_rows and not config.whole_images:
             return True  # registers spill
         return self._layer.src_channels_last and config.lines > 2 and self._taps.owned_w > 2  # registers spill
 
     def _held(self, config: GemmConfig) -> int:
-        """Registers of a thread beside its accumulators."""
+        """Registers of a thread in addition to its accumulators."""
         problem, by_cells, several_blocks = self._problem, config.split == "cells", config.channel_blocks > 1
         in_two_parts_last = self._parts == 2 and self._layer.src_channels_last
         beside = 16 * (config.k_steps >= 2 and several_blocks)
         if config.scaled and several_blocks and (self._taps.owned_w == 1 or config.split == "turns"):
-            beside = 32  # what rows are multiplied by, too
+            beside = 32  # including the rows' scales
         elif config.scaled and config.k_steps >= 2 and config.split == "turns":
             beside += 8
         if problem.bias and by_cells and (beside or in_two_parts_last):
             beside += 16
         elif problem.groups > 1 and config.lines > 1 and by_cells and in_two_parts_last:
-            beside += 16  # which group it is
+            beside += 16  # the index of the group
         return beside + self._held_by_epilogue(config)
 
     def _held_by_epilogue(self, config: GemmConfig) -> int:
@@ -213,8 +213,8 @@ class _Families:
 
     def members(self, config: GemmConfig) -> Iterator[tuple[GemmConfig, tuple[int, ...]]]:
         """The config with all loaders and columns, and the stages of each."""
-        accumulators = 80 // (1 if self._parts == 1 else 3)  # of a thread, so that registers are left
-        if config.wgmma:  # those of two parts are added up beside the tensor cores
+        accumulators = 80 // (1 if self._parts == 1 else 3)  # most accumulators of a thread, so that registers are left
+        if config.wgmma:  # with two parts a second set of sums
             accumulators = (160 - self._held(config)) // self._parts
         most_cells = 2 * accumulators // self._taps.row_blocks(config)
         for tma_operands, loaders, raw_slots, stages in self._loaders(config):
@@ -233,12 +233,12 @@ class _Families:
                     yield found, stages
 
     def _loaders(self, config: GemmConfig) -> list[tuple[bool, int, int, tuple[int, ...]]]:
-        """Whether TMA brings operands, producer groups, their raw slots, and the stages that there may be."""
+        """Whether TMA loads operands, producer groups, their raw slots, and choices of stages."""
         problem, last = self._problem, self._layer.src_channels_last
         fills = fills_stages(problem.groups, problem.in_channels_per_group, config.stage_channels(problem.dtype))
         may = self._layer.tma and config.wgmma and self._parts == 1 and fills
         by_threads = [] if may and last else [(False, *each) for each in _LOADERS[last]]
-        # Pixels channel by channel are an operand in half precision, where a tap is no distance.
+        # Channel by channel, pixels are an MN-major operand: in half precision, if no tap shifts them.
         a_tap_is_no_distance = config.whole_images or Taps.stay_in_cells(problem.axes3)
         may_lie = last or (DTYPE_BYTES[problem.dtype] == 2 and a_tap_is_no_distance)
         return [*by_threads, *([(True, *_BOX_LOADER)] if may and may_lie else [])]

@@ -1,4 +1,4 @@
-"""What runs before `implicit_gemm`: weights are packed, and measured first where float32 is multiplied as float16."""
+"""Steps before `implicit_gemm`: packing weights, after measuring them if float32 is multiplied as float16."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from polyphase.schedules.implicit_gemm.cuts import copy_sizes, pixels_join
 
 _PIXEL_PARTS = 264  # blocks that measure pixels: two for each multiprocessor of an H200
 _MEASURING_THREADS = 256
-_MEASURING_LANES = 16  # neighbouring threads, of which each has neighbouring pixels: as many, or more
-_MEASURED_CHANNELS = 8  # where each would have fewer channels
-_PACKED_ROWS = 512  # that a block packs where taps are rows
+_MEASURING_LANES = 16  # neighbouring threads, at least, each with neighbouring pixels
+_MEASURED_CHANNELS = 8  # channels of a thread, at least
+_PACKED_ROWS = 512  # rows that a block packs if taps are rows
 
 
 def pack_weights(gather: Gather, config: GemmConfig, product: Product, batch: int) -> tuple[Step, ...]:
-    """The kernel that packs the weights, behind the one that measures, if it wants that."""
+    """The kernel that packs the weights, after the one that measures, if there is one."""
     measure = (_measure_scales(gather, config, product, batch),) if config.scaled else ()
     return (*measure, _packing_step(gather, config, product))
 
@@ -45,7 +45,7 @@ def packing_constants(gather: Gather, config: GemmConfig, product: Product) -> t
 
 
 def scales_bytes(gather: Gather, config: GemmConfig, product: Product) -> int:
-    """What lies between counters and weights: ``SCALES_BYTES`` in kernels/operand/bands.cuh."""
+    """Bytes between counters and weights: ``SCALES_BYTES`` in kernels/operand/bands.cuh."""
     if not config.scaled:
         return 0
     measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels
@@ -65,8 +65,8 @@ def _packing_step(gather: Gather, config: GemmConfig, product: Product) -> Step:
         return plain_step(source, blocks, threads)
     places = product.line_groups * product.operations // config.channel_blocks * (ROWS // config.line_rows)
     row_blocks = product.row_groups // product.line_groups * config.channel_blocks
-    # What a block packs: up to 16 KB of 16-byte chunks, less where blocks would be few. Runs of what lies innermost in
-    # memory, channels or taps, stay long. What is multiplied as float16 is staged as float32, twice as large.
+    # A block packs up to 16 KB of 16-byte chunks, less if there would be few blocks. Runs of the innermost dimension in
+    # memory, channels or taps, stay long. Weights that become float16 are staged as float32, twice as large.
     if gather.weight_channels_last:
         slabs = [(config.line_rows, taps) for taps in (16, 8, 4, 2, 1)]
     else:
@@ -83,7 +83,7 @@ def _packing_step(gather: Gather, config: GemmConfig, product: Product) -> Step:
 
 
 def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch: int) -> Step:
-    """The kernel that finds what pixels and weights are multiplied by as float16."""
+    """The kernel that measures pixels and weights for their scales as float16."""
     shape, strides = gather.src.shape[2:], gather.src.strides
     one_row = pixels_join(gather)
     sizes = (1, 1, math.prod(shape)) if one_row else shape
@@ -117,7 +117,7 @@ def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch:
 
 
 def _measured(gather: Gather) -> dict[str, Constant]:
-    """The constants that decide where lies what is measured of pixels and weights."""
+    """The constants that give the layout of the measured magnitudes."""
     return {"GROUPS": gather.groups, "PIXEL_PARTS": _PIXEL_PARTS, "WEIGHT_PARTS": _weight_parts(gather)}
 
 
@@ -127,7 +127,7 @@ def _weight_tiles(gather: Gather) -> int:
 
 
 def _weight_parts(gather: Gather) -> int:
-    """Parts of the input channels in which weights are measured, so that there are blocks enough."""
+    """Parts of the input channels in which weights are measured, so that there are enough blocks."""
     return max(1, min(256 // _weight_tiles(gather), gather.src_channels // 16))
 
 

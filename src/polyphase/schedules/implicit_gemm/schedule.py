@@ -65,8 +65,8 @@ _WITH_THEIR_OWN = {
 }
 _ALL = 2**31 - 1
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
-# Of each multiplying thread to the loading ones, or taken from these: what is tried in turn where registers spill.
-# The last serves kernels that NVRTC 13.0 lacks registers for on either side, whatever share the other one gives.
+# Pairs of GIVEN_REGISTERS and CHUNKS_AT_ONCE that are tried in turn if registers spill: registers moved from each
+# consumer thread to the producers. The last serves kernels for which NVRTC 13.0 has too few registers on either side.
 _SHARES = ((-8, 2), (16, 2), (24, 2), (16, 1))
 _LEAST_PIECE = 16  # cells
 
@@ -157,7 +157,7 @@ class ImplicitGemm(Schedule):
         config: GemmConfig,
     ) -> float | None:
         gather = Gather.of(problem, Pass.FORWARD, layouts)
-        # Pixels that do not exist are zeros, which come behind the operations, too.
+        # Pixels that do not exist stay zero, also after the prologue.
         if gather.src.channels_last or config.tma_operands or not prologue.keeps_zero:
             return None
         tile = best_tile(gather, config, problem.batch, device)
@@ -249,7 +249,7 @@ class ImplicitGemm(Schedule):
 
 
 def _fallbacks(gather: Gather, config: GemmConfig) -> tuple[tuple[tuple[str, Constant], ...], ...]:
-    """What is tried in turn where registers spill: other shares of them; then smaller pieces, as epilogues need."""
+    """Attempts if registers spill: other shares of registers, then smaller pieces, which epilogues need."""
     shares = [(("GIVEN_REGISTERS", n), ("CHUNKS_AT_ONCE", chunks)) for n, chunks in _SHARES] if config.wgmma else []
     piece = 0 if config.taps_in_rows else config.piece(gather)
     smaller = (("GIVEN_REGISTERS", 0), ("CHUNKS_AT_ONCE", 2), ("PIECE", max(_LEAST_PIECE, piece // 4)))
@@ -257,7 +257,7 @@ def _fallbacks(gather: Gather, config: GemmConfig) -> tuple[tuple[tuple[str, Con
 
 
 def _packing_seconds(problem: ConvTransposeProblem, gather: Gather, config: GemmConfig, device: DeviceInfo) -> float:
-    """What packing takes of weights that do not stay in the L2 cache: of smaller ones it is in ``launch``."""
+    """Packing time of weights that do not stay in L2; for smaller ones it is part of ``launch``."""
     product = Product.of(gather, config)
     moved = problem.elements[1] * DTYPE_BYTES[problem.dtype] + product.row_groups * product.weight_bytes(config)
     return max(0, moved - _CACHED) / device.copy_bytes_per_second
@@ -290,9 +290,9 @@ def _sharing(gather: Gather, device: DeviceInfo) -> Sharing:
 def _own_work_tiles(
     gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, problem: ConvTransposeProblem, waves: int
 ) -> int:
-    """Of ``waves`` of work tiles for each block, those that no other takes (core/tile_scheduler.cuh)."""
+    """Static work tiles of a block, of ``waves`` in all (``own`` in core/tile_scheduler.cuh)."""
     sharing, ends = _sharing(gather, device), shared_ends(gather, config, tile)
-    # Sectors that tiles share are what memory moves, too: blocks that drift apart complete them too late.
+    # Sectors that tiles share count as memory traffic, too: blocks that drift apart complete them too late.
     moved = problem.bytes + ends * costs("implicit_gemm", device).shared_end
     alone = problem.bytes if ends else 0
     if not sharing.pays(waves, lambda: estimate(gather, config, tile, device, alone), moved, device):
@@ -305,9 +305,9 @@ def _own_work_tiles(
 
 @lru_cache(maxsize=4096)
 def _with_long_pieces(at: Layer, config: GemmConfig, device: DeviceInfo) -> GemmConfig:
-    """The config with the longest pieces of rows that leave it its tiles, at all sizes that have a say.
+    """The config with the longest pieces of rows that do not change its tiles, at all compared sizes.
 
-    For these it may give up stages, as long as its prediction hardly rises.
+    It may have fewer stages for them, as long as its prediction hardly rises.
     """
     longer_pieces = list(config.with_longer_pieces(at.gather))
     if not longer_pieces:

@@ -1,7 +1,7 @@
-"""The configs of `implicit_gemm` that are fastest at a size, found without a look at most of the others.
+"""The configs of `implicit_gemm` that are fastest at a size, found without evaluating most of the others.
 
-Of every config a bound is known that no tile's prediction falls below, from constants that are the same at all sizes.
-Configs are looked at in the order of their bounds, until the next bound is beyond what is asked for.
+Every config has a lower bound of its tiles' predictions, from constants that are the same at all sizes.
+Configs are evaluated in the order of their bounds, until the next bound exceeds what is asked for.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Member:
         return self._rooms[wide]
 
     def seconds(self, gather: Gather, stages: int) -> float:
-        """The prediction, whatever the bytes, with so many stages; infinite where no tile fits."""
+        """The prediction with ``stages``, without the bound by bytes; infinite if no tile fits."""
         room = self._room(gather)
         tile = room.first_that_fits(room.tiles(gather, gather.src.shape[0])[0], stages)
         return math.inf if tile is None else self.work.estimate(gather, stages, tile, self._device, 0)[0]
 
     def fastest(self, gather: Gather, cells: int, below: float = math.inf) -> tuple[float, GemmConfig] | None:
-        """The prediction, whatever the bytes, with the best number of stages, of so many cells in all.
+        """The prediction with the best number of stages for ``cells`` in all, without the bound by bytes.
 
-        None where no tile fits, or where it is known at once that it is not ``below``.
+        None if no tile fits, or if its bound is not ``below``.
         """
         fastest, before, room = None, None, self._room(gather)
         tiles, fewest = room.tiles(gather, gather.src.shape[0])
@@ -70,7 +70,7 @@ class Member:
 
 
 class Members:
-    """All configs of a layer, whatever its sizes, which those of ``layer`` stand for."""
+    """All configs of a layer at any size, enumerated for ``layer``."""
 
     def __init__(self, layer: Layer, device: DeviceInfo) -> None:
         self._families, self._device = list(families(layer, device)), device
@@ -78,7 +78,7 @@ class Members:
 
     @classmethod
     def of(cls, layer: Layer, device: DeviceInfo) -> Members:
-        """Those of a layer, made once: its size decides no more than whether images are tiny."""
+        """The configs of a layer, made once: its size matters only for whether images are tiny."""
         return _members(replace(layer, problem=standard(layer.problem)), device)
 
     def at(self, gather: Gather) -> dict[GemmConfig, Member]:
@@ -100,7 +100,7 @@ class Members:
         columns = [pixels if member.config.whole_images else cells for member in among]
         bounds = (member.bound.seconds(gather, count) for member, count in zip(among, columns))
         found: list[tuple[int, float, GemmConfig]] = []
-        best: list[float] = []  # the most negative of the best first
+        best: list[float] = []  # negated, the worst of the best first
         for bound, index in sorted(zip(bounds, range(len(among)))):
             if bound > below:
                 break

@@ -1,4 +1,4 @@
-"""The tiles of `implicit_gemm`: which cells a block takes at once, and how they lie in shared memory."""
+"""The tiles of `implicit_gemm`: the cells of a block, and their layout in shared memory."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class _SharedBytes:
         raw = config.raw_slots * chunks * CHUNK_BYTES * self._size // config.operand_bytes(gather.dtype)
         self._raw = raw if self._copies_rows and not config.tma_operands else 0  # of a pixel
         self._table = 4 + (8 if needs_wide_offsets(gather) else 4) * config.loader_groups
-        # Beside partial products little is left: a config that fits must fit with any halo and wide offsets, too.
+        # Partial products leave little room: a config that fits must also fit with any halo and wide offsets.
         self._worst_table = 4 + 8 * config.loader_groups if config.taps_in_rows else self._table
         self._worst_halo = config.cells if config.taps_in_rows else 0
 
     def least(self, stages: int) -> int:
-        """Of any tile: all have pixels for each cell."""
+        """Lower bound for any tile: each cell has a pixel."""
         return self._fixed + stages * (self._weights + self._pixel * self._cells)
 
     def most_allocated(self, stages: int, limit: int, aligned: bool) -> int:
@@ -66,7 +66,7 @@ class _SharedBytes:
         return ((limit - self._fixed) // stages - self._weights) // self._pixel - (0 if aligned else 32)
 
     def of(self, tile: Tile, stages: int, aligned: bool) -> int:
-        """Of one tile; not ``aligned``: of the worst like it, where every pixel is copied by itself."""
+        """Bytes of one tile; not ``aligned``: of the worst such tile, with every pixel copied by itself."""
         copied = tile.copy_bytes // self._size if aligned and self._copies_rows else 1
         halo = tile.halo if aligned else max(tile.halo, self._worst_halo)
         total = self._fixed + stages * (self._weights + self._pixel * (tile.allocated + (0 if aligned else 32)))
@@ -86,7 +86,7 @@ def _static_shared_bytes(config: GemmConfig, product: Product, stages: int) -> i
     """The kernel's ``Shared``: barriers, known work tiles, distances of operations; what follows is aligned."""
     barriers = 8 * (2 * (stages + config.raw_slots) + CONSUMERS + 1)
     barriers += round_up(12 * work_tiles_known(config, product, stages), 8)
-    alignment = 1024 if config.tma_operands else 128  # of what follows
+    alignment = 1024 if config.tma_operands else 128  # of the bytes that follow
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
 
@@ -98,7 +98,7 @@ def needs_wide_offsets(gather: Gather) -> bool:
 
 
 def _store_bytes(gather: Gather, config: GemmConfig) -> int:
-    """What results pass on their way to the destination (``STORE_BYTES`` in the kernel)."""
+    """Bytes of the epilogue's staging (``STORE_BYTES`` in the kernel)."""
     size = gather.dst_bytes
     if config.taps_in_rows:
         sets, columns = config.sets_at_once(gather), config.round_pixels(gather)
@@ -107,8 +107,8 @@ def _store_bytes(gather: Gather, config: GemmConfig) -> int:
         return (1 if config.split == "cells" else CONSUMERS) * rows * pitch * 4 + 4 * config.cells
     places = CONSUMERS * config.group_cells * (16 if needs_wide_offsets(gather) else 8)
     cells, columns = config.piece(gather), config.row_columns(gather)
-    own = gather.axes[2].stride // config.width_parts  # a thread's of a cell
-    if gather.normalized:  # the moments that each of four warps has of a pixel, and those of them all
+    own = gather.axes[2].stride // config.width_parts  # elements of a cell that a thread has
+    if gather.normalized:  # moments of a pixel: of four warps, and combined
         places += CONSUMERS * (4 + 1) * 8 * cells * own
     if gather.dst.channels_last:
         return places + CONSUMERS * cells * (ROWS * size + CHUNK_BYTES)
@@ -121,7 +121,7 @@ def _store_bytes(gather: Gather, config: GemmConfig) -> int:
 
 @lru_cache(maxsize=65536)
 def best_tile(gather: Gather, config: GemmConfig, batch: int, device: DeviceInfo, reserve: int = 0) -> Tile | None:
-    """The tile that covers the problem with the least work; None where none fits shared memory less ``reserve``."""
+    """The tile of least work; None if none fits shared memory less ``reserve``."""
     room = Room(gather, config, (config.stages,), device, reserve)
     return room.first_that_fits(room.tiles(gather, batch)[0], config.stages)
 
@@ -129,7 +129,7 @@ def best_tile(gather: Gather, config: GemmConfig, batch: int, device: DeviceInfo
 class Room:
     """The shared memory that a config leaves for tiles with each of some ``stages``, in rising order.
 
-    It is the same for images of all sizes, but for those within which offsets are wide.
+    It is the same for images of all sizes, except those with wide offsets.
     """
 
     def __init__(
@@ -137,12 +137,12 @@ class Room:
     ) -> None:
         product, self._shared = Product.of(gather, config), _SharedBytes(gather, config)
         self._config, self._aligned = config, not reserve
-        # Chunks of a pixel lie in different banks, where they are copied together.
+        # Chunks of a pixel that are copied together are in different banks.
         last = gather.src.channels_last
         self._banks = 8 // min(8, 2 * config.k_steps) if last and not config.tma_operands else 0
         self._transposed = config.tma_operands and not last
         self._most_pixels = config.round_pixels(gather) if config.whole_images else 0
-        self._limits = {}  # bytes, and pixels, by stages
+        self._limits = {}  # bytes and pixels, by stages
         for count in stages:
             static = _static_shared_bytes(config, product, count)
             limit = device.shared_bytes_per_block - static - reserve
@@ -151,7 +151,7 @@ class Room:
             self._limits[count] = limit, self._shared.most_allocated(count, limit, self._aligned)
 
     def tiles(self, gather: Gather, batch: int) -> tuple[list[Tile], int]:
-        """`all_tiles`, whether they fit or not; none where no stages leave room."""
+        """`all_tiles`, whether they fit or not; none if no number of stages leaves room."""
         config = self._config
         if not self._limits or (self._transposed and not may_take_operands(gather)):
             return [], 0
@@ -160,7 +160,7 @@ class Room:
         return all_tiles(Cuts(gather, config.cells, batch, self._banks, taps_in_rows, most, by_tma, transposed))
 
     def first_that_fits(self, tiles: list[Tile], stages: int) -> Tile | None:
-        """The first of ``tiles`` that fits with so many stages."""
+        """The first of ``tiles`` that fits with ``stages``."""
         if stages not in self._limits:
             return None
         limit, most = self._limits[stages]
@@ -171,14 +171,14 @@ class Room:
 
 
 def may_use_tma(gather: Gather, config: GemmConfig) -> bool:
-    """Whether TMA can bring pixels that are then transposed, channels first."""
+    """Whether TMA can load pixels that are then transposed, channels first."""
     fills = fills_stages(gather.groups, gather.src_channels, config.stage_channels(gather.dtype))
     return config.wgmma and fills and not gather.src.channels_last and box_strides(gather, one_row=True) is not None
 
 
 def may_take_operands(gather: Gather) -> bool:
-    """Whether TMA can bring pixels as the tensor cores read them: with channels last, or in half precision rows of
-    pixels that no tap reads beside. (Rows of 32 bytes, as of 16 pixels, are not swizzled as rows of 128 bytes are.)"""
+    """Whether TMA can load pixels as tensor cores read them: with channels last, or in half precision rows of
+    pixels if no tap shifts them. (Rows of 32 bytes, as of 16 pixels, are swizzled unlike rows of 128 bytes.)"""
     if gather.src.channels_last:
         return box_strides(gather) is not None
     if DTYPE_BYTES[gather.dtype] != 2 or not pixels_join(gather) or box_strides(gather, one_row=True) is None:
@@ -187,7 +187,7 @@ def may_take_operands(gather: Gather) -> bool:
 
 
 def tensor_map(gather: Gather, config: GemmConfig, tile: Tile) -> TensorMap:
-    """What TMA brings for a stage of the tile, ``tile.boxes`` times."""
+    """The tensor map of a stage's boxes; TMA loads ``tile.boxes`` of them."""
     size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
     strides = box_strides(gather, one_row=bool(tile.run) and not last)
     assert strides is not None
@@ -211,7 +211,7 @@ def tensor_map(gather: Gather, config: GemmConfig, tile: Tile) -> TensorMap:
 
 
 def store_vector(gather: Gather, config: GemmConfig, tile: Tile) -> int:
-    """Elements of a store, the most that every row of the tile allows: each exists as a whole or not at all."""
+    """Elements of a store: the most of which, in every row of the tile, all exist or none."""
     widest = 16 // gather.dst_bytes
     batch, channel, depth, height, width = gather.dst.strides
     if gather.dst.channels_last:
@@ -226,7 +226,7 @@ def store_vector(gather: Gather, config: GemmConfig, tile: Tile) -> int:
 
 
 def _vector_of_channels(gather: Gather, config: GemmConfig, widest: int) -> int:
-    """Neighbouring channels that a thread has at once."""
+    """Neighbouring channels of a thread."""
     if not config.taps_in_rows:
         return math.gcd(gather.dst_channels, widest)
     wide = math.gcd(config.sets_at_once(gather) * config.row_channels, widest)
@@ -236,9 +236,9 @@ def _vector_of_channels(gather: Gather, config: GemmConfig, widest: int) -> int:
 
 
 def _rows_are_whole(gather: Gather, config: GemmConfig, tile: Tile, count: int) -> bool:
-    """Whether rows of tiles are so many neighbouring elements at a time, channels first."""
+    """Whether rows of tiles are whole groups of ``count`` neighbouring elements, channels first."""
     stride, columns = gather.axes[2].stride, config.row_columns(gather)
     if columns < stride and columns % count:
-        return False  # the neighbours of a part of a line are not its own
+        return False  # elements next to a part of a line belong to another part
     rows = tile.pitch[2] * stride % count == 0 and (tile.cells[2] * stride % count == 0 or tile.tiles[3] == 1)
     return rows and gather.dst.shape[4] % count == 0

@@ -1,10 +1,11 @@
-"""A weight gradient as a product over positions that lie side by side: what ``tap_gemm_wgrad_tma`` goes by.
+"""A weight gradient as a product over contiguous positions: the problem of ``tap_gemm_wgrad_tma``.
 
 Along each dimension a tap is ``residue + j * step``: every ``step``-th tap meets elements of the same residue of the
 stride, ``shift`` positions further. One operand, the *base*, is the layer's input; the other one, *phased*, is the
-gradient of its output, with a plane for each residue. With stride 1 they may be swapped, where taps count backwards.
-Rows of images are padded so that a shift is a distance in memory. Where taps along the width are *spread*, each has a
-plane of the phased operand, and the base is not shifted along it: it is read in place where its rows lie so already.
+gradient of its output, with a plane for each residue. With stride 1 they may be swapped, and taps count backwards.
+Rows of images are padded so that a shift is a distance in memory. If taps along the width are *spread*, each has its
+own plane of the phased operand, and the base is not shifted along it: it is read in place if its rows are in that
+order.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from polyphase.schedules.tap_gemm.product import Product, product_of
 #: Bytes of a row of a stage.
 PITCH = 128
 
-_PADDED = 1.15  # images, padded to whole pieces, for each that there is, at most
-_WHOLE_LINES = 1.125  # elements of rows that are padded to whole lines of memory, for each that there is, at most
+_PADDED = 1.15  # most images after padding to whole pieces, relative to the images
+_WHOLE_LINES = 1.125  # most elements of rows after padding to whole cache lines, relative to the elements
 
 
 @dataclass(frozen=True)
 class FlatAxis:
-    """One dimension: ``residues`` have ``taps`` at most, each ``shift`` positions further than the one before."""
+    """One dimension: ``residues`` have at most ``taps`` taps, each ``shift`` positions after the previous one."""
 
     step: int
     shift: int
@@ -50,13 +51,13 @@ class FlatAxis:
 
 @dataclass(frozen=True)
 class FlatProduct:
-    """Both operands as planes, and how taps lie in them."""
+    """Both operands as planes, and the taps' shifts in them."""
 
     product: Product
     swapped: bool
     batched: bool  # images are the innermost dimension of positions
-    spread: bool  # taps along the width are planes of the phased operand
-    in_place: bool  # the base is read as it lies, image by image
+    spread: bool  # every tap along the width has its own plane of the phased operand
+    in_place: bool  # the base is read without a copy, image by image
 
     def of_images(self, count: int) -> FlatProduct:
         """The product of the first ``count`` images alone."""
@@ -67,7 +68,7 @@ class FlatProduct:
 
     @cached_property
     def axes(self) -> tuple[Axis, Axis, Axis]:
-        """The dimensions as the product has them: where operands are swapped, taps count backwards."""
+        """The dimensions of the product: with swapped operands, taps count backwards."""
         depth, height, width = (
             Axis(each.kernel, 1, (each.kernel - 1) * each.dilation - each.padding, each.dilation)
             if self.swapped
@@ -90,12 +91,12 @@ class FlatProduct:
 
     @property
     def stages(self) -> int:
-        """Stages that all positions come to."""
+        """Stages of all positions."""
         return self.outer[0] * self.outer[1] * self.slab_stages
 
     @property
     def slab_stages(self) -> int:
-        """Stages of a slab: of positions that are one after the other in both operands."""
+        """Stages of a slab: of positions that are contiguous in both operands."""
         if not self.in_place:
             return -(-self.positions // self.depth)
         return -(-math.prod(self.padded) // self.outer[1] // self.depth)
@@ -130,7 +131,7 @@ class FlatProduct:
 
     @cached_property
     def padded(self) -> Three:
-        """A padded image. Rows that taps shift by are whole pieces; whole lines where that adds few elements."""
+        """A padded image. Rows are whole pieces if taps shift by rows; whole cache lines if that adds few elements."""
         depth, height, width = (size + axis.reach for size, axis in zip(self.sides[0].shape[2:], self.along))
         if self.in_place or self.batched or max(self.along[0].taps, self.along[1].taps) == 1:
             return depth, height, width
@@ -139,7 +140,7 @@ class FlatProduct:
 
     @property
     def base_lies(self) -> bool:
-        """Whether TMA may read the base as it lies: an image as one plane, shifted by whole pieces of 16 bytes."""
+        """Whether TMA may read the base in place: an image as one plane, shifted by whole pieces of 16 bytes."""
         base, product = self.sides[0], self.product
         if self.batched or self.copies > 1 or product.parts > 1 or not _lies(base, product.piece):
             return False
@@ -151,7 +152,7 @@ class FlatProduct:
     def written(self) -> tuple[bool, bool]:
         """Whether planes of the base, and of the phased operand, are written; else the tensor is such a plane."""
         base, phased = self.sides
-        pixels = base.shape[2:] == phased.shape[2:]  # an output may be padded behind its last pixel
+        pixels = base.shape[2:] == phased.shape[2:]  # an output may be padded after its last pixel
         pixels = pixels and all((each.kernel, each.stride, each.padding) == (1, 1, 0) for each in self.axes)
         return not self.in_place, not (self.in_place and pixels and _lies(phased, self.product.piece))
 
@@ -162,7 +163,7 @@ class FlatProduct:
 
     @property
     def images(self) -> int:
-        """Images, padded to whole pieces, where they are the innermost dimension of positions; else 0."""
+        """Images, padded to whole pieces, if they are the innermost dimension of positions; else 0."""
         return round_up(max(1, self.product.problem.batch), self.product.piece) if self.batched else 0
 
     @cached_property
@@ -211,7 +212,7 @@ class FlatProduct:
         return planes.pitch, image // planes.padded[0] if slabs > 1 else 0, image if self.in_place else 0
 
     def straddling(self, side: int, window: tuple[bool, bool]) -> float:
-        """The share of a stage's rows of 128 bytes that lie in two lines of memory: they begin within one."""
+        """The share of a stage's rows of 128 bytes that span two cache lines."""
         depth, height, width = self.along
         row = (self.images or 1) * self.padded[2]
         begin = [*self.strides(side)] if self.sides[side].shape[1] > 1 else [*self.strides(side)[1:]]
@@ -236,14 +237,14 @@ class FlatProduct:
 
     @property
     def moved(self) -> int:
-        """Elements of tensors that are read, but for slabs and rows that no tap meets, and of their planes."""
+        """Elements of the tensors that are read, without slabs and rows that no tap meets, and of their planes."""
         met = math.prod(min(1.0, flat.residues / axis.stride) for flat, axis in zip(self.along[:2], self.axes[:2]))
         read = (math.prod(each.shape) * share for each, new, share in zip(self.sides, self.written, (1, met)) if new)
         return int(sum(read)) + self.written_bytes // self.product.size
 
     @cached_property
     def windows(self) -> list[tuple[bool, bool]]:
-        """Whether taps of a residue along depth, and along height, may be the base's: each residue has as many."""
+        """Whether base items may be numbered by taps along depth, and height: all residues have as many taps."""
         may = [
             (False, True) if axis.taps > 1 and axis.taps * axis.residues == each.kernel else (False,)
             for axis, each in zip(self.along, self.axes)
@@ -268,13 +269,13 @@ def flat_product(
     spread: bool = False,
     in_place: bool = False,
 ) -> FlatProduct:
-    """The product that a weight gradient is; planes of the base are written where it cannot be read in place."""
+    """The product of a weight gradient; planes of the base are written if it cannot be read in place."""
     found = FlatProduct(product_of(problem, Pass.WEIGHT_GRAD, layouts), swapped, batched, spread, False)
     return replace(found, in_place=True) if in_place and layouts.aligned and found.base_lies else found
 
 
 def may_count_images_last(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
-    """Whether images may be innermost: they nearly fill whole pieces, taps shift, and columns lie side by side."""
+    """Whether images may be innermost: they nearly fill whole pieces, taps shift, and columns are contiguous."""
     sides = ((problem.in_channels, layouts.input), (problem.out_channels, layouts.output))
     taps = max(FlatAxis.of(axis).taps for axis in problem.axes3)
     padded = round_up(problem.batch, 16 // DTYPE_BYTES[problem.dtype])

@@ -37,7 +37,7 @@ def stage_cycles(
     """Predicted cycles of a multiprocessor for a stage whose rows have ``pitch`` bytes; TMA takes ``loading`` of them.
 
     Narrow products take as long as shared memory is read for their rows. Each of a stage's ``taps`` has products of its
-    own, which wait for those before.
+    own, which wait for the previous tap's.
     """
     operations = CONSUMER_GROUPS * row_tiles * pitch / 32 * (3 if parts == 2 else 1)
     products = terms.product * operations * max(columns / 2, 16 + columns / 4)
@@ -46,14 +46,14 @@ def stage_cycles(
 
 
 def whole_waves(waves: float) -> float:
-    """Rounds of work tiles on all multiprocessors: whole ones where they are few."""
+    """Waves of work tiles on all multiprocessors; a few waves are rounded up."""
     return math.ceil(waves) if waves < 8 else waves + 0.5
 
 
 def waves_of_unequal(waves: float, most: float) -> float:
-    """Rounds of work tiles that blocks take one after another, the longest of them ``most`` times the mean.
+    """Waves of work tiles of unequal length, the longest of them ``most`` times the mean.
 
-    Blocks end half of a longest one apart; they never take longer than if all were as long.
+    Blocks end half of a longest one apart; they never take longer than if all were the longest.
     """
     whole = whole_waves(waves)
     return max(whole, min(whole * most, waves + most / 2))

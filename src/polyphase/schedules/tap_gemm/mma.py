@@ -1,8 +1,8 @@
 """Any pass of any layer by mma.sync: ``kernels/tap_gemm.cu`` and ``kernels/tap_gemm_wgrad.cu``.
 
 The reduction runs over tap groups, some source channels at one tap, so that any number of taps and channels, any
-stride, dilation and image size fits, in float32 as TF32 or in two parts. What is read has its channels innermost in
-pieces of 16 bytes; where it lies otherwise it is transposed, and padded, before.
+stride, dilation and image size fits, in float32 as TF32 or in two parts. Operands have their channels innermost in
+pieces of 16 bytes; other layouts are transposed and padded before.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WARPS = 8
 _THREADS = 32 * _WARPS
 _TABLES = 9 << 10  # bytes of shared memory beside the stages
 _LONG = 4096  # terms from which the tensor cores' sums are promoted
-_CHAIN = 2048  # terms that they add up then
+_CHAIN = 2048  # terms that they add before each promotion
 # Rows and columns of a warp in tiles of 16 and 8, and warps along the rows.
 _SHAPES = (
     (4, 8, 2),
@@ -124,7 +124,7 @@ class _TapGemm(Schedule):
         return max(2, min(4, room // self.stage_bytes(config, parts)))
 
     def pipeline_bytes(self, config: TapConfig, parts: int, device: DeviceInfo) -> int:
-        """Shared memory of all of them."""
+        """Shared memory of all stages."""
         return self.pipeline_stages(config, parts, device) * self.stage_bytes(config, parts)
 
 
@@ -134,7 +134,7 @@ def _chain(product: Product, config: TapConfig) -> int:
 
 
 def _shapes(rows: int, promoted: bool, words: tuple[int, ...]) -> Iterator[TapConfig]:
-    """Configs whose registers suffice, and whose rows exist but for a part of the last block's."""
+    """Configs whose registers suffice, and whose row blocks are full except for the last."""
     for row_tiles, column_tiles, row_warps in _SHAPES:
         tiles = row_tiles * column_tiles * (2 if promoted else 1)
         if tiles > 32:
@@ -155,7 +155,7 @@ def _seconds(
     lines: int,
     fragments: int,
 ) -> float:
-    """Predicted seconds of a kernel whose blocks have so many stages in the mean, each of so many rows and columns.
+    """Predicted seconds of a kernel whose blocks have ``stages`` on average, each of ``rows`` and ``columns``.
 
     ``fragments``: operands of the instructions that a warp loads into registers in a step of k.
     """
@@ -259,19 +259,19 @@ class TapGemm(_TapGemm):
 
 
 def _stages(product: Product, chunk: int, taps: int, config: TapConfig) -> int:
-    """Stages of a phase of so many taps."""
+    """Stages of a phase of ``taps``."""
     return -(-(-(-product.gather.src_channels // chunk) * taps) // (config.stage_words * product.word // chunk))
 
 
 def _pairs(product: Product, layouts: Layouts) -> bool:
-    """Whether columns come in pairs that lie side by side in the destination, aligned."""
+    """Whether pairs of columns are contiguous and aligned in the destination."""
     dst, axis = product.gather.dst, product.gather.cell_axes[2]
     even = math.gcd(dst.shape[4], dst.apart(4)) % 2 == 0
     return layouts.aligned and axis.dst == 1 and dst.strides[4] == 1 and even
 
 
 def _splits(product: Product, config: TapConfig, device: DeviceInfo) -> int:
-    """Splits of the stages: the machine is filled once, and none has less than four stages."""
+    """Splits of the stages: one wave of blocks, and at least four stages each."""
     problem, gather = product.problem, product.gather
     if not is_dense(gather.dst):
         return 1
@@ -317,7 +317,7 @@ class TapGemmWgrad(_TapGemm):
         return chunk, row_blocks, column_blocks, blocks
 
     def _parts(self, product: Product, config: TapConfig, device: DeviceInfo) -> tuple[int, int]:
-        """Cells of a part, and parts: the machine is filled, and none has less than eight stages."""
+        """Cells of a part, and parts: the machine is filled, with at least eight stages each."""
         depth = config.stage_words * product.word
         blocks = self._shape(product, config)[3]
         stages = max(1, -(-product.all_cells // depth))

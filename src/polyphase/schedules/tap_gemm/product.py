@@ -1,4 +1,4 @@
-"""The product that a pass is, operands gathered by tap groups: what all kernels of the schedule go by."""
+"""A pass as a product whose operands are gathered by tap groups: the problem of all kernels of the schedule."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.tensor_cores import parts_of
 from polyphase.schedules.tiles import picked
 
-_MOST_TERMS = 1 << 21  # of a sum, and columns of a group: quotients in float32 are exact below
+_MOST_TERMS = 1 << 21  # terms of a sum, and columns of a group: quotients in float32 are exact below
 _MOST_CELLS = 1 << 30
 _MOST_PHASES = 1 << 16
-_PADDED = 1.15  # source channels padded to whole chunks, at most, for each that there is
+_PADDED = 1.15  # most source channels after padding to whole chunks, relative to the channels
 _PACK_THREADS = 256
-_PACK_RUN = 64  # elements that lie side by side in memory and a block that packs reads together, at most
+_PACK_RUN = 64  # most contiguous elements that a packing block reads together
 _PACK_CONSTANTS = (
     "SRC_CHANNELS DST_CHANNELS AXIS_D AXIS_H AXIS_W INPUT_GRAD CHUNK PARTS PACKED_STAGES "
     "WEIGHT_STRIDE_IN WEIGHT_STRIDE_OUT WEIGHT_STRIDE_TAP"
 )
-_PACK_ITEMS = (1024, 512, 256)  # pieces of 16 bytes of such a block, the most of which there are so many blocks
+_PACK_ITEMS = (1024, 512, 256)  # 16-byte pieces of a packing block: the most with enough blocks
 
 #: The largest element stride of a TMA box.
 MOST_STEP = 8
@@ -39,11 +39,11 @@ MOST_STEP = 8
 
 @dataclass(frozen=True)
 class Product:
-    """The product that a pass is: what all kernels go by."""
+    """A pass as a product."""
 
     problem: ConvTransposeProblem
     gather: Gather
-    parts: int  # in which an element is multiplied
+    parts: int  # into which an element is split
 
     @property
     def word(self) -> int:
@@ -88,7 +88,7 @@ class Product:
         return self.problem.batch * math.prod(self.cells)
 
     def chunk(self, most: int) -> int:
-        """Source channels of a tap group: a power of two, at most so many."""
+        """Source channels of a tap group: a power of two, at most ``most``."""
         channels = self.gather.src_channels
         found = self.piece
         while found < most and -(-channels // (2 * found)) * 2 * found <= _PADDED * channels:
@@ -97,10 +97,11 @@ class Product:
 
 
 def _folded(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
-    """A layer of one output channel as one of several, where its stride is a multiple of them.
+    """A layer of one output channel as one of several, if its stride is a multiple of them.
 
-    Neighbouring output elements along the width are channels of one, and so are neighbouring taps: inverse Fourier
-    transforms, whose kernel is several times a large stride, become layers of a few taps. Nothing moves in memory.
+    Neighbouring output elements along the width become channels of one element, and so do neighbouring taps: inverse
+    Fourier transforms, whose kernel is several times a large stride, become layers of a few taps. Nothing moves in
+    memory.
     """
     count = _folded_channels(problem)
     if count == 1 or problem.output_size[-1] % count or layouts.output[4] != 1:
@@ -122,7 +123,7 @@ def _folded(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransp
 
 
 def _folded_channels(problem: ConvTransposeProblem) -> int:
-    """Channels as which the output of a layer of one is seen, where its width is a multiple of them."""
+    """Channels into which the output of a layer of one channel is folded, if its width is a multiple of them."""
     axis = problem.axes3[2]
     if problem.out_channels > 1 or axis.dilation > 1:
         return 1
@@ -131,7 +132,7 @@ def _folded_channels(problem: ConvTransposeProblem) -> int:
 
 @lru_cache(maxsize=1024)
 def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mirrored: bool = False) -> Product:
-    """The product that a pass is.
+    """The product of a pass.
 
     A weight gradient has the source and destination of the input gradient, or ``mirrored`` those of the forward pass.
     """
@@ -146,10 +147,10 @@ def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mir
 def as_read(
     product: Product, side: Side, aligned: bool, multiple: int | None = None, parts: int = 1, written: int | None = None
 ) -> tuple[Side, Transposed | None]:
-    """A tensor as a kernel reads it, and how it is transposed if it lies otherwise.
+    """A tensor as a kernel reads it, and its transpose if it has another layout.
 
-    Its channels are innermost, in so many ``parts``, and those of a group a ``multiple``, by default of whole pieces.
-    Where they are ``written`` they are a multiple of that.
+    Its channels are innermost, in ``parts``, and those of a group a ``multiple``, by default of whole pieces.
+    If they are ``written`` they are a multiple of that.
     """
     groups, multiple = product.problem.groups, multiple or product.piece
     batch, channels, depth, height, width = side.shape
@@ -170,9 +171,9 @@ def seconds_before(product: Product, transposed: Iterable[Transposed | Planes | 
 def pack_step(
     product: Product, main: KernelSource, rows: int, depth: int, stages: int, swizzled: bool, counters: int = 0
 ) -> tuple[Step, int]:
-    """What packs the weights for a kernel, and their bytes: blocks of so many rows, stages of so many elements.
+    """The step that packs the weights for a kernel, and their bytes: blocks of ``rows``, stages of ``depth`` elements.
 
-    In front of them lie so many bytes of ``counters``.
+    Before them are ``counters`` bytes of counters.
     """
     constants, padded = dict(main.constants), round_up(product.gather.dst_channels, rows)
     elements = padded * len(product.phase_taps) * product.problem.groups * stages * depth
@@ -196,7 +197,7 @@ def pack_step(
 
 
 def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[int, int]:
-    """Rows and taps of a block that packs, so that runs of both orders are long and blocks are many."""
+    """Rows and taps of a packing block, so that runs of both orders are long and there are many blocks."""
     taps, pieces = product.problem.taps, chunk // product.piece
     all_items = rows * taps * pieces * chunks
     items = next((each for each in _PACK_ITEMS if all_items >= each * MANY_BLOCKS), _PACK_ITEMS[-1])
@@ -211,7 +212,7 @@ def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[in
 
 @lru_cache(maxsize=4096)
 def taps_met(axis: Axis, forward: bool, size: int, cells: int, extent: int) -> tuple[int, int]:
-    """Taps that meet any of ``size`` source elements: those of all tiles of ``extent`` cells, and of the middle one.
+    """Taps that meet any of ``size`` source elements: in all tiles of ``extent`` cells, and in the middle one.
 
     No tile has more than that one.
     """
@@ -232,12 +233,12 @@ def taps_met(axis: Axis, forward: bool, size: int, cells: int, extent: int) -> t
 
 @lru_cache(maxsize=1024)
 def _source_offsets(axis: Axis, forward: bool) -> list[int]:
-    """Source elements that taps make cell 0 read, in ascending order."""
+    """Source elements that cell 0 reads at its taps, in ascending order."""
     return sorted(-axis.shift(tap) if forward else tap * axis.dilation - axis.padding for tap in range(axis.kernel))
 
 
 def common_limits(problem: ConvTransposeProblem) -> str | None:
-    """What no kernel of the schedule takes: integers would overflow."""
+    """Why no kernel of the schedule can compute a layer: integers would overflow."""
     terms = max(problem.in_channels_per_group, problem.out_channels_per_group) * problem.taps
     if terms >= _MOST_TERMS:
         return f"{terms} pairs of channel and tap are too many (at most {_MOST_TERMS - 1})"
@@ -255,7 +256,7 @@ def is_dense(side: Side) -> bool:
 
 
 def kernels_change(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
-    """Whether sizes have different kernels: elements of a folded layer are near enough for TMA, those of others not."""
+    """Whether kernels differ by size: TMA can step over the elements of a folded layer, but not of others."""
     stride, folded = problem.axes3[2].stride, problem.axes3[2].stride // _folded_channels(problem)
     return device.has_wgmma and pass_ is Pass.INPUT_GRAD and folded <= MOST_STEP < stride
 

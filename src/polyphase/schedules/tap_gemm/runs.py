@@ -1,8 +1,8 @@
-"""The source of ``tap_gemm_tma`` as runs: what the taps along the width make a cell read lies side by side.
+"""The source of ``tap_gemm_tma`` as runs: the elements that a cell reads at the taps along the width are contiguous.
 
-Rows are written with their borders, channels innermost (`polyphase.program.planes.Planes`). What a cell reads of a
-row is then so many elements one behind the other, and neighbouring cells' begin a stride apart. To TMA that is a tensor
-that overlaps itself, of runs and cells. Groups, parts and residues of the stride along the other dimensions have planes
+Rows are written with their padding, channels innermost (`polyphase.program.planes.Planes`). A cell then reads one run
+of contiguous elements of a row, and neighbouring cells' runs begin a stride apart. For TMA that is a tensor that
+overlaps itself, of dimensions (run, cell). Groups, parts and residues of the stride along other dimensions have planes
 of their own. The kernel's side is ``kernels/core/run_groups.cuh``.
 """
 
@@ -20,12 +20,12 @@ from polyphase.schedules.tap_gemm.flat import FlatAxis
 from polyphase.schedules.tap_gemm.product import Product
 from polyphase.schedules.tiles import Four
 
-_MOST_POSITIONS = 1 << 31  # of a part's planes
+_MOST_POSITIONS = 1 << 31  # positions of a part's planes
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The source of a product whose taps along the width lie side by side, in tap groups of ``chunk`` elements.
+    """The source of a product as runs, in tap groups of ``chunk`` elements.
 
     ``inner``: residues along depth and height that are channels.
     """
@@ -36,19 +36,19 @@ class Runs:
 
     @cached_property
     def channels(self) -> int:
-        """Channels of a position, padded so that cells lie whole pieces of 16 bytes apart."""
+        """Channels of a position, padded so that cells are whole pieces of 16 bytes apart."""
         gather = self.product.gather
         unit = self.product.piece // math.gcd(self.product.piece, gather.cell_axes[2].src)
         return padded_channels(math.prod(self.inner) * gather.src_channels, unit, self.product.size)
 
     @cached_property
     def taps(self) -> int:
-        """Taps of a run, at most."""
+        """Most taps of a run."""
         return max(self.product.axis_taps[2])
 
     @property
     def joined(self) -> bool:
-        """Whether taps and channels are one dimension of the sum: where whole tap groups are no channels of one tap."""
+        """Whether taps and channels are one dimension of k: tap groups are not whole channels of one tap."""
         return self.channels % self.chunk > 0 or self.inner != (1, 1)
 
     @cached_property
@@ -95,11 +95,11 @@ class Runs:
 
     @property
     def fits(self) -> bool:
-        """Whether the step counts so many positions."""
+        """Whether the step that writes the planes can count so many positions."""
         return self.planes.positions < _MOST_POSITIONS
 
     def tensor_map(self, pitch: int, tile: Four, taps: int) -> TensorMap:
-        """A tap group of a tile of cells, of runs of so many taps."""
+        """The map of boxes: a tap group of a tile of cells, from runs of ``taps``."""
         size, planes, axis = self.product.size, self.planes, self.product.gather.cell_axes[2]
         depth, height, width = planes.padded
         row = width * self.channels * size
@@ -127,16 +127,16 @@ class Runs:
 
 
 def side_by_side(axis: Axis, forward: bool) -> bool:
-    """Whether the elements that a phase's taps make a cell read are neighbours."""
+    """Whether the elements that a cell reads at a phase's taps are neighbours."""
     taps = -(-axis.kernel // axis.tap_step) if forward else axis.kernel
     return taps <= 1 or (axis.element_step if forward else axis.dilation) == 1
 
 
 @lru_cache(maxsize=4096)
 def runs_of(product: Product, chunk: int) -> Runs | None:
-    """None where taps along the width do not lie side by side.
+    """None if the elements of taps along the width are not contiguous.
 
-    Residues are channels where each has as many taps, and tap groups become fewer.
+    Residues become channels if all have as many taps, and there are fewer tap groups then.
     """
     gather = product.gather
     if not side_by_side(gather.axes[2], gather.forward):

@@ -57,7 +57,7 @@ from polyphase.schedules.tap_gemm.tma_cost import options, splits_of, tiles_of_c
 from polyphase.schedules.tensor_cores import counter_bytes
 from polyphase.schedules.tiles import Four
 
-_PIXELS, _PIXEL = (16, 32, 64, 128), 64  # bytes of a transposed pixel: one of these or, where more, a multiple
+_PIXELS, _PIXEL = (16, 32, 64, 128), 64  # bytes of a transposed pixel: one of these, or a multiple of the last
 
 
 class TapGemmTma(Schedule):
@@ -83,7 +83,7 @@ class TapGemmTma(Schedule):
         return not kernels_change(problem, pass_, device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
-        """None, too, where a layer of one output channel cannot be folded, and its stride is too large."""
+        """None also if a layer of one output channel cannot be folded, and its stride is too large."""
         return None if _too_far(problem, pass_, layouts) else standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaTapConfig]:
@@ -98,7 +98,7 @@ class TapGemmTma(Schedule):
         return found
 
     def arranged(self, order: list[TmaTapConfig]) -> list[TmaTapConfig]:
-        """Among the first the fastest of several tiles: which one suits few positions the size at hand decides."""
+        """The fastest configs of several tiles first: the actual size decides which suits few positions."""
         tiles: dict[tuple[int, int], TmaTapConfig] = {}
         for config in order:
             tiles.setdefault((config.row_tiles, config.columns), config)
@@ -120,7 +120,7 @@ class TapGemmTma(Schedule):
     def _cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaTapConfig
     ) -> Cost | None:
-        """What it costs where tensors lie as the kernel sees them."""
+        """The cost with the layouts that the kernel sees."""
         product = product_of(problem, pass_, layouts)
         if not _can_read(product, config) or not options(product, config):
             return None
@@ -191,21 +191,21 @@ class TapGemmTma(Schedule):
             params=params,
             tensor_maps=read.maps,
         )
-        reduced = 1 if layouts.in_sums else splits  # the sums' reader adds up their planes
+        reduced = 1 if layouts.in_sums else splits  # the reader of the sums adds the planes
         program = assemble(problem, pass_, main, packs, packed_bytes, reduced, may_split=not layouts.in_sums)
         program = read.before(replace(program, splits=splits), problem.dtype)
         return writing_channels_last(program, problem.dtype, problem.output_shape) if config.back else program
 
 
 class _Read(NamedTuple):
-    """The source as the kernel reads it, and how it is written so before."""
+    """The source as the kernel reads it, and the step that writes it so."""
 
     constants: dict[str, Constant]
     maps: tuple[TensorMap, TensorMap]
     transposed: Transposed | Planes | None
 
     def before(self, inner: Program, dtype: str) -> Program:
-        """The program that writes it so first."""
+        """The program with the step that writes it before."""
         how = self.transposed
         if isinstance(how, Planes):
             return prepared(inner, (write_planes(dtype, how),), {SRC: Buffer(SRC_PLANES, dtype, how.elements)})
@@ -229,7 +229,7 @@ def _read(product: Product, config: TmaTapConfig, aligned: bool, tile: Four) -> 
 
 
 def _stores_together(product: Product, aligned: bool) -> bool:
-    """Whether neighbouring channels are stored together: of an input gradient eight bytes, of a forward pass two."""
+    """Whether neighbouring channels are stored together: eight bytes (input gradient) or two channels (forward)."""
     gather = product.gather
     count = 2 if gather.forward else 2 * product.word
     whole = math.gcd(gather.dst_channels, gather.dst.apart(1)) % count == 0
@@ -237,7 +237,7 @@ def _stores_together(product: Product, aligned: bool) -> bool:
 
 
 def _too_far(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
-    """Source elements from a cell to the next where TMA does not bring them and they are no runs; else 0."""
+    """Source elements from a cell to the next, if TMA cannot load them and they are not runs; else 0."""
     gather, step = product_of(problem, pass_, layouts).gather, step_of(problem, pass_, layouts)
     return step if step > MOST_STEP and not side_by_side(gather.axes[2], gather.forward) else 0
 
@@ -250,7 +250,7 @@ def _can_read(product: Product, config: TmaTapConfig) -> bool:
 
 
 def _written(problem: ConvTransposeProblem, layouts: Layouts, config: TmaTapConfig) -> Layouts | None:
-    """The layouts that the kernel sees. None where the transpose after it cannot write the output's strides."""
+    """The layouts that the kernel sees; None if the transpose after it cannot write the output's strides."""
     if not config.back:
         return layouts
     shape = problem.output_shape
@@ -260,10 +260,10 @@ def _written(problem: ConvTransposeProblem, layouts: Layouts, config: TmaTapConf
 
 
 def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Side, Transposed | None]:
-    """The source as TMA takes boxes of it, and how it is transposed if it lies otherwise.
+    """The source as TMA loads boxes of it, and its transpose if it has another layout.
 
-    A box that reaches beyond a group's channels, or a part's, must not meet the next one's. Pixels that are written
-    touch few lines of memory.
+    A box that extends beyond the channels of a group or part must not read the next one's. Pixels that are written
+    span few cache lines.
     """
     if product.problem.groups * product.parts > 1:
         return as_read(product, product.gather.src, aligned, chunk_of(product, config), product.parts)
@@ -293,13 +293,13 @@ def _map(product: Product, config: TmaTapConfig, read: Side, tile: Four) -> Tens
 
 
 def _lies(product: Product, layouts: Layouts) -> bool:
-    """Whether TMA takes boxes of the weight as it lies: its source channels are innermost, and whole pieces."""
+    """Whether TMA loads boxes of the weight in place: its source channels are innermost, and whole pieces."""
     innermost = product.gather.weight_channels_last or product.problem.taps == 1
     return innermost and layouts.aligned and product.gather.src_channels % product.piece == 0
 
 
 def _weight_boxes(product: Product, layouts: Layouts) -> tuple[tuple[Step, ...], int]:
-    """What writes the weight so that TMA takes boxes of it, unless it lies so, and the bytes of that."""
+    """The step that writes the weight for TMA boxes, unless TMA reads it in place, and the bytes written."""
     if _lies(product, layouts):
         return (), 0
     shape, padded = five(product.problem.weight_shape), round_up(product.gather.src_channels, product.piece)

@@ -12,10 +12,10 @@ from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, MOST_COLUMNS
 from polyphase.schedules.tap_gemm.product import MOST_STEP, Product
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 
-_MOST_SUMS = 192  # of a thread, those that are promoted counted twice
-_MOST_TAPS = 8  # of a window
-_LEAST_WIDTH = 16  # of a tile whose boxes have a halo
-_LONG = 8192  # terms that tensor cores sum; longer sums are promoted
+_MOST_SUMS = 192  # accumulators of a thread; twice as many registers if promoted
+_MOST_TAPS = 8  # most taps of a window
+_LEAST_WIDTH = 16  # least width of a tile whose boxes have a halo
+_LONG = 8192  # most terms that tensor cores sum without promotion
 
 
 class TmaTapConfig(NamedTuple):
@@ -23,8 +23,8 @@ class TmaTapConfig(NamedTuple):
 
     ``back``: the result is written in channels_last, and transposed to where it belongs. ``runs``: the source is
     written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else a stage reads one box for up
-    to ``window`` taps along the width. ``boxes``: weights, too, come as boxes
-    of TMA, with their source channels innermost; else they are packed.
+    to ``window`` taps along the width. ``boxes``: weights, too, are loaded as boxes
+    by TMA, with their source channels innermost; else they are packed.
     """
 
     row_tiles: int
@@ -82,23 +82,23 @@ def window_taps(product: Product) -> list[int]:
 
 
 def taps_of_window(product: Product, config: TmaTapConfig) -> float:
-    """Those of a stage in the mean."""
+    """Taps of a stage on average."""
     taps = window_taps(product)
     return sum(taps) / sum(-(-count // config.window) for count in taps)
 
 
 def halo(product: Product, config: TmaTapConfig) -> int:
-    """Cells along the width that a window's box has more than a tile."""
+    """Cells along the width by which a window's box exceeds a tile."""
     return (config.window - 1) * product.gather.axes[2].element_step
 
 
 def box_rows(product: Product, config: TmaTapConfig) -> int:
-    """Cells that a box has room for: of tiles that are 16 wide at least, and of one line."""
+    """Most cells of a box: of tiles that are at least 16 wide, and of one line."""
     return config.rows + (round_up(halo(product, config) * (config.rows // _LEAST_WIDTH), 8))
 
 
 def _pitches(product: Product, runs: bool) -> list[int]:
-    """Rows of a stage that are worth a try; none of runs where a tap's channels fill rows of 128 bytes as well."""
+    """Pitches worth trying; none with runs if a tap's channels fill rows of 128 bytes without them."""
     ways = {pitch: TmaTapConfig(1, 8, pitch, runs=runs) for pitch in (128, 64, 32)}
     if runs and of_config(product, ways[128]) is None:
         return []

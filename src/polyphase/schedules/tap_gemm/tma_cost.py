@@ -31,12 +31,12 @@ from polyphase.schedules.tiles import Four, affordable_planes, tiles_of
 
 _MOST_SIDE = 256  # elements that a box spans
 _SECTOR = 32  # bytes
-_RUN = 8  # rows that wgmma reads at an address
+_RUN = 8  # rows that a descriptor reads contiguously
 
 
 @lru_cache(maxsize=1024)
 def _extents(batch: int, cells: Three, steps: Three, rows: int, halo: int, most_rows: int) -> list[tuple[Four, int]]:
-    """Extents along n, d, h and w that a tile of so many rows may have, and how many tiles there are then.
+    """Extents along n, d, h and w of tiles of at most ``rows``, and the number of such tiles.
 
     With a halo along the width a tile is one line of runs of eight cells, or a multiple of eight lines, and its box has
     room for so many rows.
@@ -63,7 +63,7 @@ def _extents(batch: int, cells: Three, steps: Three, rows: int, halo: int, most_
 
 
 def options(product: Product, config: TmaTapConfig) -> list[tuple[Four, int]]:
-    """What extents a tile may have, and how many tiles there are then."""
+    """Extents that a tile may have, and the number of such tiles."""
     depth, height, width = (1 if config.runs else axis.src for axis in product.gather.cell_axes)
     room = box_rows(product, config)
     steps = (depth, height, width)
@@ -72,7 +72,7 @@ def options(product: Product, config: TmaTapConfig) -> list[tuple[Four, int]]:
 
 @lru_cache(maxsize=2048)
 def tiles_of_cells(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[Four, Four]:
-    """Extents of a tile of cells along n, d, h and w, so that all take least time, and tiles along each."""
+    """Extents of the tile along n, d, h and w that takes least time, and tiles along each."""
     once, stored = _cycles_of_tile(product, config, device)
     phases = len(product.phase_taps)
 
@@ -88,7 +88,7 @@ def tiles_of_cells(product: Product, config: TmaTapConfig, device: DeviceInfo) -
 def _all_stages(product: Product, config: TmaTapConfig, tile: Four) -> tuple[int, float]:
     """Stages of all work tiles of a column block and a group, and the most of one over their mean.
 
-    Taps that meet nothing but zeros in all of a tile have none. Windows have as many taps as in the mean.
+    Taps that meet only zeros in all of a tile are skipped. Windows have the average number of taps.
     """
     runs, most = of_config(product, config), 1.0
     axes = list(zip(product.gather.axes, product.gather.src.shape[2:], product.cells, tile[1:]))
@@ -108,7 +108,7 @@ def _all_stages(product: Product, config: TmaTapConfig, tile: Four) -> tuple[int
 
 
 def _sectors(product: Product, tile: Four) -> float:
-    """Sectors that the results of a tile touch, over those that they would fill if they lay together."""
+    """Sectors that the results of a tile touch, relative to those that contiguous results would fill."""
     if product.gather.dst.strides[1] == 1:
         return 1.0
     _, _, rows, columns = tile
@@ -141,7 +141,7 @@ def splits_of(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tup
 
     def seconds(splits: int) -> float:
         of_block = work_tiles * splits / device.multiprocessors
-        in_turn = whole_waves(of_block) * most_over_mean  # every n-th work tile, however long that is
+        in_turn = whole_waves(of_block) * most_over_mean  # static: every n-th work tile
         waves = in_turn if config.boxes else waves_of_unequal(of_block, most_over_mean)
         cycles = waves * (math.ceil(mean / splits) * stage + once)
         end = terms.reduce + elements * (8 * splits + size) / device.copy_bytes_per_second if splits > 1 else 0.0
@@ -167,7 +167,7 @@ def _stage_cycles(product: Product, config: TmaTapConfig, tile: Four, device: De
 
 
 def _cycles_of_tile(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tuple[float, float]:
-    """Predicted cycles of a work tile without its stages, and of its results where they fill whole sectors."""
+    """Predicted cycles of a work tile without its stages, and of its results if they fill whole sectors."""
     terms = costs("tap_gemm_tma", device)
     return terms.item, config.rows * config.columns * _store_cycles(product, terms)
 

@@ -50,12 +50,12 @@ from polyphase.schedules.tap_gemm.product import common_limits
 from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, legal_configs
 from polyphase.schedules.tiles import affordable_planes, constants_of
 
-_FLUSH = 8192  # positions that tensor cores accumulate before a flush
-_MOST_BYTES, _MOST_OF_IMAGE = 1 << 30, 8 << 30  # of the planes; the latter where one image has more than the former
-_MOST_WEIGHTS = 1 << 31  # of a group
+_FLUSH = 8192  # most positions that tensor cores accumulate before a flush
+_MOST_BYTES, _MOST_OF_IMAGE = 1 << 30, 8 << 30  # bytes of the planes; the second if one image has more than the first
+_MOST_WEIGHTS = 1 << 31  # weights of a group
 _MOST_POSITIONS = (1 << 30) - 1
-_OVERLAPPED = 128 << 20  # bytes of planes up to which it pays that the product may start before they are complete
-_CACHED = 24 << 20  # bytes of planes that surely stay in the L2 cache
+_OVERLAPPED = 128 << 20  # bytes of planes up to which the product gains by an early start
+_CACHED = 24 << 20  # bytes of planes that stay in the L2 cache
 
 
 class TapGemmWgradTma(Schedule):
@@ -140,7 +140,7 @@ class TapGemmWgradTma(Schedule):
             main = _main(flat, config, device, source, splits, first, alone)
             steps += [*_written(flat, first), main]
         back = _goes_back(problem)
-        last = back or (problem.channels_last and problem.taps > 1)  # one tap lies in the layer's order, either way
+        last = back or (problem.channels_last and problem.taps > 1)  # with one tap both orders are the same
         program = assemble(problem, pass_, main, splits=splits, dst_channels_last=last, narrowed=alone)
         planes = _buffers(whole)
         program = prepared(program, (), {of: each for of, each in planes.items() if each.elements})
@@ -162,14 +162,14 @@ def _flat(problem: ConvTransposeProblem, layouts: Layouts, config: WgradTmaConfi
 
 
 def _written(flat: FlatProduct, first: int) -> list[Step]:
-    """The launch, if any, that writes the planes of some images, from the ``first`` on."""
+    """The step, if any, that writes the planes of some images, from ``first`` on."""
     sides = [each._replace(first_image=first) if new else None for each, new in zip(flat.planes, flat.written)]
     x, grad = reversed(sides) if flat.swapped else sides
     return [flatten_positions(flat.product.problem.dtype, flat.product.word, x, grad)] if x or grad else []
 
 
 def _buffers(flat: FlatProduct) -> dict[str, Buffer]:
-    """The planes of both tensors, those of one that is read in place empty."""
+    """The planes of both tensors; empty for one that is read in place."""
     names = ((GRAD, GRAD_PLANES), (X, X_PLANES)) if flat.swapped else ((X, X_PLANES), (GRAD, GRAD_PLANES))
     found = zip(names, flat.planes, flat.written)
     return {of: Buffer(name, flat.product.problem.dtype, each.elements * new) for (of, name), each, new in found}
@@ -191,7 +191,7 @@ def _flats(problem: ConvTransposeProblem) -> Iterator[FlatProduct]:
 
 @lru_cache(maxsize=1024)
 def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
-    """The first image and the product of each share of the images, whose planes are written one after the other."""
+    """The first image and the product of each share of the images; shares are written and multiplied in turn."""
     problem, unit = flat.product.problem, flat.product.piece if flat.batched else 1
     if problem.batch <= unit or max(flat.written_bytes / _MOST_BYTES, flat.positions / _MOST_POSITIONS) <= 1:
         return [(0, flat)]
@@ -207,12 +207,12 @@ def _flush(flat: FlatProduct) -> int:
 
 
 def _narrows(slices: list[tuple[int, FlatProduct]]) -> bool:
-    """Whether sums that are not split are complete when they are first stored, and then in the tensors' type."""
+    """Whether unsplit sums are complete when first stored, so that they are stored in the tensors' type."""
     return len(slices) == 1 and slices[0][1].stages <= _flush(slices[0][1])
 
 
 def _affordable(flat: FlatProduct) -> bool:
-    """Whether memory may be spent on the planes of a share of few images, and the kernels take so many positions."""
+    """Whether a share's planes fit the memory limit, and its positions the kernels."""
     unit = flat.product.piece if flat.batched else 1
     least = flat if flat.product.problem.batch <= unit else flat.of_images(unit)
     return (
@@ -221,7 +221,7 @@ def _affordable(flat: FlatProduct) -> bool:
 
 
 def _goes_back(problem: ConvTransposeProblem) -> bool:
-    """Whether the result, whose output channels are innermost, is transposed to where it belongs."""
+    """Whether the result, whose output channels are innermost, is transposed afterwards."""
     return not problem.channels_last and problem.taps > 1 and problem.out_channels_per_group > 1
 
 
@@ -259,7 +259,7 @@ def _main(
     first: int,
     narrowed: bool,
 ) -> Step:
-    """The launch of the product of some images, from the ``first`` on; sums are added to those of images before.
+    """The step of the product of some images, from ``first`` on; sums are added to those of earlier images.
 
     ``narrowed``: the sums are complete, and stored in the tensors' type.
     """

@@ -98,7 +98,7 @@ def _sides(flat: FlatProduct, mirrored: bool, window: tuple[bool, bool]) -> tupl
 
 
 def _chunks(channels: int, most: int) -> Iterator[tuple[int, int]]:
-    """Channels that an item may have, at most so many, and items that all channels come to."""
+    """Choices of the channels of an item, at most ``most``, and the items of all channels."""
     for pieces in range(1, -(-channels // min(channels, _LEAST_CHUNK)) + 1):
         chunk = round_up(-(-channels // pieces), 8)
         if chunk <= most:
