@@ -1,1 +1,1 @@
-"""What decides how a pass is computed: `planner`, what was `measured`, and what is kept on the disk."""
+"""Decides how a pass is computed: the `planner`, `measured` choices, and rankings on disk."""

@@ -1,4 +1,4 @@
-"""Small JSON files in the cache folder: what processes leave for later ones beside compiled kernels.
+"""Small JSON files in the cache folder that processes leave for later ones, beside compiled kernels.
 
 An entry repeats what it is about, of which its name is a digest. One that is missing, damaged or about something else
 reads as none.
@@ -18,7 +18,7 @@ from polyphase.jit.cache import cache_directory
 
 
 def read(folder: str, about: str) -> Any:
-    """What was written about that, or None."""
+    """The entry about ``about``, or None."""
     try:
         entry = json.loads(path_of(folder, about).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # the last for too deep a nest
@@ -27,7 +27,7 @@ def read(folder: str, about: str) -> Any:
 
 
 def write(folder: str, about: str, value: object) -> None:
-    """Leaves an entry, in the place of one about the same. Raises OSError."""
+    """Writes an entry, replacing an older one about the same. Raises OSError."""
     path = path_of(folder, about)
     for parent in (cache_directory(), path.parent):  # each private: `parents` would leave those above to the umask
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)

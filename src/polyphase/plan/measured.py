@@ -51,7 +51,7 @@ def remember(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, can
 
 
 def discard(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> None:
-    """Removes the choice of a layer, where there is one. Raises OSError."""
+    """Removes the choice of a layer, if there is one. Raises OSError."""
     entries.path_of(_FOLDER, _layer(problem, pass_, device)).unlink(missing_ok=True)
 
 
@@ -78,7 +78,7 @@ def trial(candidate: str) -> Iterator[None]:
 
 
 def _layer(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str:
-    """What a choice belongs to, as text, the kernels' text included."""
+    """The key of a choice, as text, the kernels' text included."""
     where = f"{device.arch} with {device.multiprocessors} multiprocessors"
     layer = replace(standard(problem).of_pass(pass_), tf32=problem.tf32)  # decided by the size that it has
     return f"{pass_.value} of {layer!r} on {where}, kernels {_kernels()}"

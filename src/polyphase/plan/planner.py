@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def other(self) -> Program | None:
-        """The program of the kernel for most other sizes, None where it is this one's."""
+        """The program of the kernel for most other sizes; None if it is the same kernel."""
         return self.selected[1].program if len(self.selected) > 1 else None
 
     @property
@@ -191,7 +191,7 @@ def _reasons(
 
 
 def _that_take(problem: ConvTransposeProblem, pass_: Pass, schedules: Iterable[Schedule]) -> list[Schedule]:
-    """Those of ``schedules`` that can have the problem's epilogue."""
+    """The ``schedules`` that support the problem's epilogue."""
     return [schedule for schedule in schedules if epilogue_refusal(schedule, problem, pass_) is None]
 
 
@@ -234,7 +234,7 @@ def _with_functions(
 def as_computed(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None
 ) -> tuple[ConvTransposeProblem, Layouts]:
-    """The layer as the pass sees it, in other words where those are simpler: it has the same tensors in memory."""
+    """The layer as the pass sees it, restated if that is simpler: it has the same tensors in memory."""
     layouts = layouts or Layouts.of_call(problem, pass_)
     given, problem = problem, problem.of_pass(pass_).without_idle_constants()
     # Single pixels have every memory format at once; of a weight's gradient nothing else says which.
@@ -255,7 +255,7 @@ def as_computed(
 def _offers(
     schedules: Iterable[Schedule], problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> Iterator[tuple[Schedule, Iterator[Candidate]]]:
-    """Those of ``schedules`` that can compute a pass, and what they offer; each is asked when its turn comes."""
+    """The ``schedules`` that can compute a pass, and their candidates, evaluated lazily."""
     for schedule in schedules:
         if schedule.supports(problem, pass_, device) is None:
             offered = candidates(schedule, problem, pass_, device, layouts)
@@ -266,7 +266,7 @@ def _offers(
 
 @lru_cache(maxsize=4096)
 def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[Schedule]:
-    """All schedules, in rising order of the prediction for what they would take at the size of ``sized``."""
+    """All schedules, in rising order of the prediction of the config that they would pick at the size of ``sized``."""
     layouts = Layouts.of_call(sized, pass_)
 
     def seconds(schedule: Schedule) -> float:
@@ -279,7 +279,7 @@ def _ranked(sized: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> lis
 
 
 def _in_order(seconds: dict[Schedule, float]) -> list[Schedule]:
-    """In rising order, but those that another is behind right before it, unless that is far ahead."""
+    """In rising order, except that a schedule comes after those that it is `behind`, unless it is far ahead."""
     keys = {schedule: (own, 1) for schedule, own in seconds.items()}
     for (schedule, own), (before, its) in itertools.product(seconds.items(), repeat=2):
         if before.name in schedule.behind and own < its and not own < FAR_AHEAD * its < math.inf:
@@ -288,7 +288,7 @@ def _in_order(seconds: dict[Schedule, float]) -> list[Schedule]:
 
 
 def _clearly_faster(first: _Offer, others: list[_Offer], pass_: Pass) -> _Offer | None:
-    """The fastest of ``others``, if it is taken before what is first at the typical size."""
+    """The fastest of ``others``, if it replaces the first at the typical size."""
 
     def is_behind(schedule: Schedule, seconds: float) -> bool:
         before = [each.seconds for other, each in (first, *others) if other.name in schedule.behind]
@@ -315,7 +315,7 @@ def may_adapt(schedule: Schedule, pass_: Pass) -> bool:
 
 
 def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass) -> list[Candidate]:
-    """The first, which is what a layer has at most sizes; before it the fastest at this one, if it clearly is."""
+    """The first config, which serves most sizes; before it the fastest at this size, if it is clearly faster."""
     first = next(offered)
     if not may_adapt(schedule, pass_):
         return [first]
@@ -359,7 +359,7 @@ def programs(
 def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[KernelSource]:
     """The kernels that predictions choose for a layer at its batch and image size, and those of most other sizes.
 
-    The latter are each schedule's first. With gradients that come in parts is what adds those up.
+    The latter are each schedule's first. Includes the reductions of split gradients.
     """
     given = problem
     problem, layouts = as_computed(problem, pass_, None)

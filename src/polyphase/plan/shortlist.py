@@ -1,7 +1,7 @@
-"""Which configs of a schedule a layer keeps, and in which order. Nothing else ranks configs.
+"""The configs of a schedule that a layer keeps, in order. Nothing else ranks configs.
 
 A list is made at the schedule's ranking size and kept in memory, of some schedules on disk, too. Its first entries are
-found at once; those behind them only where the first do not fit the size at hand.
+found at once; the rest only if the first do not fit the actual size.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules.schedule import Candidate, Schedule
 
-_AS_GOOD = 0.99  # of the prediction at another size: what is offered already does there
+_AS_GOOD = 0.99  # of the prediction at another size: an offered config is as good there
 
 
 def candidates(
     schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> Iterator[Candidate]:
-    """What a schedule offers for a layer that it supports, each predicted at this size when it is asked for."""
+    """The candidates of a schedule for a layer that it supports, predicted at this size lazily."""
     configs = in_order(schedule, problem, pass_, device, layouts)
     predicted = ((config, schedule.cost(problem, pass_, device, layouts, config)) for config in configs)
     found = (Candidate(schedule.name, config, *cost) for config, cost in predicted if cost is not None)
@@ -34,7 +34,7 @@ def candidates(
 def in_order(
     schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> Iterator[Any]:
-    """All configs of a layer, as they are ranked; the first that fit the size at hand are offered."""
+    """All configs of a layer in ranked order; the first that fit the actual size are offered."""
     at = schedule.ranked_at(problem, pass_, layouts)
     if at is None:
         return iter(())
@@ -65,7 +65,7 @@ def why_none(
 
 
 class _Shortlist:
-    """The configs of a layer in order, those behind the first found when they are asked for."""
+    """The configs of a layer in order; those after the first ones are found lazily."""
 
     def __init__(self, schedule: Schedule, at: Any, pass_: Pass, device: DeviceInfo) -> None:
         self._ranked = schedule, at, pass_, device
@@ -83,7 +83,7 @@ class _Shortlist:
         yield from self._rest
 
     def _behind(self) -> list[Any]:
-        """What follows the first configs: nothing, unless the search for these left others out."""
+        """The configs after the first ones: none, unless the search skipped some."""
         schedule, at, pass_, device = self._ranked
         if not schedule.prunes or len(self._first) < schedule.compared:
             return []
@@ -103,11 +103,11 @@ def forget() -> None:
 
 
 def _rank(schedule: Schedule, at: Any, pass_: Pass, device: DeviceInfo) -> list[Any]:
-    """The first configs: by their predictions at the ranking size, then by those at all that have a say."""
+    """The first configs: by their predictions at the ranking size, then by those at all compared sizes."""
     predicted = schedule.search(at, pass_, device, schedule.compared or None)
     order = sorted(predicted, key=predicted.__getitem__)
     if schedule.prunes:
-        order = order[: schedule.compared]  # of those behind them some are missing
+        order = order[: schedule.compared]  # the rest is incomplete
     if sizes := schedule.others(at):
         compared, others = order[: schedule.compared], order[schedule.compared :]
         scores = {}

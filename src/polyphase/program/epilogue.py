@@ -1,7 +1,7 @@
 """A program with an epilogue: the operations go into the step that narrows, and their operands to it.
 
-That is the step that adds the bias, or the split-K reduction where sums come in parts, so that they are computed once.
-Where that step writes channels_last for a result that is transposed behind it, a residual is transposed before.
+That is the step that adds the bias, or the split-K reduction if there are splits, so that they are computed once.
+If that step writes channels_last for a result that is transposed after it, a residual is transposed before.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def with_epilogue(
 
 
 def _of_kernel(problem: ConvTransposeProblem, computed: ConvTransposeProblem) -> Epilogue:
-    """The epilogue, and how a kernel's channels are the layer's."""
+    """The epilogue, and the mapping of a kernel's channels to the layer's."""
     parts = computed.out_channels // problem.out_channels
     inner = parts > 1 and problem.channels_last
     channels = problem.out_channels if inner or problem.epilogue.per_sample else 0
@@ -80,6 +80,6 @@ def _fused(step: Step, epilogue: Epilogue) -> Step:
 
 
 def _reading(step: Step, names: tuple[str, ...]) -> Step:
-    """The step with further operands, behind the bias, or before what a reduction writes."""
+    """The step with further operands, after the bias, or before a reduction's result."""
     place = step.operands.index(BIAS) + 1 if BIAS in step.operands else len(step.operands) - 1
     return replace(step, operands=(*step.operands[:place], *names, *step.operands[place:]))

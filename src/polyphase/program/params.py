@@ -41,9 +41,9 @@ _known: dict[str, Struct] = {}
 
 
 def params_of(source: KernelSource) -> Struct:
-    """What a kernel takes as its last parameter, whatever it is specialised by; an empty struct where it takes none.
+    """The struct of a kernel's last parameter, the same for all specialisations; an empty struct for none.
 
-    Raises ValueError where its source has what is not understood here.
+    Raises ValueError if its source cannot be parsed here.
     """
     found = _known.get(source.kernel)
     if found is None:
@@ -52,7 +52,7 @@ def params_of(source: KernelSource) -> Struct:
 
 
 def parse(text: str, kernel: str) -> Struct:
-    """The struct that the last parameter of a kernel is, whose source is ``text``."""
+    """The struct of the last parameter of the kernel whose source is ``text``."""
     code = "\n" + _COMMENT.sub(" ", text)
     declared = re.search(rf"__global__[^;{{}}]*?\b{kernel}\s*\(([^)]*)\)", code)
     if declared is None:
@@ -94,12 +94,12 @@ def _declarations(name: str, code: str, start: int) -> Iterator[tuple[str, str, 
         depth += {"{": 1, "}": -1}.get(code[end], 0)
         end += 1
     body, before = code[start : end - 1], ""
-    while body != before:  # what stands in braces becomes a sign, the innermost first
+    while body != before:  # replaces braces and their contents by a sign, the innermost first
         body, before = re.sub(r"{[^{}]*}", "@", body), body
     for statement in re.findall(r"[^;@]*[;@]", body):
         declared = _DECLARATION.fullmatch(statement)
         if declared is None and re.search(r"\).*@$", statement, re.DOTALL) and "#" not in statement:
-            continue  # a function and what it does
+            continue  # a function with its body
         for each in [""] if declared is None else declared[3].split(","):
             found = _DECLARATOR.fullmatch(each)
             if declared is None or found is None:

@@ -1,4 +1,4 @@
-"""Planes of rows with their borders, channels innermost, ``kernels/steps/write_planes.cu``: sources of tap_gemm_tma."""
+"""Planes of padded rows, channels innermost, ``kernels/steps/write_planes.cu``: sources of tap_gemm_tma."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from polyphase.program.params import params_of
 from polyphase.program.step import SRC, Step, plain_step
 
 _THREADS = 256
-_PIECES = 1536  # of 16 bytes, of a block's tile in shared memory
-_MOST_PIECES = 16  # of a position in a tile
+_PIECES = 1536  # 16-byte pieces of a block's tile in shared memory
+_MOST_PIECES = 16  # most pieces of a position in a tile
 
 #: The planes.
 SRC_PLANES = "src_planes"
@@ -56,7 +56,7 @@ class Planes(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of the result."""
+        """Elements of the result."""
         return self.parts * self.positions * self.channels
 
 
@@ -68,7 +68,7 @@ def padded_channels(channels: int, unit: int, element: int) -> int:
 
 
 def write_planes(dtype: str, how: Planes) -> Step:
-    """The launch that writes them."""
+    """The step that writes the planes."""
     vector = 16 // DTYPE_BYTES[dtype]
     pieces = -(-how.channels // vector)
     if how.channels % vector == 0:

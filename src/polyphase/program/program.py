@@ -93,7 +93,7 @@ class Program:
 
     @property
     def workspace_bytes(self) -> int:
-        """What packed weights take."""
+        """Bytes of the packed weights."""
         return sum(buffer.bytes for buffer in self.buffers if buffer.name == WORKSPACE)
 
     def with_main(self, main: Step) -> Program:
@@ -118,11 +118,11 @@ def assemble(
         problem: the layer.
         pass_: the pass.
         main: the kernel's launch. Its operands follow from the others' arguments, and are filled in here.
-        packs: what writes ``WORKSPACE`` before, from ``WEIGHT`` and ``SRC``; the kernel reads that for its weights.
-        workspace_bytes: how large that is.
-        splits: shares of the sum. More than one are left as partial sums, and a reduction follows.
+        packs: steps that write ``WORKSPACE`` from ``WEIGHT`` and ``SRC``; the kernel reads its weights there.
+        workspace_bytes: its size.
+        splits: split-K count. Several write partial planes, and a reduction follows.
         may_split: whether other sizes of the layer have several, so that the reduction is loaded in any case.
-        narrowed: whether a single share comes in the tensors' type, not in the accumulator's.
+        narrowed: whether a single split is stored in the tensors' type, not in the accumulator's.
         dst_channels_last: see `Program`.
     """
     elements = problem.elements[{Pass.FORWARD: 2, Pass.INPUT_GRAD: 0, Pass.WEIGHT_GRAD: 1}[pass_]]
@@ -138,7 +138,7 @@ def assemble(
     written = PARTIALS if reduces else DST
     weight = WORKSPACE if packs else WEIGHT
     operands = (X, GRAD, written) if pass_ is Pass.WEIGHT_GRAD else (SRC, weight, BIAS, written)
-    # What follows a kernel that packs may start before that has ended: it waits for it by itself.
+    # A step after a packing kernel may start before that has ended: it waits by itself.
     before = [replace(step, overlaps=i > 0) for i, step in enumerate(packs)]
     spare = reduce_splits(problem.dtype, 1, 1).source
     return Program(
@@ -154,7 +154,7 @@ def assemble(
 def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer]) -> Program:
     """A program that reads some tensors from buffers that steps before it write, complete with their operands.
 
-    A step that packs the weight as it lies may start before those have ended: it does not read what they write, and
+    A step that packs the weight in place may start before these have ended: it does not read their results, and
     ends after them.
     """
     names, waits = {name: buffer.name for name, buffer in read.items()}, WEIGHT in read or not before
@@ -175,7 +175,7 @@ def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer]) 
 
 
 def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed]) -> Program:
-    """A program that reads some tensors in channels_last, for such as lie otherwise: they are transposed before."""
+    """A program that reads some tensors in channels_last, for other layouts: they are transposed before."""
     buffers = {name: Buffer(f"{name}_channels_last", dtype, how.elements) for name, how in read.items()}
     before = tuple(
         replace(to_channels_last(dtype, *how), operands=(name, buffers[name].name), overlaps=i > 0)
@@ -185,7 +185,7 @@ def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed
 
 
 def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:
-    """A program that writes channels_last, for a contiguous result of such a shape: it is transposed back."""
+    """A program that writes channels_last, for a contiguous result of ``shape``: it is transposed back."""
     program = _written_by(inner, dtype, math.prod(shape), to_contiguous(dtype, shape))
     return _with_spares(program, transpose_sources(dtype))
 
@@ -197,7 +197,7 @@ def _with_spares(program: Program, sources: tuple[KernelSource, ...]) -> Program
 def writing_weight_channels_last(inner: Program, problem: ConvTransposeProblem) -> Program:
     """A weight gradient's program that writes channels_last, for the contiguous weight.
 
-    Partial sums are added up by the transpose itself, unless elements are few: then more blocks read them than a
+    Partial sums are added by the transpose itself, unless there are few elements: then more blocks read them than a
     transpose has.
     """
     shape, dtype = problem.weight_shape, problem.dtype
@@ -228,7 +228,7 @@ def transpose_reduces(problem: ConvTransposeProblem, splits: int) -> bool:
 
 
 def _written_by(inner: Program, dtype: str, elements: int, back: Step) -> Program:
-    """A program whose result, of so many elements, a step ``back`` makes into the one that is wanted."""
+    """A program whose result, of ``elements``, is converted by the step ``back``."""
     last = f"{DST}_channels_last"
     steps = [
         replace(step, operands=tuple(last if name == DST else name for name in step.operands)) for step in inner.steps
@@ -252,7 +252,7 @@ def between_transposes(
     """A gradient's program for tensors in channels_last, made one for contiguous ones: they are transposed around it.
 
     ``layouts`` are those of the call's tensors. A weight is read as it is. ``padded``: the layer that the program
-    computes, where that has more channels: those of each group are padded with zeros, and left out of the result.
+    computes, if that has more channels: those of each group are padded with zeros, and dropped from the result.
     ``back``: whether an input gradient's result is in channels_last, too.
     """
     padded = padded or problem

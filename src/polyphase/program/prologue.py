@@ -1,6 +1,6 @@
-"""A program with a prologue: the operations go into the steps that read the input, or into one before all of them.
+"""A program with a prologue: the operations go into the steps that read the input, or into a step before them.
 
-Before is right for every kernel: it reads a tensor that lies as the input does, and takes a read and a write of that.
+A step before serves every kernel: it writes a tensor of the input's strides, and costs a read and a write of it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def _reading(step: Step, prologue: Epilogue) -> Step:
         source=replace(step.source, prologue=prologue),
         one_way=None if step.one_way is None else replace(step.one_way, prologue=prologue),
         operands=(*step.operands[:place], *names, *step.operands[place:]),
-        tensor_maps=tuple(replace(each, tf32=False) for each in step.tensor_maps),  # rounded behind the operations
+        tensor_maps=tuple(replace(each, tf32=False) for each in step.tensor_maps),  # rounded after the operations
     )
 
 
 def in_a_step(program: Program, problem: ConvTransposeProblem, layouts: Layouts) -> Program:
     """The program with a step that computes the prologue; ``layouts`` are those of ``problem``'s tensors.
 
-    It stands before the first that reads the input: behind the packing of weights, beside which it runs, where pixels
+    It comes before the first step that reads the input: after the packing of weights, beside which it runs, if pixels
     are not measured for that.
     """
     names = map(of_input, problem.prologue.named_operands)
@@ -64,7 +64,7 @@ def apply_step(problem: ConvTransposeProblem, layouts: Layouts, at_once: int | N
     """The step that computes a prologue; ``at_once``: vectors of a thread, where that is asked for."""
     shape, strides, size = five(problem.input_shape), layouts.input, DTYPE_BYTES[problem.dtype]
     at_once = at_once or _AT_ONCE.get(size, 1)
-    order = sorted(range(5), key=lambda i: (shape[i] == 1, strides[i]))  # as they lie in memory, the innermost first
+    order = sorted(range(5), key=lambda i: (shape[i] == 1, strides[i]))  # in memory order, innermost first
     elements, dense, run, count = math.prod(shape), True, 1, 1
     for i in order:
         dense = dense and (shape[i] == 1 or strides[i] == count)

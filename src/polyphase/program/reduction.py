@@ -1,4 +1,4 @@
-"""The steps of a `Reduction` (``kernels/steps/reduce_groups.cu``): pooling, a reduction or a norm behind a layer."""
+"""The steps of a `Reduction` (``kernels/steps/reduce_groups.cu``): pooling, a reduction or a norm after a layer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from polyphase.program.program import Buffer, Program
 from polyphase.program.step import DST, MANY_BLOCKS, PARTIALS, SRC, Step, plain_step
 
 OVER = ("", "sum", "mean", "amax", "amin", "logsumexp", *NORMS)  # as kernels count them
-_THREADS, _MOST_THREADS = 256, 1024  # of a block; the latter where groups are few
-_VALUES = 16  # of a thread at a time
-_MOST_KEPT = 24  # where these are a group's share
+_THREADS, _MOST_THREADS = 256, 1024  # threads of a block; the second if there are few groups
+_VALUES = 16  # values of a thread at a time
+_MOST_KEPT = 24  # most values that a thread keeps of a group
 _READ, _MOST_LOADS = 32, 128  # elements that it reads for these of large windows; for a group's share
 _RESIDENT = 4  # blocks of a multiprocessor
 _MOMENTS = 3
-_ROUNDS = 4  # of a share, at least
+_ROUNDS = 4  # least rounds of a share
 #: Elements that 32 bits count, with room for a round of threads behind the last.
 MOST_ELEMENTS = 2**31 - 2**24
 
@@ -40,7 +40,7 @@ class _Threads(NamedTuple):
 
 
 def program_of(reduction: Reduction, dtype: str, aligned: bool = True) -> Program:
-    """One step, or two where groups are few; operands are those of ``after`` and then those of ``before``."""
+    """One step, or two if there are few groups; operands are those of ``after``, then those of ``before``."""
     threads = _threads(reduction, DTYPE_BYTES[dtype], aligned)
     if threads.splits == 1 or not reduction.over:
         return Program((_step(reduction, dtype, threads),))

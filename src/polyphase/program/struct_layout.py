@@ -1,4 +1,4 @@
-"""Structs of the kernels' as they lie in memory: bytes from named values, and named values from bytes."""
+"""Memory layout of the kernels' structs: bytes from named values, and named values from bytes."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
 
 _THREADS = 256
-_PIECES = 1536  # of 16 bytes, of a block's tile in shared memory
-_LEAST_PIXELS = 64  # of a tile
-_WHOLE_ROWS = 20  # pieces of a pixel up to which a tile has all, where rows of the result are not whole pieces
+_PIECES = 1536  # 16-byte pieces of a block's tile in shared memory
+_LEAST_PIXELS = 64  # least pixels of a tile
+_WHOLE_ROWS = 20  # pieces of a pixel up to which a tile has whole rows, if these are not whole pieces
 _SECTOR = 32  # bytes that memory writes at once
 _LEAST_RUN, _LEAST_ROW, _LEAST_ODD_ROW = 32, 32, 256  # elements of the source's rows and of the result's, to be copied
 _RUN_BITS, _MOST_RUN_BITS = range(5, 8), 8  # logarithms of the elements of a row that a tile of rows has

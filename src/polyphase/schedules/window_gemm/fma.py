@@ -31,12 +31,12 @@ _MOST_CHANNELS = 64  # input channels of a group: with more, `direct_tiled` read
 _FEW, _MANY_TERMS = 8, 1024  # channels of a group and terms of a sum from which on tensor cores are faster
 _MOST_SUMS, _MOST_WEIGHTS = 32, 60  # registers of a thread: sums, and by rows weights
 _MOST_THREADS = 512
-_MOST_TERMS, _MOST_EXACT_TERMS = 256, 64  # of a sum in a stage, in float32, unless a channel has more
-_WEIGHT_ITEMS = 16  # of a thread, at most
+_MOST_TERMS, _MOST_EXACT_TERMS = 256, 64  # most terms of a sum in a stage, in float32, unless a channel has more
+_WEIGHT_ITEMS = 16  # most weights that a thread loads for a stage
 _CHAIN = 50  # terms of float32 after which a chain may end with its stage (docs/numerics.md)
-_PLACE = 8  # bytes of a position's place
+_PLACE = 8  # bytes of a `Place`
 _BUFFERS = 2
-_RESERVED = 1024  # bytes of shared memory that a block takes besides
+_RESERVED = 1024  # bytes of shared memory of a block in addition
 _LANES = 32
 
 
@@ -180,7 +180,7 @@ def _pitch(problem: ConvTransposeProblem, config: FmaConfig) -> int:
 
 
 def _slab(problem: ConvTransposeProblem, config: FmaConfig) -> int:
-    """The same of a slab of taps."""
+    """The same for a slab of taps."""
     _, height, width = problem.axes3
     return round_up(height.kernel * width.kernel * _pitch(problem, config), 16 // accumulator_bytes(problem.dtype))
 
@@ -214,14 +214,14 @@ def _shared(problem: ConvTransposeProblem, config: FmaConfig, window: Window) ->
 
 
 def _resident(problem: ConvTransposeProblem, config: FmaConfig, window: Window, device: DeviceInfo) -> int:
-    """Blocks that a multiprocessor has at once."""
+    """Resident blocks of a multiprocessor."""
     return max(1, min(config.min_blocks, device.shared_bytes_per_multiprocessor // _shared(problem, config, window)))
 
 
 def _shares(
     problem: ConvTransposeProblem, config: FmaConfig, tiling: _Tiling, device: DeviceInfo
 ) -> tuple[int, int, int]:
-    """Work tiles of the layer, how many of them a block has, and blocks."""
+    """Work tiles of the layer, work tiles of a block, and blocks."""
     work_tiles = math.ceil(problem.in_channels_per_group / (config.in_tile * config.in_slices))
     work_tiles *= problem.groups * tiling.total
     blocks = device.multiprocessors * _resident(problem, config, tiling.window, device)
@@ -264,12 +264,12 @@ def _tiling(problem: ConvTransposeProblem, layouts: Layouts, config: FmaConfig, 
 
 
 def _is_masked(problem: ConvTransposeProblem) -> bool:
-    """Whether threads know which taps along the width meet padding."""
+    """Whether threads have a mask of the taps along the width that read padding."""
     return problem.padding[-1] > 0 and problem.axes3[2].kernel <= _LANES
 
 
 def _row_step(problem: ConvTransposeProblem) -> tuple[int, int]:
-    """By rows: how far apart a thread's positions are, and how many rows further each begins."""
+    """By rows: the distance of a thread's positions, and the rows by which each begins further."""
     axis = problem.axes3[1]
     return axis.element_step, axis.tap_step
 
@@ -283,14 +283,14 @@ def _extents(problem: ConvTransposeProblem, config: FmaConfig) -> Iterator[tuple
         h = round_up(h, step)
         images = min(images, most // (d * h * w))
         if 4 * max(1, images) * d * h * w < most and images < problem.batch:
-            continue  # most threads would have nothing to do
+            continue  # most threads would idle
         for halved in range(images.bit_length()):
             lanes = images >> halved, d, h, w
             yield lanes, (lanes[0], d, h * cells, w)
 
 
 class _Conflicts:
-    """Wavefronts of a warp's read of a window whose steps are given."""
+    """Wavefronts of a warp's read of a window with given steps."""
 
     def __init__(self, problem: ConvTransposeProblem, config: FmaConfig, lanes: Four) -> None:
         of_d, of_h, of_w = problem.axes3
@@ -306,7 +306,7 @@ class _Conflicts:
             self._alone = self._of((0, 0, 0, 0))
 
     def at(self, steps: Four) -> float:
-        """Where images, slabs and rows are so far apart."""
+        """Wavefronts if images, slabs and rows are ``steps`` apart."""
         return self._of(steps) if self._alone is None else self._alone
 
     def _of(self, steps: Four) -> float:
@@ -319,7 +319,7 @@ class _Conflicts:
 
 @lru_cache(maxsize=4096)
 def _product(problem: ConvTransposeProblem, config: FmaConfig, terms: Costs) -> tuple[float, float, float]:
-    """Of a stage: a thread's issue slots, its reads of the window, and those of weights."""
+    """For a stage: a thread's issue slots, its reads of the window, and its reads of weights."""
     depth, height, width = problem.axes3
     words, taps = accumulator_bytes(problem.dtype) // 4, height.kernel * width.kernel
     if config.by_rows:
@@ -339,7 +339,7 @@ def _product(problem: ConvTransposeProblem, config: FmaConfig, terms: Costs) -> 
 def _item_cycles(
     problem: ConvTransposeProblem, config: FmaConfig, window: Window, conflicts: float, resident: int, terms: Costs
 ) -> float:
-    """Predicted cycles of a multiprocessor for a work tile, where so many blocks are resident on it."""
+    """Predicted cycles of a multiprocessor for a work tile, with ``resident`` blocks."""
     slots, reads, weights = _product(problem, config, terms)
     rows = config.out_chunk * window.rows
     lines = math.ceil((window.extent[3] * DTYPE_BYTES[problem.dtype] + PIECE_BYTES - 1) / 128)

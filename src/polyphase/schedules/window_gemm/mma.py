@@ -78,7 +78,7 @@ class MmaConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a config cuts the input positions into tiles, and what that takes of shared memory."""
+    """The tiles into which a config cuts the input positions, and the shared memory that they take."""
 
     tile_extent: tuple[int, int, int, int]
     tiles: tuple[int, int, int, int]
@@ -224,7 +224,7 @@ class _Cut:
         extents = list(tile_extents(problem, config.positions))
         self._long = [each for each in extents if each[3] >= least]
         self._short = [each for each in extents if each[3] < least]
-        # Lower bounds of the work: products alone, as if nothing were loaded.
+        # Lower bounds of the work: products alone, without loads.
         stage, sizes = _product_cycles(problem, pass_, config, terms), five(problem.input_shape)[2:]
         self._operand = config.rows * _depth(problem, pass_, config) * DTYPE_BYTES[problem.dtype]  # bytes of a stage
         self._bounds = [math.prod(tiles_of(problem.batch, sizes, each)) * stage for each in self._long]

@@ -21,7 +21,7 @@ STILL_BYTES, MOVING_BYTES = 8, 16
 
 @dataclass(frozen=True)
 class StageBox:
-    """What a stage holds of a tensor, as the kernels' ``StageBox``, and how many pieces a channel has of it."""
+    """A tensor's part of a stage, as the kernels' ``StageBox``, and the pieces of a channel."""
 
     extent: tuple[int, int, int, int]
     piece: int
@@ -34,7 +34,7 @@ class StageBox:
 
 
 def weight_box(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, pitch: int, length: int) -> StageBox:
-    """All taps of ``out_chunk`` output channels, in the order in which the weight has them, ``length`` in all."""
+    """All taps of ``out_chunk`` output channels in the weight's order, ``length`` in all."""
     size, out, taps = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group, problem.taps
     extent, run = ((1, 1, taps, out_chunk), 1) if layouts.weight_channels_last else ((1, 1, 1, out_chunk * taps), taps)
     piece = widest_piece(size, out * run, out_chunk * run, 0 if layouts.aligned else 1)
@@ -42,7 +42,7 @@ def weight_box(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, 
 
 
 def weight_rows(problem: ConvTransposeProblem, layouts: Layouts) -> dict[str, Any]:
-    """The weight as the kernels' ``Tensor5`` whose channels are its rows and whose rest lies along h and w."""
+    """The weight as the kernels' ``Tensor5``: rows are channels, a row's elements are along h and w."""
     out, taps = problem.out_channels_per_group, problem.taps
     inner = (out, 1, 1, taps, out) if layouts.weight_channels_last else (0, 1, 1, 1, out * taps)
     height, width, *sizes = inner
@@ -51,7 +51,7 @@ def weight_rows(problem: ConvTransposeProblem, layouts: Layouts) -> dict[str, An
 
 
 def widest_piece(size: int, *multiples: int) -> int:
-    """Elements that can be moved at once: 16 bytes or less, of which all ``multiples`` are multiples."""
+    """Elements of one copy: at most 16 bytes, a divisor of all ``multiples``."""
     piece = 16 // size
     while any(value % piece for value in multiples):
         piece //= 2
@@ -59,7 +59,7 @@ def widest_piece(size: int, *multiples: int) -> int:
 
 
 def row_piece(side: Side, size: int, aligned: bool, step: int) -> int:
-    """Neighbouring elements of a row moved at once, in rows that begin ``step`` elements after one another."""
+    """Neighbouring elements of a row that one copy moves; rows begin ``step`` elements apart."""
     *others, width = side.strides
     if not aligned or width != 1:
         return 1
@@ -67,7 +67,7 @@ def row_piece(side: Side, size: int, aligned: bool, step: int) -> int:
 
 
 def channel_piece(side: Side, channels: int, stage_channels: int, size: int, aligned: bool) -> int:
-    """Neighbouring channels moved at once: 16 bytes, or one."""
+    """Neighbouring channels that one copy moves: 16 bytes, or one."""
     batch, _, *others = side.strides
     vector = 16 // size
     whole = all(value % vector == 0 for value in (channels, stage_channels, batch, *others))
@@ -75,7 +75,7 @@ def channel_piece(side: Side, channels: int, stage_channels: int, size: int, ali
 
 
 def copy_cycles(box: StageBox, channels: int, warps: int, size: int, terms: Costs) -> float:
-    """Predicted cycles of a multiprocessor for what its warps do to copy so many channels of a box."""
+    """Predicted cycles of a multiprocessor whose warps copy ``channels`` of a box."""
     lanes = min(32, next_power_of_two(box.places))
     rounds = math.ceil(box.places / lanes)
     copies = rounds * math.ceil(channels / (warps * 32 // lanes))

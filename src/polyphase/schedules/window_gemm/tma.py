@@ -36,7 +36,7 @@ from polyphase.schedules.window_gemm.tma_cost import (
 )
 from polyphase.schedules.window_gemm.window import FLUSH, Gradient, channel_pitch, is_long_sum
 
-_ALONE_OFFERED = 2  # at least so many configs that are offered have a window for each tap
+_ALONE_OFFERED = 2  # least number of offered configs that have a window for each tap
 _MAX_BOX_STEP = 8  # TMA's largest element stride
 
 
@@ -75,7 +75,7 @@ class _WindowTma(Gradient):
         return sorted(legal_configs(at, pass_, device))
 
     def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
-        """Some with a window for each tap among the first: shared windows fix the tile, which may not suit images."""
+        """Some configs with a window for each tap first: shared windows fix the tile, which may not suit images."""
         alone = [config for config in order if config.taps == ALONE]
         first = order[: self.offered - _ALONE_OFFERED]
         first += [config for config in alone[:_ALONE_OFFERED] if config not in first]
@@ -226,7 +226,7 @@ class WindowWgradTma(_WindowTma):
 
 
 def _is_packed(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
-    """Whether output channels are not innermost in the weight, and are brought there by a step before."""
+    """Whether a step must transpose the weight so that output channels are innermost."""
     return problem.taps > 1 and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
 
 

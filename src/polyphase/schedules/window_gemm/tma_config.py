@@ -1,4 +1,4 @@
-"""What the TMA kernels of both gradients can be specialised to: configs, their stages, tiles and windows."""
+"""Configs of the TMA kernels of both gradients, their stages, tiles and windows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Three = tuple[int, int, int]
 ALONE: Three = (1, 1, 1)
 
 _MAX_BOX_SIDE = 256  # elements of the tensor, from a box's first to its last
-_TOGETHER = 8  # positions along w, at least, of a tile whose taps share windows
-_MOST_SECTORS = 1.5  # that rows of a tile touch, over those that they would fill
-_MOST_IMAGES = 255  # of a tile, and positions along a side: a row's position has a byte for each
+_TOGETHER = 8  # least positions along w of a tile whose taps share windows
+_MOST_SECTORS = 1.5  # most sectors that rows of a tile touch, relative to those that they fill
+_MOST_IMAGES = 255  # most images and positions along a side of a tile: a row's position has a byte for each
 _MOST_COLUMNS = 256  # N of a wgmma
 _MOST_SUMS = 128  # fp32 accumulators of a thread
 _MOST_SUMS_OF_THREE = 96  # with three consumer warpgroups
@@ -69,8 +69,8 @@ class TmaConfig(NamedTuple):
     """The compile-time shape of a kernel; ``mainloop/box_product.cuh`` says what the names mean. ``resident`` blocks.
 
     A weight gradient's ``taps`` along d, h and w share a window of a tile of ``lanes`` positions, whose rows have
-    ``pitch`` bytes. Where each tap has its own, any tile of as many positions will do. ``first``: an input gradient is
-    stored channels first.
+    ``pitch`` bytes. If each tap has its own window, any tile of as many positions will do. ``first``: an input gradient
+    is stored channels first.
     """
 
     row_groups: int
@@ -93,7 +93,7 @@ class TmaConfig(NamedTuple):
 
     @property
     def loaders(self) -> int:
-        """Producer threads: a whole warpgroup where setmaxnreg gives their registers to the consumers."""
+        """Producer threads: a whole warpgroup if setmaxnreg moves their registers to the consumers."""
         return 128 if self.resident == 1 else 32
 
     @property
@@ -136,7 +136,7 @@ def stage_bytes(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -
 
 
 def tile_extent(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> Four:
-    """Extents of a tile with which there are fewest tiles; a weight gradient's has exactly the positions of a stage.
+    """Extents of the tile with the fewest tiles; a weight gradient's has exactly the positions of a stage.
 
     Stored channels first, rows of a tile are long enough to fill most of the sectors that they touch.
     """
@@ -174,7 +174,7 @@ def _input_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
     widths = _widths(problem.in_channels_per_group, 8)
     for steps, columns, row_tiles in itertools.product((4, 2, 1), widths, (1, 2)):
         row = steps * OPERATION_BYTES
-        # A box must end with its group: channels of the next would meet zero weights, but may be NaN.
+        # A box must end with its group: channels of the next one would be multiplied by zero, but may be NaN.
         if (problem.groups > 1 and pixel % row) or (steps > 1 and pixel <= row // 2):
             continue
         if columns * row_tiles // 2 <= most:
@@ -209,7 +209,7 @@ def _alone_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
 
 
 def _sharing_configs(problem: ConvTransposeProblem, windows: Windows, steps: int) -> Iterator[TmaConfig]:
-    """Configs whose blocks have one to four of such windows, whose lines are shared out among warpgroups."""
+    """Configs whose blocks have one to four of ``windows``; warpgroups split their lines."""
     size = DTYPE_BYTES[problem.dtype]
     columns, lines = windows.along * windows.pitch // size, math.prod(windows.taps) // windows.along
     row_tiles = (1, 2) if size == 2 else (1,)
@@ -243,12 +243,12 @@ def _widths(channels: int, multiple: int) -> list[int]:
 
 
 def box_fits(extents: Iterable[int], problem: ConvTransposeProblem) -> bool:
-    """Whether a TMA box can have so many elements along d, h and w."""
+    """Whether a TMA box can have these extents along d, h and w."""
     return all((count - 1) * axis.stride < _MAX_BOX_SIDE for count, axis in zip(extents, problem.axes3))
 
 
 def shared_windows(problem: ConvTransposeProblem, positions: int, pitch: int) -> Iterator[Windows]:
-    """Windows of several taps, of tiles of so many positions; ``pitch``: bytes of a row, at most."""
+    """Windows of several taps, of tiles of ``positions``; ``pitch``: most bytes of a row."""
     size = DTYPE_BYTES[problem.dtype]
     sharing = (math.ceil(axis.kernel / axis.tap_step) for axis in problem.axes3)
     for d, h, w in itertools.product(*({1, taps} for taps in sharing)):

@@ -1,4 +1,4 @@
-"""What the TMA kernels of both gradients cost, and how many splits their sums have."""
+"""Cost and split-K counts of the TMA kernels of both gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyphase.schedules.tiles import affordable_planes, tiles_of
 from polyphase.schedules.window_gemm.tma_config import TmaConfig, block_windows, stage_bytes, tile_extent
 from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch, sectors_of
 
-_LEAST_STAGES = 4  # of a split of an input gradient
+_LEAST_STAGES = 4  # least stages of a split of an input gradient
 
 
 def input_work_tiles(problem: ConvTransposeProblem, config: TmaConfig, tiles: int) -> int:
@@ -54,7 +54,7 @@ def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, devi
 
 
 def weight_planes(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> int:
-    """Partial planes of a weight gradient; 0 where the kernel writes the result itself."""
+    """Partial planes of a weight gradient; 0 if the kernel writes the result itself."""
     tile = tile_extent(problem, Pass.WEIGHT_GRAD, config)
     tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile))
     splits = weight_splits(problem, config, tiles, device)[0]
@@ -97,7 +97,7 @@ def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float,
 
 
 def _result(problem: ConvTransposeProblem, config: TmaConfig, terms: Costs) -> float:
-    """Predicted cycles of a result of an input gradient: by sectors over those that it would fill, channels first."""
+    """Predicted cycles of a result of an input gradient; channels first: by the sectors touched over those filled."""
     if not config.first:
         return terms.result
     size, (*_, rows, columns) = DTYPE_BYTES[problem.dtype], tile_extent(problem, Pass.INPUT_GRAD, config)

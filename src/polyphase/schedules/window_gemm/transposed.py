@@ -19,12 +19,12 @@ from polyphase.schedules.window_gemm.tma_config import TmaConfig
 from polyphase.schedules.window_gemm.tma_cost import weight_planes
 from polyphase.schedules.window_gemm.window import Gradient
 
-_MOST_BYTES = 512 << 20  # of the transposed copies
-_PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these or, where it is larger, a multiple
+_MOST_BYTES = 512 << 20  # most bytes of the transposed copies
+_PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these, or a multiple of the last
 
 
 class _Transposed(Gradient):
-    """What the two have in common."""
+    """What both share."""
 
     adapts = True
     _tma: WindowDgradTma | WindowWgradTma
@@ -42,7 +42,7 @@ class _Transposed(Gradient):
         return self._tma.nothing_fits(problem, device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
-        """None, too, where the transposed copies would take too much memory."""
+        """None also if the transposed copies would take too much memory."""
         written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
         if _transposed_bytes(_last(problem, pass_), pass_) > _MOST_BYTES or not written_dense:
             return None
@@ -59,7 +59,7 @@ class _Transposed(Gradient):
         return self._tma.seconds(at, pass_, device, config) + back
 
     def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
-        """Among the first some of an input gradient that are stored in either way: images decide which is better."""
+        """Input-gradient configs of both ways to store first: the image size decides which is better."""
         if self.pass_ is Pass.WEIGHT_GRAD:
             return self._tma.arranged(order)
         chosen = order[: self.offered - 2]
@@ -71,7 +71,7 @@ class _Transposed(Gradient):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Cost:
-        """What the TMA kernel costs, and the transposes around it."""
+        """The cost of the TMA kernel and the transposes around it."""
         last = _last(problem, pass_)
         moved = _transposed_bytes(problem, pass_) + _transposed_bytes(last, pass_)
         tensors = self._reads + 1
@@ -136,7 +136,7 @@ def _back_bytes(problem: ConvTransposeProblem) -> int:
 def _last(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
     """The layer in channels_last, with the channels of a group padded to whole pieces of 16 bytes, as TMA needs.
 
-    Output channels of an input gradient are padded so that its boxes touch few lines of memory.
+    Output channels of an input gradient are padded so that its boxes span few cache lines.
     """
     size = DTYPE_BYTES[problem.dtype]
 

@@ -41,11 +41,11 @@ from polyphase.schedules.window_gemm.window import (
 )
 
 _SMALLER = 1536, 24, 16  # image side in 1-D, 2-D, 3-D of the second size at which configs are scored
-_LEAST_SPLIT = 8  # tiles of a weight gradient's split, at least
-_MOST_WAVES = 4  # of blocks, that splits may make
-_PRELOADED = 4  # row tiles times column tiles of which a weight gradient's flush loads earlier sums together
-_PERSISTENT = 4  # stages of an input gradient's tile from which on blocks go on to further tiles
-_ENDS = 4  # what a block's prologue and epilogue take, in stages
+_LEAST_SPLIT = 8  # least tiles of a weight gradient's split
+_MOST_WAVES = 4  # most waves of blocks with splits
+_PRELOADED = 4  # row tiles × column tiles whose earlier sums a weight gradient's flush loads together
+_PERSISTENT = 4  # stages of an input gradient's tile from which on blocks are persistent
+_ENDS = 4  # cost of a block's prologue and epilogue, in stages
 
 
 class _WindowWgmma(Gradient):
@@ -209,8 +209,8 @@ def _as_read(
 ) -> tuple[ConvTransposeProblem, Layouts] | None:
     """The layer as the kernel reads it, whose pixels are innermost.
 
-    None where a weight gradient's input lies in another format than the layer's, or output channels and taps along the
-    width do not lie side by side.
+    None if a weight gradient's input has another format than the layer, or output channels and taps along the
+    width are not contiguous.
     """
     if _input_differs(problem, pass_, layouts):
         return None
@@ -218,7 +218,7 @@ def _as_read(
 
 
 def _input_differs(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> bool:
-    """Whether a weight gradient's input lies in another format than the layer's; of one channel it counts as NCHW."""
+    """Whether a weight gradient's input has another format than the layer; with one channel it counts as NCHW."""
     x, _ = sides_of(problem, layouts)
     return pass_ is Pass.WEIGHT_GRAD and x.channels_last != problem.channels_last
 
@@ -269,7 +269,7 @@ def _estimate(
         stages = math.ceil(problem.out_channels_per_group / config.out_chunk)
         blocks *= tiling.total
         block, end = terms.block + stored_cycles(problem, config, tiling.tile_extent, terms), 0.0
-        if stages >= _PERSISTENT:  # a block begins once, and loads its next tile meanwhile
+        if stages >= _PERSISTENT:  # persistent: a block loads its next tile in the epilogue
             block, end = block - terms.block, terms.block / device.clock_hz
     _, waves = waves_of(blocks, 1, device)
     work = waves * (stages * stage + block) / device.clock_hz + end

@@ -1,4 +1,4 @@
-"""Configs of the gradients by wgmma: how they cut positions into tiles, what a stage holds, and what it costs."""
+"""Configs of the gradients by wgmma: tiles of positions, layout of a stage, and cost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STAGES = (6, 5, 4, 3)  # pipeline depths, deepest first
 _MOST_COLUMNS = 256  # N of a wgmma
 _MOST_SUMS = 256  # N x m64 tiles per warpgroup: 128 fp32 accumulators per thread
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
-_ROUNDING = 1 - 1e-9  # bounds are rounded differently from what they bound
+_ROUNDING = 1 - 1e-9  # bounds are rounded differently from the costs that they bound
 
 
 class WgmmaConfig(NamedTuple):
@@ -70,14 +70,14 @@ class WgmmaConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class Runs:
-    """What a stage holds of the operand, as the kernels' ``Runs``: TMA boxes, or copied pieces."""
+    """The operand in a stage, as the kernels' ``Runs``: TMA boxes, or copied pieces."""
 
     count: Four
     length: int
     span: int
-    box_bytes: int  # or what is copied in the place of a box
+    box_bytes: int  # or of the copy instead of a box
     tensor_map: TensorMap | None  # none where threads copy it
-    piece_bytes: int = 0  # then, at once
+    piece_bytes: int = 0  # of one copy by threads
 
     def params(self) -> dict[str, Any]:
         """The kernels' ``Runs``."""
@@ -102,7 +102,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a config cuts the input positions into tiles, and what that takes of shared memory, in bytes."""
+    """The tiles into which a config cuts the input positions, and their shared memory in bytes."""
 
     tile_extent: Four
     tiles: Four
@@ -128,13 +128,13 @@ class Tiling:
 
 
 def legal_configs(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaConfig]:
-    """Every config of a layer; whether its stages fit shared memory is for its tiles to say."""
+    """Every config of a layer; whether its stages fit shared memory depends on its tiles."""
     for shape, stages in itertools.product(_shapes(problem, pass_), _STAGES):
         yield shape._replace(buffers=stages)
 
 
 def _shapes(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaConfig]:
-    """Configs worth a thought, their pipeline depth left open."""
+    """Configs worth trying, without their pipeline depth."""
     out, taps, size = problem.out_channels_per_group, problem.taps, DTYPE_BYTES[problem.dtype]
     if problem.channels_last:  # C_out is folded into the taps along w
         out, taps = 1, out * taps
@@ -172,7 +172,7 @@ def tiling_of(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WgmmaConfig, device: DeviceInfo
 ) -> Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
-    rows = config.rows if pass_ is Pass.INPUT_GRAD else 0  # whose offsets are kept in shared memory
+    rows = config.rows if pass_ is Pass.INPUT_GRAD else 0  # rows with offsets in shared memory
     declared = round_up(12 * rows + 20 * config.buffers, 1024)  # static; dynamic shared memory begins aligned behind it
     available = device.shared_bytes_per_block - declared
     terms = costs("window_wgmma", device)
@@ -232,7 +232,7 @@ class _Tilings:
         return self._tilings[place]
 
     def _stored(self, tile: Four) -> float:
-        """Predicted cycles of the results of a tile, for each of its stages; a weight gradient's are alike."""
+        """Predicted cycles to store a tile's results, divided by its stages; for a weight gradient 0."""
         problem, pass_, _, config = self._layer
         if pass_ is Pass.WEIGHT_GRAD:
             return 0.0
@@ -275,7 +275,7 @@ _tilings = lru_cache(maxsize=64)(_Tilings)  # each has up to hundreds of kilobyt
 
 
 def _operation(config: WgmmaConfig, reads: float, terms: Costs) -> float:
-    """Predicted cycles of a k-step whose fragments take so many wavefronts of shared memory."""
+    """Predicted cycles of a k-step whose fragments take ``reads`` wavefronts of shared memory."""
     product = terms.product + terms.read * reads + terms.column * config.columns
     return CONSUMER_GROUPS * config.row_tiles * product + terms.operation
 
@@ -331,7 +331,7 @@ def _input_runs(
     count = (images, slabs, rows, length * size // span)
     if strides is None:
         apart = [step for count, step in zip(sides[1:], (channel, row, slab, image)) if count > 1]
-        pitch = columns * size if width > columns else 0  # bytes from one to the next, where there are several
+        pitch = columns * size if width > columns else 0  # bytes from one tile along the width to the next
         runs = _copied_runs(size, count, span, config, pitch, *apart)
         return (runs, joined) if runs else (None, 0)
     box = (span // size, config.columns, 1, 1, 1)
