@@ -221,8 +221,7 @@ def prepare(
 def arguments(arch: str, step: Step) -> tuple[Any, ...]:
     """What the extension's ``launch`` takes before the tensors."""
     number, places = kernel_number(arch, step.source), params_of(step.source).tensor_maps
-    maps = zip(step.tensor_maps, places[: len(step.tensor_maps)], strict=True)
-    tensor_maps = b"".join(packed_tensor_map(*each) for each in maps)
+    tensor_maps = b"".join(packed_tensor_map(each, places[i]) for i, each in enumerate(step.tensor_maps))
     return (number, step.params, tensor_maps, *step.grid, step.block, step.shared_bytes)
 
 

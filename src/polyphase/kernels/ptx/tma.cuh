@@ -36,8 +36,8 @@ __device__ __forceinline__ void tma_load_bytes_multicast(unsigned to, const void
 }
 
 // Loads a box of `bytes`, whose first element is at the given place of the tensor, a multiple of 16 bytes along the
-// innermost dimension; elements outside the tensor are zero. (The tensor's address is for the emulator, which has no
-// TMA.)
+// innermost dimension; elements outside the tensor are zero. (The tensor's address is for the twin on the host, which
+// has no TMA.)
 template <class T>
 __device__ __forceinline__ void tma_load_box(unsigned to, const TensorMap& map, const T*, const int (&place)[5],
                                              unsigned bytes, unsigned barrier) {
