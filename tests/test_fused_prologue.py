@@ -269,7 +269,7 @@ def test_accelerate_computes_activations_before_layers(name: str, prologues: lis
     taken = copy.deepcopy(plain)
     report = polyphase.accelerate(taken, fuse=True)
     assert re.match(
-        r"2: fused with 1 \(\w+\) before it and 3 \(\w+\) behind it; ends there: its", str(report.blocks[0])
+        r"2: fused with 1 \(\w+\) before it and 3 \(\w+\) behind it; ends there: the next thing", str(report.blocks[0])
     )
     assert "transposed convolution behind it" in repr(taken)
     x = torch.randn(2, 4, 9)
