@@ -1,15 +1,15 @@
-// A batch norm in training and an activation behind it, of a contiguous tensor (N, C, *spatial); and their gradients.
+// Batch norm in training, followed by an activation, for a contiguous tensor (N, C, *spatial); and their gradients.
 //
 //   y = activation(v),  v = n·weight + bias,  n = (x - mean)·factor,  factor = 1 / √(variance + epsilon)
 //   h = dy·activation'(v),  dbias = Σ h,  dweight = Σ h·n,  dx = weight·factor·(h - (dbias + n·dweight) / count)
 //
-// Means, variances and sums are those of a channel's `count` values.
+// Means, variances and sums are over the `count` values of a channel.
 //
-// Index mapping. A channel has `run` vectors in each image. They are counted through all images, and each of `splits`
-// blocks has `span` of them; neighbouring blocks have neighbouring channels. STAGE: forward is two launches, MOMENTS
-// and NORMALISE, backward too, SUMS and BACKWARD. In the first each block leaves what it knows of its share in
-// `partials`; in the second each block adds up those of its channel, in a fixed order, and writes its share of the
-// result. The first block of a channel also writes what there is one of for a channel. `stats` are means, then factors.
+// Index mapping. A channel has `run` vectors in each image. Vectors are numbered through all images; each of `splits`
+// blocks processes `span` vectors, and neighbouring blocks process neighbouring channels. STAGE: forward takes two
+// launches, MOMENTS and NORMALISE, backward takes two, SUMS and BACKWARD. In the first, each block writes the partial
+// result of its share to `partials`; in the second, each block combines its channel's partials in a fixed order and
+// writes its share of the result. A channel's first block also writes the per-channel results. `stats`: means, factors.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -19,7 +19,7 @@
 #include "epilogue/finish.cuh"
 
 struct Params {
-  int channels, splits, span, length;  // vectors of a share, and of a channel
+  int channels, splits, span, length;  // span, length: vectors of a share, and of a channel
   Divisor run;
   double epsilon, momentum;
   double first, second;  // constants of the activation
@@ -28,7 +28,7 @@ struct Params {
 enum Stage { MOMENTS, NORMALISE, SUMS, BACKWARD };
 constexpr bool IS_BACKWARD = STAGE == SUMS || STAGE == BACKWARD, STORES = STAGE == NORMALISE || STAGE == BACKWARD;
 
-// The type of what there is one of for a channel: float32 beside half types, where WIDE says so.
+// The type of per-channel parameters (weight, bias, running statistics): if WIDE, float32 beside half types.
 template <bool wide>
 struct Parameter {
   typedef scalar_t type;
@@ -39,7 +39,7 @@ struct Parameter<true> {
 };
 typedef Parameter<WIDE>::type param_t;
 
-// A block's share of a channel's vectors, of which a thread has every THREADS-th.
+// A block's share of a channel's vectors; a thread processes every THREADS-th vector.
 struct Share {
   int channel, end;
 
@@ -47,12 +47,12 @@ struct Share {
     const int image = vector / params.run;
     return ((image * params.channels + channel) * params.run.value + vector - image * params.run.value) * VECTOR;
   }
-  // How many of UNROLL vectors there are from one on.
+  // The number of this thread's vectors from `first` on, at most UNROLL.
   __device__ __forceinline__ int vectors(int first) const {
     const int left = first < end ? (end - first + THREADS - 1) / THREADS : 0;
     return left < UNROLL ? left : UNROLL;
   }
-  // Those, from one on.
+  // Loads these vectors, from `first` on; missing ones are zeros.
   __device__ __forceinline__ void load(const Params& params, const scalar_t* __restrict__ from, int first,
                                        Values& values) const {
     const int count = vectors(first);
@@ -78,21 +78,21 @@ struct Share {
   }
 };
 
-// What a channel's values are normalised by, scaled by and shifted by.
+// A channel's mean and factor, which normalise its values, and the weight and bias, which scale and shift them.
 struct Affine {
   accum_t mean, factor, weight, bias;
 
   __device__ __forceinline__ accum_t normal(accum_t x) const { return (x - mean) * factor; }
 };
 
-// Where there are running statistics.
+// Updates the running statistic of a channel, if there is one.
 __device__ __forceinline__ void move(accum_t batch, const Params& params, param_t* running, int channel) {
   if (!running) return;
   const accum_t before = widen(running[channel]);
   narrow(before + (batch - before) * (accum_t)params.momentum, running[channel]);
 }
 
-// What all blocks of a channel have left.
+// Combines the partial results of all blocks of a channel.
 __device__ __forceinline__ Moments of_channel(const Params& params, const Moments* partials, int channel) {
   Moments found = of_none();
   for (int i = threadIdx.x; i < params.splits; i += THREADS)

@@ -1,4 +1,4 @@
-"""The window of the output gradient that a stage of the gradients by wgmma holds, and how it is read."""
+"""The window of the output gradient in a stage of the gradients by wgmma, and how fragments read it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from polyphase.schedules.tiles import Four
 from polyphase.schedules.window_gemm.window import extent_of_window
 
 MAX_BOX_SIDE = 256  # elements of a TMA box along one dimension
-PIECE_BYTES = 16  # of a cp.async
-_LEAST_STAGES, _MOST_SHARED = 3, 256 << 10  # stages of a kernel; bytes of shared memory, more than any GPU has
-FOUND = 32  # positions and taps by which bank conflicts are counted
-_PAIRED_BYTES = 8  # between neighbouring positions in the window, at most: 16 of them span 32 banks
+PIECE_BYTES = 16  # bytes of a cp.async
+_LEAST_STAGES, _MOST_SHARED = 3, 256 << 10  # least stages of a kernel; bytes of shared memory, more than any GPU has
+FOUND = 32  # the first positions and taps, for which bank conflicts are counted
+_PAIRED_BYTES = 8  # most bytes from a position to the next in the window, for paired rows: 16 positions span 32 banks
 _Places = tuple[tuple[int, int], ...]  # a box's extent along each dimension, and its step
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a stage holds of the output gradient, as the kernels' ``Window``: TMA boxes, or copied rows."""
+    """The output gradient in a stage, as the kernels' ``Window``: TMA boxes, or copied rows."""
 
     extent: Four
     steps: Four  # elements from one image, slab, row and channel to the next
-    joined: int = 0  # elements from one row of the tensor to the next, where they are copied as one
+    joined: int = 0  # elements from one row of the tensor to the next, if rows are copied as one
 
     def params(self) -> dict[str, Any]:
         """The kernels' ``Window``."""
@@ -45,9 +45,9 @@ class Window:
 def window_by_tma(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, tile: Four
 ) -> tuple[Window, TensorMap, int] | None:
-    """The window as TMA loads it, or None where it cannot.
+    """The window as TMA loads it, or None if TMA cannot.
 
-    The number is the skew: elements by which rows begin early, so that a box begins at a multiple of 16 bytes.
+    The third result is the skew: elements by which rows begin early, so that a box begins at a multiple of 16 bytes.
     """
     if not may_use_tma(problem, pass_, layouts, chunk, tile):
         return None
@@ -75,7 +75,7 @@ def may_use_tma(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, ch
     vector, axis = 16 // DTYPE_BYTES[problem.dtype], problem.axes3[2]
     if tile[3] < problem.input_size[-1] and tile[3] * axis.stride % vector:
         return False
-    # A box must end with its group: channels of the next would meet zero weights, but may be NaN.
+    # A box must end with its group: channels of the next one would be multiplied by zero, but may be NaN.
     whole = problem.groups == 1 or pass_ is Pass.WEIGHT_GRAD or problem.out_channels_per_group % chunk == 0
     if not layouts.aligned or not whole or _box_strides(problem, layouts) is None:
         return False
@@ -86,7 +86,7 @@ def may_use_tma(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, ch
 
 @lru_cache(maxsize=64)
 def _box_strides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[int, ...] | None:
-    """Strides in bytes of the output gradient's tensor map; None where TMA cannot read it."""
+    """Strides in bytes of the output gradient's tensor map; None if TMA cannot read it."""
     size = DTYPE_BYTES[problem.dtype]
     batch, channels, depth, height, _ = five(problem.output_shape)
     image, channel, slab, row, _ = (step * size for step in layouts.output)
@@ -95,7 +95,7 @@ def _box_strides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[int, 
 
 
 def as_rows(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, chunk: int, tile: Four) -> Window | None:
-    """The window as producers copy it (`copied_window`); None, too, where pairs of taps would begin at odd elements."""
+    """The window as producers copy it (`copied_window`); None also if pairs of taps would begin at odd elements."""
     image, channel, slab, row, _ = layouts.output
     batch, channels, *sides = five(problem.output_shape)
     extent = extent_of_window(problem, tile)
@@ -114,11 +114,11 @@ def copied_window(
     conflicts: Callable[[Four], float],
     masked: bool = False,
 ) -> Window | None:
-    """The window of a tile that is copied row by row: steps are the tensor's, modulo 16 bytes.
+    """The window of a tile that is copied row by row: its steps equal the tensor's modulo 16 bytes.
 
-    Whole rows between which no zeros are to be lie behind one another, and are copied as one. Others have the width
-    with the fewest ``conflicts`` of its steps. ``masked``: who reads it knows what is padding. None where it is larger
-    than any GPU's shared memory.
+    Whole rows that need no zeros between them are contiguous, and copied as one. Other windows get the row width
+    whose steps have the fewest ``conflicts``. ``masked``: the reader masks padding. None if the window is larger than
+    any GPU's shared memory.
     """
     size, extent = DTYPE_BYTES[problem.dtype], extent_of_window(problem, tile)
     vector = PIECE_BYTES // size
@@ -130,7 +130,7 @@ def copied_window(
     images, slabs, rows, columns = extent
 
     def above(least: int, stride: int) -> int:
-        """The least step that is the tensor's, modulo a piece."""
+        """The least step from ``least`` on that equals the tensor's ``stride`` modulo a piece."""
         return least + (stride - least) % vector
 
     def steps(row: int, of_slabs: int) -> Four:
@@ -152,7 +152,7 @@ def copied_window(
 
 
 def least_extent(problem: ConvTransposeProblem, tile: Four, masked: bool = False) -> Four:
-    """Extents of a copied window, at least: rows between which no zeros are to be are one where they may be."""
+    """Least extents of a copied window: rows that need no zeros between them count as one row."""
     images, slabs, rows, columns = extent_of_window(problem, tile)
     return (images, slabs, 1, rows * columns) if _joins_rows(problem, tile, masked) else (images, slabs, rows, columns)
 
@@ -163,7 +163,7 @@ def _joins_rows(problem: ConvTransposeProblem, tile: Four, masked: bool) -> bool
 
 
 def _quietest(widths: Iterable[int], conflicts: Callable[[int], float]) -> int:
-    """The first of ``widths`` with the fewest wavefronts (``conflicts``); one is the least possible."""
+    """The first of ``widths`` with the fewest wavefronts (``conflicts``), which are at least 1."""
     best = math.inf, 0
     for width in widths:
         passes = conflicts(width)
@@ -175,16 +175,16 @@ def _quietest(widths: Iterable[int], conflicts: Callable[[int], float]) -> int:
 
 
 def in_pairs(problem: ConvTransposeProblem) -> bool:
-    """Whether two taps are read at once: they are neighbours, and begin at multiples of two, in rows that do."""
+    """Whether one load reads two taps: they are neighbours, and pairs and rows begin at even elements."""
     axis = problem.axes3[2]
     even = not any(each % 2 for each in (axis.kernel, axis.stride, axis.padding, problem.output_padding[-1]))
     return even and axis.dilation == 1
 
 
 def rows_in_pairs(problem: ConvTransposeProblem, pass_: Pass) -> bool:
-    """Whether a thread's rows are neighbours: what a weight gradient reads at once, and an input gradient stores.
+    """Whether a thread's rows are neighbours, so that a weight gradient loads and an input gradient stores two at once.
 
-    Of an input gradient: unless positions are so far apart in the window that pairs of them meet in more banks.
+    Not for an input gradient whose positions are so far apart in the window that pairs have more bank conflicts.
     """
     if pass_ is Pass.WEIGHT_GRAD:
         return in_pairs(problem)
@@ -208,7 +208,7 @@ def conflicts_of(problem: ConvTransposeProblem, pass_: Pass, tile: Four, steps: 
 
 
 def _first_places(counts: Four, steps: Four) -> _Places:
-    """The innermost dimensions of a box, as many as its first `FOUND` elements span: (extent, step) of each."""
+    """The innermost dimensions of a box that its first `FOUND` elements span: (extent, step) of each."""
     found: list[tuple[int, int]] = []
     room = FOUND
     for count, step in zip(reversed(counts), reversed(steps)):
@@ -222,12 +222,12 @@ def _first_places(counts: Four, steps: Four) -> _Places:
 
 @lru_cache(maxsize=16384)
 def _passes(rows: _Places, k: _Places, size: int, paired: bool, at_once: bool) -> float:
-    """Wavefronts for rows and k at such offsets; ``paired``: a thread's rows are neighbours, ``at_once``: read so."""
+    """Wavefronts of a read of ``rows`` at ``k``; ``paired``: a thread's rows are neighbours, ``at_once``: one load."""
     of_rows, of_k = _places(rows)[:: 2 if paired else 1], _places(k)[:: 4 // size]
     reads = 0
     for first, beyond in itertools.product((0, 8), (0, 8)):
         words = {(i + j) * size // 4 for i in of_rows[first : first + 8] for j in of_k[beyond : beyond + 4]}
-        if paired and at_once:  # words that are read together
+        if paired and at_once:  # the second words of pairs
             words |= {word + 1 for word in words}
         banks = bytearray(32)
         for word in words:

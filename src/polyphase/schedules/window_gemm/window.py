@@ -1,4 +1,4 @@
-"""What the window GEMMs share: extents of tiles of positions, and windows of the output gradient."""
+"""Shared by the window GEMMs: extents of tiles of positions, and windows of the output gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Gradient(Schedule):
 
     @property
     def pass_(self) -> Pass:
-        """The pass that it computes."""
+        """The pass that the schedule computes."""
         return self.passes[0]
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
@@ -39,23 +39,23 @@ class Gradient(Schedule):
         return self._limits(problem, device)
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
-        """Why its mainloop cannot compute a layer whose dtype tensor cores take."""
+        """Why the schedule's mainloop cannot compute a layer whose dtype tensor cores support."""
         raise NotImplementedError
 
 
 def is_long_sum(problem: ConvTransposeProblem) -> bool:
-    """Whether an input gradient's K is longer than what tensor cores should accumulate."""
+    """Whether an input gradient's K is longer than tensor cores should accumulate."""
     return problem.out_channels_per_group * problem.taps > FLUSH
 
 
 def sectors_of(problem: ConvTransposeProblem, rows: int, columns: int) -> float:
-    """Sectors of memory that an input gradient's tile touches in NCHW, over those that its results would fill."""
+    """Sectors that an input gradient's tile touches in NCHW, relative to the sectors that its results would fill."""
     together = columns * (rows if columns == problem.input_size[-1] else 1)
     return 1.0 + _SECTOR / (together * DTYPE_BYTES[problem.dtype])
 
 
 def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chunk: int) -> int:
-    """Blocks of a tile (input gradient) or of a split (weight gradient), of so many channels each."""
+    """Blocks of a tile (input gradient) or split (weight gradient), of ``in_chunk`` and ``out_chunk`` channels each."""
     blocks = math.ceil(problem.in_channels_per_group / in_chunk) * problem.groups
     if pass_ is Pass.WEIGHT_GRAD:
         blocks *= math.ceil(problem.out_channels_per_group / out_chunk)
@@ -63,7 +63,7 @@ def blocks_of(problem: ConvTransposeProblem, pass_: Pass, in_chunk: int, out_chu
 
 
 def split_params(problem: ConvTransposeProblem, length: int, tiles: int) -> dict[str, int]:
-    """Split-K in a weight gradient's parameters: ``length`` of a split, of all ``tiles`` of positions."""
+    """The split-K parameters of a weight gradient: a split has ``length`` tiles of positions, of ``tiles`` in all."""
     plane = math.prod(problem.weight_shape)
     return {"groups": problem.groups, "split_length": length, "all_tiles": tiles, "plane": plane}
 
@@ -78,7 +78,7 @@ def tile_extents(problem: ConvTransposeProblem, positions: int) -> tuple[Four, .
 
 @lru_cache(maxsize=256)
 def extents_of(batch: int, sizes: tuple[int, int, int], positions: int) -> tuple[Four, ...]:
-    """The same for images of three ``sizes``."""
+    """`tile_extents` for images with three ``sizes``."""
     depth, height, width = sizes
     return tuple(
         (max(1, min(batch, positions // (w * h * d))), d, h, w)
@@ -90,13 +90,13 @@ def extents_of(batch: int, sizes: tuple[int, int, int], positions: int) -> tuple
 
 @lru_cache(maxsize=4096)
 def _extents(size: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: powers of two, and equal shares of at most so many."""
+    """Extents worth trying along one dimension: powers of two, and the largest equal share up to ``most``."""
     found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
     return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
 
 
 def extent_of_window(problem: ConvTransposeProblem, tile: Four) -> Four:
-    """Extent of the window of a tile whose extents are ``tile``: what its taps read of a channel."""
+    """Extent of the window of a tile with extents ``tile``: the elements of a channel that its taps read."""
     images, d, h, w = tile
     of_d, of_h, of_w = problem.axes3
     return (
@@ -110,7 +110,7 @@ def extent_of_window(problem: ConvTransposeProblem, tile: Four) -> Four:
 def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, tile: Four) -> tuple[StageBox, int]:
     """The window of ``tile`` positions in ``out_chunk`` channels of the output gradient, in pieces.
 
-    The number is the skew: elements by which its rows begin early, so that pieces are aligned.
+    The second result is the skew: elements by which the window's rows begin early, so that pieces are aligned.
     """
     size = DTYPE_BYTES[problem.dtype]
     grad = Side(five(problem.output_shape), layouts.output)
@@ -128,10 +128,10 @@ def window_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, t
 
 
 def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
-    """The layer of one output channel that a gradient in channels_last is, and how its tensors lie.
+    """A layer with channels_last output restated as a layer of one output channel, and its layouts.
 
-    A row's pixels are one row of narrower ones, a pixel's channels and then the next one's, and so are taps along the
-    width: what was one step is a step of as many as there are channels. None where pixels lie apart, or taps do.
+    A row of pixels becomes one row of single-channel pixels: each pixel's channels, then the next pixel's. So do taps
+    along the width, and one step along it becomes C_out steps. None if pixels or taps along the width have gaps.
     """
     channels, axis = problem.out_channels, problem.axes3[2]
     if problem.groups > 1 or not problem.channels_last or (axis.dilation > 1 and axis.kernel > 1):
@@ -159,7 +159,7 @@ def as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[Con
 
 
 def rows_as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts] | None:
-    """`as_one_channel` for an input gradient, whose weight must be channels_last as well; NCHW is left as it is."""
+    """`as_one_channel` for an input gradient, whose weight must be channels_last as well; NCHW is unchanged."""
     if not problem.channels_last:
         return problem, layouts
     alike = layouts.weight_channels_last or problem.out_channels == 1
@@ -167,6 +167,6 @@ def rows_as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tupl
 
 
 def channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
-    """Bytes of channels in a row of a box, 128, 64 or 32: the widest with the least padding."""
+    """Bytes of the channels in a row of a box, 128, 64 or 32: the widest with the least padding."""
     pixel = channels * DTYPE_BYTES[problem.dtype]
     return min((128, 64, 32), key=lambda pitch: (round_up(pixel, pitch), -pitch))
