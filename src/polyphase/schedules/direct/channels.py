@@ -22,11 +22,11 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import arranged, tiles_of, two_dimensions
 
 _THREADS = 256
-_MAX_UNROLLED = 1024  # products of a thread, in straight-line code
-_MAX_TERMS = 64  # of a sum of float32, whose error grows with their root (docs/numerics.md)
-# Of those in one chain, where a group has so many channels; of fewer PyTorch's sums are one chain, too.
+_MAX_UNROLLED = 1024  # most products of a thread, in straight-line code
+_MAX_TERMS = 64  # most terms of a sum in float32, whose error grows with the root of their number (docs/numerics.md)
+# Most terms of one chain, from this many channels of a group on; with fewer, PyTorch's sums are one chain too.
 _CHAIN_TERMS, _CHAIN_CHANNELS = 32, 4
-_MAX_SUMS = 96  # elements of a thread
+_MAX_SUMS = 96  # most accumulators of a thread
 _MAX_WEIGHT_BYTES = 64 << 10
 _LANES = (32, 16, 8, 4, 2, 1)
 
@@ -69,7 +69,7 @@ class DirectChannels(Schedule):
         return legal_configs(at, device)
 
     def seconds(self, at: Gather, pass_: Pass, device: DeviceInfo, config: ChannelsConfig) -> float:
-        """Cycles by cell and channel, whatever the size of images."""
+        """Cycles per cell and channel, the same for all image sizes."""
         return _cycles(at, config, costs("direct_channels", device)) / (config.vector * config.cells)
 
     def cost(
@@ -83,7 +83,7 @@ class DirectChannels(Schedule):
         work = warps * _cycles(gather, config, terms) / (device.multiprocessors * device.clock_hz)
         if gather.src_channels > 1:
             work *= terms.several if _at_once(gather, config.vector) > 1 else terms.one_by_one
-        # Few warps are resident, so that neither hides behind the other as a whole.
+        # Few warps are resident, so that compute and memory time overlap only in part.
         seconds = (work**terms.together + moving**terms.together) ** (1 / terms.together)
         return seconds, slower_of(work, moving)[1]
 
@@ -111,7 +111,7 @@ class DirectChannels(Schedule):
         lanes = arranged(problem.batch, sizes, _THREADS // config.lanes)
         blocks = math.ceil(_vectors(gather, config) / config.lanes)
         rows = tiles_of(problem.batch, sizes, lanes)
-        # A block goes on along h as long as the machine stays full: it has its weights already.
+        # A block computes several tiles along h if the machine stays full: it loads its weights once.
         full = 6 * device.multiprocessors * config.min_blocks
         steps = max(1, min(rows[2], blocks * math.prod(rows) // full))
         tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
@@ -135,13 +135,13 @@ class DirectChannels(Schedule):
 
 
 def _terms(gather: Gather) -> int:
-    """Products of an element of the destination, at most."""
+    """Most products of a destination element."""
     met = (math.ceil(axis.kernel / cell.owned) for axis, cell in zip(gather.axes, gather.cell_axes))
     return gather.src_channels * math.prod(met)
 
 
 def _chained(gather: Gather) -> bool:
-    """Whether each row of taps is summed by itself: where all in one chain would be less exact than PyTorch is."""
+    """Whether each row of taps has a chain of its own: if one chain of all would be less accurate than PyTorch."""
     long = gather.src_channels >= _CHAIN_CHANNELS and _terms(gather) > _CHAIN_TERMS
     return long and gather.dtype == "float32" and not gather.rounded
 
@@ -151,24 +151,24 @@ def _vectors(gather: Gather, config: ChannelsConfig) -> int:
 
 
 def _src_read(gather: Gather, vector: int) -> int:
-    """Source channels that a thread reads of a pixel."""
+    """Source channels of a pixel that a thread reads."""
     return max(1, vector // gather.dst_channels) * gather.src_channels
 
 
 def _at_once(gather: Gather, vector: int) -> int:
-    """Those of them that are read at once, where pixels are aligned."""
+    """How many of the `_src_read` channels one load reads, if pixels are aligned."""
     return math.gcd(_src_read(gather, vector), 16 // DTYPE_BYTES[gather.dtype])
 
 
 def _src_vector(gather: Gather, config: ChannelsConfig) -> int:
-    """Those of them that are read at once, as the source lies."""
+    """How many of the `_src_read` channels one load reads, given the alignment and strides of the source."""
     if not gather.aligned:
         return 1
     return math.gcd(_at_once(gather, config.vector), gather.src.apart(1))
 
 
 def _pixel(side: Side) -> int:
-    """Elements from a pixel to its neighbour along w; what they would be where there is none."""
+    """Elements from a pixel to its neighbour along w; if there is none, the channels of a pixel."""
     return side.strides[4] if side.shape[4] > 1 else side.shape[1]
 
 
@@ -185,18 +185,18 @@ def legal_configs(gather: Gather, device: DeviceInfo) -> Iterator[ChannelsConfig
         products = gather.axes[2].kernel * _src_held(gather, vector) * vector * cells
         if lanes is None or products > _MAX_UNROLLED or width.dst * vector * cells > _MAX_SUMS:
             continue
-        # The kernel has distances within a row of cells as constants of 32 bits.
+        # Distances within a row of cells are 32-bit constants of the kernel.
         if max(_pixel(gather.src) * width.window(cells), _pixel(gather.dst) * width.dst * cells) >= 2**31:
             continue
         shared = device.shared_bytes_per_multiprocessor // (_weight_bytes(gather, vector, lanes) + 1024)
-        # With a few registers less the compiler often does without spills; else it settles for fewer blocks.
+        # The compiler often needs fewer registers than estimated; otherwise it settles for fewer blocks.
         hoped = min(8, shared, _resident(_registers(gather, vector, cells) - 16))
         if hoped:
             yield ChannelsConfig(vector, cells, lanes, hoped)
 
 
 def _lanes(gather: Gather, vector: int) -> int | None:
-    """Neighbouring threads that own neighbouring vectors, or None where channels do not come in such vectors."""
+    """Neighbouring threads that own neighbouring vectors, or None if channels do not divide into such vectors."""
     channels, size = gather.dst_channels, DTYPE_BYTES[gather.dtype]
     if (channels % vector and vector % channels) or vector * size > 16:
         return None
@@ -214,7 +214,7 @@ def _src_held(gather: Gather, vector: int) -> int:
 
 
 def _registers(gather: Gather, vector: int, cells: int) -> int:
-    """Registers of a thread, by estimate."""
+    """Estimated registers of a thread."""
     width = gather.cell_axes[2]
     chains = cells if _chained(gather) else 0
     values = (width.dst * cells + chains + 2) * vector + width.window_used(cells) * _src_held(gather, vector)
@@ -222,19 +222,19 @@ def _registers(gather: Gather, vector: int, cells: int) -> int:
 
 
 def _resident(registers: int) -> int:
-    """Blocks that so many registers a thread leave room for."""
+    """Resident blocks of a multiprocessor with ``registers`` per thread."""
     return REGISTERS // (_THREADS * round_up(registers, 8))
 
 
 def _cycles(gather: Gather, config: ChannelsConfig, terms: Costs) -> float:
-    """Predicted cycles of a multiprocessor for a warp's cells, with as many warps resident as fit."""
+    """Predicted cycles of a multiprocessor for a warp's cells, with as many resident warps as fit."""
     vector, cells, lanes, hoped = config
     resident = max(1, min(hoped, _resident(_registers(gather, vector, cells))))
     return _cycles_alone(gather, vector, cells, lanes, terms) * (1 + 1 / resident)
 
 
 def _cycles_alone(gather: Gather, vector: int, cells: int, lanes: int, terms: Costs) -> float:
-    """The same if it never waited for memory."""
+    """`_cycles` without waits for memory."""
     size, words = DTYPE_BYTES[gather.dtype], accumulator_bytes(gather.dtype) // 4
     width = gather.cell_axes[2]
     weights = gather.src_channels * gather.taps
@@ -249,7 +249,7 @@ def _cycles_alone(gather: Gather, vector: int, cells: int, lanes: int, terms: Co
     from_shared = weights * vector * words
 
     def lines(side: Side, elements: int, apart: int) -> float:
-        """Lines of 128 bytes that a warp meets at once, whose rows of ``lanes`` threads are ``apart`` pixels apart."""
+        """128-byte lines that an access of a warp touches; its rows of ``lanes`` threads are ``apart`` pixels apart."""
         together, from_others = lanes * elements * size, apart * _pixel(side) * size
         return 32 / lanes * max(together, min(from_others, 128)) / 128
 

@@ -1,4 +1,4 @@
-"""The direct gather kernel without limits, ``kernels/direct_general.cu``: one destination element a thread."""
+"""The direct gather kernel without limits, ``kernels/direct_general.cu``: a thread computes one destination element."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 
-_DST_TOGETHER = 4  # channels of a thread, where there are as many
+_DST_TOGETHER = 4  # channels of a thread, if there are as many
 
 
 class GeneralConfig(NamedTuple):
@@ -38,7 +38,7 @@ class DirectGeneral(Schedule):
     def ranked_at(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
     ) -> tuple[ConvTransposeProblem, Layouts]:
-        return problem, layouts  # there are two configs: the size at hand can have the better one
+        return problem, layouts  # there are two configs: the actual size can have the better one
 
     def configs(
         self, at: tuple[ConvTransposeProblem, Layouts], pass_: Pass, device: DeviceInfo
@@ -60,15 +60,15 @@ class DirectGeneral(Schedule):
         terms = costs("direct_general", device)
         steps = gather.src_channels * gather.taps / gather.phases
         threads = math.prod(gather.dst.shape) / dst
-        # Per step: the loop, one source element and `dst` weights; weights of neighbouring lanes lie apart.
-        rows = 0.0 if gather.forward else steps / gather.axes[2].kernel  # forward passes have few taps in each
+        # Per step: the loop, one source element and `dst` weights; neighbouring lanes' weights are not adjacent.
+        rows = 0.0 if gather.forward else steps / gather.axes[2].kernel  # rows of forward passes have few taps
         instructions = 150 + steps * (14 + 4 * dst) + rows * terms.input_grad_row
         wavefronts = steps * (_lines(gather) + 3 * dst)
         cycles = threads / 32 * max(instructions / 4, wavefronts)
         if problem.channels_last and not gather.forward:
             cycles *= terms.input_grad_last
         seconds, bound = cost_seconds(problem, device, cycles)
-        return max(seconds, steps * terms.step / device.clock_hz), bound  # where threads are few, one's own
+        return max(seconds, steps * terms.step / device.clock_hz), bound  # with few threads, the latency of one
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralConfig
@@ -95,7 +95,7 @@ class DirectGeneral(Schedule):
 
 
 def _lines(gather: Gather) -> float:
-    """Lines of memory that a warp's load of the source meets: input gradients meet elements a stride apart."""
+    """Lines that a warp's load of the source touches: input gradients read elements a stride apart."""
     if gather.forward or gather.dst.channels_last:
         return 2.0
     apart = gather.cell_axes[2].src * gather.src.strides[4] * DTYPE_BYTES[gather.dtype]

@@ -35,15 +35,15 @@ from polyphase.schedules.window_gemm.window import rows_as_one_channel
 # Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
 _MAX_UNROLLED = 1600
 _MAX_ACCUMULATORS = 96
-_ROW_LANES = 32  # row length where lanes form several rows
+_ROW_LANES = 32  # row length if lanes form several rows
 _MAX_OF_DOUBLES = 312  # highest register estimate at which doubles, channels last, still compile
-_LOADS, _MAX_LOADS = 8, 24  # loads per thread at most; the second where no tile needs so few
+_LOADS, _MAX_LOADS = 8, 24  # most loads per thread; the second if every tile needs more than the first
 _TAPS_OF_MANY_LOADS = 256  # most taps for more loads: beyond, dot_dgrad is faster
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """What a config may depend on: the layer and its layout, never batch or image size."""
+    """The layer and its layout, on which a config may depend, but not on batch or image size."""
 
     gather: Gather
 
@@ -62,7 +62,7 @@ class _Layer:
 
 
 class DirectTiled(Schedule):
-    """All phases of a tile in one block, the kernel's taps unrolled."""
+    """A block computes all phases of a tile, with the kernel's taps unrolled."""
 
     name = "direct_tiled"
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
@@ -93,7 +93,7 @@ class DirectTiled(Schedule):
     def search(
         self, at: _Layer, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
     ) -> dict[TiledConfig, float]:
-        """With cycles by cell and destination channel, whatever the size of images."""
+        """With cycles per cell and destination channel, the same for all image sizes."""
         legal, terms = legal_configs(at.gather, device), costs("direct_tiled", device)
         return {config: cycles_per_result(at.gather, config, counts, terms) for config, counts in legal}
 
@@ -111,7 +111,7 @@ class DirectTiled(Schedule):
         terms = costs("direct_tiled", device)
         cycles = cycles_of_waves(config, counts, work_tiles, device.multiprocessors, terms)
         cycles *= _measured(problem, gather, terms)
-        if not gather.forward and not problem.channels_last:  # the others have it in their factors
+        if not gather.forward and not problem.channels_last:  # the factors of other layers include it
             cycles += _found(problem, gather, config, counts, work_tiles, device)
         work = (cycles + terms.launch) / device.clock_hz
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
@@ -164,14 +164,14 @@ class DirectTiled(Schedule):
 def _as_read(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
 ) -> tuple[ConvTransposeProblem, Pass, Layouts]:
-    """The pass as the kernel reads it: two or three output channels do not fill quads, and are columns then."""
+    """The pass as the kernel reads it: two or three output channels do not fill quads, and become columns."""
     if pass_ is Pass.INPUT_GRAD and 1 < problem.out_channels < 4:
         problem, layouts = rows_as_one_channel(problem, layouts) or (problem, layouts)
     return problem, pass_, layouts
 
 
 def _measured(problem: ConvTransposeProblem, gather: Gather, terms: Costs) -> float:
-    """Measured over predicted cycles."""
+    """The factor from predicted to measured cycles."""
     last = problem.channels_last
     if gather.forward:
         if gather.dst_channels < 4 and problem.groups == 1:
@@ -211,12 +211,12 @@ class _TileSize(NamedTuple):
         return self.images * self.depth * self.height * self.width
 
     def loads(self, config: TiledConfig) -> int:
-        """Quads that a thread loads for a stage."""
+        """Quads of a stage that a thread loads."""
         return math.ceil(self.elements * config.stage_channels / 4 / config.threads)
 
 
 def _shared_bytes(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], counts: Counts | None = None) -> int:
-    """Of tiles of these lanes; with ``counts``: whatever the size of images, with offsets of 32 bits."""
+    """Shared memory of a block with ``lanes``; with ``counts``: for all image sizes, with 32-bit offsets."""
     accumulator = accumulator_bytes(gather.dtype)
     weights = config.stage_channels * config.dst_slices * round_up(gather.taps * config.dst_per_thread, 4)
     plane = config.loads * config.threads // config.stage_channels * 4 + (4 if gather.src.channels_last else 0)
@@ -233,7 +233,7 @@ def _shared_bytes(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], c
 
 
 def _fits(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], device: DeviceInfo) -> bool:
-    """Whether the compiled config can take tiles of these lanes: loads, shared memory, tiles that start at quads."""
+    """Whether the compiled config supports tiles of ``lanes``: loads, shared memory, tiles that start at quads."""
     width = lanes[3] * config.cells_w
     return (
         _TileSize.of(gather, config.cells, lanes).loads(config) <= config.loads
@@ -243,14 +243,14 @@ def _fits(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], device: D
 
 
 def _some_lanes(gather: Gather, config: TiledConfig) -> tuple[int, int, int, int]:
-    """Extents of lanes along n, d, h and w that fit its loads: all in a row, or a few where its halo is wide."""
+    """Extents of lanes along n, d, h and w that fit the config's loads: one row, or short rows if the halo is wide."""
     row = 1, 1, 1, config.lanes
     long = _TileSize.of(gather, config.cells, row).loads(config) > config.loads
     return (1, 1, 1, _ROW_LANES) if long else row
 
 
 def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> tuple[int, int, int, int]:
-    """How a tile's lanes extend along n, d, h and w: the extents of least work that fit the compiled config."""
+    """Extents of a tile's lanes along n, d, h and w: those of least work that fit the compiled config."""
     batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
     heights, widths = (
         math.ceil(cells / lane) for cells, lane in zip(gather.cells[1:], (config.cells_h, config.cells_w))
@@ -270,7 +270,7 @@ def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> tuple[i
                 tiles = math.prod(tiles_of(batch, (depths, heights, widths), lanes))
                 shared = _shared_bytes(gather, config, lanes) + 1024
                 crowding = max(1.0, min(config.min_blocks, 4) * shared / device.shared_bytes_per_multiprocessor)
-                # Short rows leave memory transactions half empty, for loads and stores.
+                # Loads and stores of short rows leave memory transactions half empty.
                 row = width * config.cells_w
                 load = one * images * gather.src_channels * 5 / 32 * (1 + 4 / row)
                 cost = tiles * (compute * crowding * (1 + 3 / (row * gather.cell_axes[2].dst)) + load)
@@ -280,7 +280,7 @@ def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> tuple[i
 
 
 def _extents(cells: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: powers of two, and shares of the whole, rounded to whole quads too."""
+    """Extents worth trying along one dimension: powers of two, and equal shares, also rounded up to pairs and quads."""
     least = min(most, max(cells, 1))
     shares = {math.ceil(cells / parts) for parts in range(1, 7)}
     powers = {1 << i for i in range(least.bit_length())}
@@ -291,7 +291,7 @@ def _extents(cells: int, most: int) -> list[int]:
 def _found(
     problem: ConvTransposeProblem, gather: Gather, config: TiledConfig, counts: Counts, count: int, device: DeviceInfo
 ) -> float:
-    """Predicted cycles to compute load addresses, once a block, and to load odd rows by elements."""
+    """Predicted cycles to compute load addresses, once per block, and to load unaligned rows by elements."""
     terms = costs("direct_tiled", device)
     of_tile = problem.groups * math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
     blocks = count / _of_block(of_tile, count // of_tile, config, device)
@@ -300,7 +300,7 @@ def _found(
 
 
 def _of_block(work_tiles: int, tiles: int, config: TiledConfig, device: DeviceInfo) -> int:
-    """Work tiles of a block: more as long as the machine stays full, since addresses are computed once."""
+    """Work tiles of a block: several if the machine stays full, since addresses are computed once."""
     return max(1, min(work_tiles, work_tiles * tiles // (8 * device.multiprocessors * config.min_blocks)))
 
 
@@ -312,7 +312,7 @@ def _work_tiles(problem: ConvTransposeProblem, gather: Gather, config: TiledConf
 
 
 def legal_configs(gather: Gather, device: DeviceInfo) -> list[tuple[TiledConfig, Counts]]:
-    """Configs with long rows; if there are none, with short rows, too; if there are none, with more loads."""
+    """Configs with long rows; if there are none, also with short rows; if still none, with more loads."""
     ways = [(False, _LOADS), (True, _LOADS)]
     if gather.taps <= _TAPS_OF_MANY_LOADS:
         ways.append((True, _MAX_LOADS))
@@ -322,9 +322,9 @@ def legal_configs(gather: Gather, device: DeviceInfo) -> list[tuple[TiledConfig,
 def _within(
     gather: Gather, device: DeviceInfo, short_rows: bool = False, most: int = _LOADS
 ) -> Iterator[tuple[TiledConfig, Counts]]:
-    """Every config of a layer that by the estimate compiles without spills, and what its threads do.
+    """Every config of a layer that by estimate compiles without spills, and its `Counts`.
 
-    ``short_rows``: also configs whose rows take few of the lanes, as the halo is wide. ``most``: loads of a thread.
+    ``short_rows``: also configs whose rows have few lanes, because the halo is wide. ``most``: loads of a thread.
     """
     tall, last = gather.axes[1] != Axis(1), gather.src.channels_last
     stages = [channels for channels in ((4, 8) if last else (1, 2, 4, 8)) if channels < 2 * gather.src_channels or last]
@@ -349,7 +349,7 @@ def _within(
 
 
 def _of_threads(gather: Gather, tall: bool) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Destination channels and cells that a thread may have: what it unrolls and sums."""
+    """Destination channels and cells of a thread whose products and accumulators are within limits."""
     per_thread = {size for size in (1, 2, 3, 4, 6, 8, 16, gather.dst_channels) if size <= min(gather.dst_channels, 16)}
     for dst, cells in itertools.product(
         sorted(per_thread), ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)) if tall else ((1, 1), (1, 2))
@@ -361,10 +361,10 @@ def _of_threads(gather: Gather, tall: bool) -> Iterator[tuple[int, tuple[int, in
 
 
 def _resident(gather: Gather, config: TiledConfig, counts: Counts, device: DeviceInfo) -> int:
-    """Blocks of a multiprocessor, for which the compiler limits registers; none where these would spill.
+    """Resident blocks of a multiprocessor, for which the compiler limits registers; 0 if these would spill.
 
-    Where the estimate is low the compiler settles for fewer resident blocks, or rolls up loops. For double precision it
-    is high, with channels last by less.
+    If the estimate is too low, the compiler settles for fewer resident blocks, or rolls up loops. For double precision
+    the estimate is too high, for channels last by less.
     """
     needed = round_up(registers(counts, config), 8)
     shared = _shared_bytes(gather, config, (1, 1, 1, config.lanes), counts) + 1024
@@ -376,27 +376,27 @@ def _resident(gather: Gather, config: TiledConfig, counts: Counts, device: Devic
 
 
 def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:
-    """Whether the source can go to shared memory as it is, and the device copies it there by itself."""
+    """Whether the source goes to shared memory unconverted, in its order, and the device has cp.async."""
     kept = gather.dtype in ("float32", "float64") and not gather.rounded
     as_it_is = kept and not gather.src.channels_last and gather.split == 1
     return as_it_is and device.capability >= 80
 
 
 def _elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) -> tuple[int, int]:
-    """Elements of a channel of a tile whose lanes are one row, and of one with rows of few in a ``tall`` layer."""
+    """Elements of a channel of a tile whose lanes are one row, and of one with short rows in a ``tall`` layer."""
     row = 1, 1, 1, lanes
     rows = (1, 1, lanes // _ROW_LANES, _ROW_LANES) if tall else row
     return _TileSize.of(gather, cells, row).elements, _TileSize.of(gather, cells, rows).elements
 
 
 def _aligned_rows(gather: Gather, config: TiledConfig) -> bool:
-    """Whether a lane's elements along w start at a multiple of their number, in every row of a new tensor."""
+    """Whether a lane's run of elements along w starts at a multiple of its length, in every row of a new tensor."""
     run = config.cells_w * gather.cell_axes[2].dst
     return gather.dst.strides[4] == 1 and math.gcd(gather.dst.shape[4], gather.dst.apart(4)) % run == 0
 
 
 def _dst_vector(gather: Gather, dst_per_thread: int) -> int:
-    """Channels that a thread stores at once, in a channels-last destination."""
+    """Channels of one store to a channels-last destination."""
     if not gather.dst.channels_last:
         return 1
     most = 16 // DTYPE_BYTES[gather.dtype]

@@ -1,6 +1,6 @@
-"""What a config of ``direct_tiled.cu`` costs: registers and cycles, from counts of what a thread does.
+"""The cost of a config of ``direct_tiled.cu``: registers and cycles, from counts of a thread's operations.
 
-Its terms are section ``direct_tiled`` of the costs, in issue slots, stalls included.
+The terms are in section ``direct_tiled`` of the costs, in issue slots, stalls included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TiledConfig(NamedTuple):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether stages are copied to shared memory past the registers."""
+        """Whether cp.async copies stages to shared memory."""
         return self.buffers > 2
 
     @property
@@ -45,31 +45,31 @@ class TiledConfig(NamedTuple):
         return self.lanes * self.dst_slices * self.src_slices
 
 
-# Terms, on average over the phases, after which a chain of float32 ends with its stage: its error grows with their root
-# (docs/numerics.md). Other types are exact enough, or rounded much further in the end.
+# Terms, on average over the phases, after which a chain of float32 ends with its stage: its error grows with the root
+# of their number (docs/numerics.md). Other types are exact enough, or are rounded much more at the end.
 _CHAIN_TERMS = 50
 
 
 class Patch(NamedTuple):
-    """What one thread does per source channel for its cells and channels, whatever its stages."""
+    """Counts of one thread per source channel, for its cells and channels; the same for all stages."""
 
     products: int
     weight_reads: int
     patch_reads: int
     accumulators: int  # phases without taps included
     owned: int  # accumulators that have taps
-    elements: int  # of the source, held at once
+    elements: int  # source elements in registers at once
     run: int
     words: int  # registers of a value
 
     @classmethod
     @lru_cache(maxsize=1024)
     def of(cls, gather: Gather, dst_per_thread: int, cells_h: int, cells_w: int) -> Patch:
-        """What it does for this pass."""
+        """The counts for this pass."""
         _, height, width = gather.cell_axes
         cells = cells_h * cells_w
         rows, columns = height.window_used(cells_h), width.window_used(cells_w)
-        reads = columns  # of a row
+        reads = columns  # reads of a row
         if gather.split == 1 and cells_w * width.src % 2 == 0:  # in pairs
             reads = math.ceil((width.first_offset % 2 + width.window(cells_w)) / 2)
         words = accumulator_bytes(gather.dtype) // 4
@@ -86,18 +86,18 @@ class Patch(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What one thread does: per source channel, per stage, and per work tile (direct_tiled.cu has the words)."""
+    """Counts of one thread: per source channel, per stage, and per work tile (direct_tiled.cu defines the names)."""
 
     stages: int
     chain: int  # stages whose products are summed in one chain
-    channels: float  # of a stage that a thread computes
+    channels: float  # channels of a stage that a thread computes
     weight_items: int
-    scattered: bool  # whether each has a place of its own, and not all follow from the first's
+    scattered: bool  # whether each item needs its own address, which does not follow from the first one's
     patch: Patch
 
     @classmethod
     def of(cls, gather: Gather, config: TiledConfig) -> Counts:
-        """What a thread of ``config`` does for this pass."""
+        """The counts of a thread of ``config`` for this pass."""
         block_dst = config.dst_per_thread * config.dst_slices
         per_stage = config.stage_channels * block_dst * gather.taps
         chain = stages = -(-gather.src_channels // config.stage_channels)
@@ -114,16 +114,16 @@ class Counts(NamedTuple):
         )
 
 
-_STRAIGHT = 1024  # products that one piece of code has at most: more would crowd the instruction cache
+_STRAIGHT = 1024  # most products of one piece of straight-line code: more would overflow the instruction cache
 
 
 def straight(counts: Counts) -> bool:
-    """Whether all channels of a stage are one piece of straight-line code; else the kernel rolls their loop up."""
+    """Whether all channels of a stage are one piece of straight-line code; otherwise the kernel loops over them."""
     return counts.patch.products * counts.channels <= _STRAIGHT
 
 
 def thread_cycles(counts: Counts, config: TiledConfig, terms: Costs) -> float:
-    """Issue slots of a thread for one item."""
+    """Issue slots of a thread for one work tile."""
     long = counts.patch.products * counts.channels / 700 - 1
     code = terms.long_code * max(0.0, long) if straight(counts) else terms.rolled_code
     reads = counts.patch.weight_reads * terms.weight_read + counts.patch.patch_reads * terms.patch_read
@@ -141,7 +141,7 @@ def thread_cycles(counts: Counts, config: TiledConfig, terms: Costs) -> float:
 
 
 def _wavefronts(counts: Counts, config: TiledConfig) -> float:
-    """Passes through shared memory that a warp causes for one work tile; weights are broadcast, and nearly free."""
+    """Wavefronts of shared memory of a warp for one work tile; weights are broadcast, and nearly free."""
     loads = 8 * config.loads + 2 * counts.weight_items
     return (
         counts.stages * (counts.channels * counts.patch.patch_reads * config.cells_w + loads)
@@ -150,7 +150,7 @@ def _wavefronts(counts: Counts, config: TiledConfig) -> float:
 
 
 def registers(counts: Counts, config: TiledConfig) -> int:
-    """Registers that a thread needs without spilling: fitted to the same configs, on the safe side."""
+    """Registers that a thread needs without spilling: fitted to the same configs, rather too many."""
     weights = (3.0 if counts.scattered else 1.7) * counts.weight_items
     always = counts.patch.owned + (2 if config.asynchronous else 7) * config.loads + weights
     stages = 0.2 * counts.patch.elements + 1.1 * min(4 * counts.patch.weight_reads // counts.patch.words, 24)
@@ -159,23 +159,23 @@ def registers(counts: Counts, config: TiledConfig) -> int:
 
 
 def block_cycles(config: TiledConfig, counts: Counts, resident: int, terms: Costs) -> float:
-    """Predicted cycles of a multiprocessor for an item, where so many blocks are resident on it together."""
+    """Predicted cycles of a multiprocessor for a work tile, with ``resident`` blocks on it."""
     warps = config.threads / 32
     cycles = max(thread_cycles(counts, config, terms) * warps / 4, _wavefronts(counts, config) * warps)
-    # Few resident warps leave latencies bare, and a single block waits for itself at every barrier.
+    # With few resident warps latencies are exposed, and a single block idles at every barrier.
     lone_block = terms.lone_block / resident if counts.stages > 1 else 0.0
     return cycles * (1 + terms.latency / math.pow(warps * resident, terms.hidden) + lone_block)
 
 
 def cycles_per_result(gather: Gather, config: TiledConfig, counts: Counts, terms: Costs) -> float:
-    """Predicted cycles of a multiprocessor per cell and destination channel, where there are blocks enough."""
+    """Predicted cycles of a multiprocessor per cell and destination channel, if there are enough blocks."""
     cycles = block_cycles(config, counts, config.min_blocks, terms)
     blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
     return cycles * blocks / (config.lanes * config.cells_h * config.cells_w * gather.dst_channels)
 
 
 def cycles_of_waves(config: TiledConfig, counts: Counts, work_tiles: int, multiprocessors: int, terms: Costs) -> float:
-    """Predicted cycles of ``work_tiles``: full waves of resident blocks, and a last one of the rest."""
+    """Predicted cycles of ``work_tiles``: full waves of resident blocks, and a last wave of the rest."""
     waves, left = divmod(work_tiles, multiprocessors * config.min_blocks)
     cycles = waves * config.min_blocks * block_cycles(config, counts, config.min_blocks, terms)
     if left:
