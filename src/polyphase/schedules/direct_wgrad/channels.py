@@ -30,16 +30,16 @@ from polyphase.schedules.tiles import (
 )
 from polyphase.schedules.window_gemm.stages import widest_piece
 
-_THREADS = 256  # at most
+_THREADS = 256  # most threads of a block
 _MAX_LANES, _MIN_LANES = 32, 8
-MAX_CHANNELS = 16  # of a group, on either side
-_MAX_SUMS = 112  # of a thread
+MAX_CHANNELS = 16  # most input and most output channels of a group
+_MAX_SUMS = 112  # most accumulators of a thread
 _MAX_SUMS_OF_ROW = 48
-_MAX_UNROLLED = 448  # products of a thread, in straight-line code; with more some would spill
-_MAX_REGISTERS = 180  # by estimate; with more some would spill
-_CHAIN = 2048  # terms of a sum
-_SHARED_BYTES = 48 << 10  # of a block; one row of its threads' sums may take more
-_LEAST_TILES = 4  # of a split
+_MAX_UNROLLED = 448  # most products of a thread, in straight-line code; with more some configs would spill
+_MAX_REGISTERS = 180  # most registers by estimate; with more some configs would spill
+_CHAIN = 2048  # terms of one chain
+_SHARED_BYTES = 48 << 10  # most shared memory of a block, unless one row of its threads' sums takes more
+_LEAST_TILES = 4  # least tiles of a split
 
 
 class ChannelsConfig(NamedTuple):
@@ -79,14 +79,14 @@ class ChannelsConfig(NamedTuple):
         return max(1, self.vector // problem.out_channels_per_group) * self.in_held
 
     def shares(self, problem: ConvTransposeProblem) -> int:
-        """Shares of the weights of a vector's channels."""
+        """Number of shares into which the weights of a vector's channels are cut, one per thread."""
         depth, height, width = (axis.kernel for axis in problem.axes3)
         of_taps = math.ceil(depth * height / self.rows) * math.ceil(width / self.columns)
         return of_taps * problem.in_channels_per_group // self.in_held
 
 
 class DirectWgradChannels(Schedule):
-    """A few neighbouring output channels a thread, with all or some of their weights, for a share of the positions."""
+    """A thread sums all or some weights of a few neighbouring output channels, over a share of the positions."""
 
     name = "direct_wgrad_channels"
     passes = (Pass.WEIGHT_GRAD,)
@@ -118,7 +118,7 @@ class DirectWgradChannels(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsConfig
     ) -> Cost | None:
         x, grad = sides_of(problem, layouts)
-        # The kernel has distances within a row as constants of 32 bits.
+        # Distances within a row are 32-bit constants of the kernel.
         if max(_pixel(problem, x) * config.positions, _pixel(problem, grad) * _window(problem, config)) >= 2**31:
             return None
         return _estimate(problem, config, device)
@@ -166,14 +166,14 @@ class DirectWgradChannels(Schedule):
 
 
 def _pixel(problem: ConvTransposeProblem, side: Side) -> int:
-    """Elements from a pixel to its neighbour along w, as if there were one."""
+    """Elements from a pixel to its neighbour along w; also for rows of one pixel."""
     if side.shape[4] > 1:
         return side.strides[4]
     return side.shape[1] if problem.channels_last else 1
 
 
 def _at_once(side: Side, held: int, problem: ConvTransposeProblem, layouts: Layouts) -> int:
-    """Channels of a vectorised load, of so many that a thread holds."""
+    """Channels of a vectorised load, if a thread holds ``held``."""
     if not layouts.aligned:
         return 1
     batch, _, *spatial = side.strides
@@ -181,19 +181,19 @@ def _at_once(side: Side, held: int, problem: ConvTransposeProblem, layouts: Layo
 
 
 def _window(problem: ConvTransposeProblem, config: ChannelsConfig) -> int:
-    """Columns of a row of the output gradient from the first that a thread's positions meet to the last."""
+    """Columns of a row of the output gradient, from the first that a thread's positions read to the last."""
     width = problem.axes3[2]
     return (config.positions - 1) * width.stride + (config.columns - 1) * width.dilation + 1
 
 
 def _columns_met(problem: ConvTransposeProblem, positions: int, columns: int) -> int:
-    """Columns of a row of the output gradient that so many positions meet at so many taps."""
+    """Distinct columns of a row of the output gradient that ``positions`` read at ``columns`` taps."""
     width = problem.axes3[2]
     return len({i * width.stride + tap * width.dilation for i in range(positions) for tap in range(columns)})
 
 
 def _tiles(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[Four, Four]:
-    """How a block's walkers extend along n, d, h and w, and the tiles that images come to, in steps of theirs."""
+    """Extents of a block's walkers along n, d, h and w, and the number of such tiles along each."""
     depth, height, width = five(problem.input_shape)[2:]
     sizes = depth, height, math.ceil(width / config.positions)
     walkers = arranged(problem.batch, sizes, config.walkers)
@@ -201,13 +201,13 @@ def _tiles(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[Four,
 
 
 def _blocks(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[int, int]:
-    """Blocks of a split: of vectors, and of shares."""
+    """Blocks of a split: along vectors, and along shares."""
     vectors = problem.out_channels // config.vector
     return math.ceil(vectors / config.lanes), math.ceil(config.shares(problem) / config.block_shares)
 
 
 def _splits(problem: ConvTransposeProblem, config: ChannelsConfig, device: DeviceInfo) -> int:
-    """Split-K count of the positions: a split has a few tiles."""
+    """Split-K count of the positions: a split has at least a few tiles."""
     blocks, tiles = math.prod(_blocks(problem, config)), math.prod(_tiles(problem, config)[1])
     resident, most = device.multiprocessors * config.min_blocks, min(tiles // _LEAST_TILES, affordable_planes(problem))
     return splits_in_few_waves(blocks, resident, most, lambda splits: -(-tiles // splits) + _LEAST_TILES // 2)
@@ -242,12 +242,12 @@ def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator
 
 
 def _shared_bytes(problem: ConvTransposeProblem, config: ChannelsConfig, rows: int) -> int:
-    """Shared memory of a block that adds up so many of its threads' rows at once."""
+    """Shared memory of a block that reduces ``rows`` of its threads' sums at once."""
     return config.threads * (rows * config.sums_of_row | 1) * accumulator_bytes(problem.dtype)
 
 
 def _rows_at_once(problem: ConvTransposeProblem, config: ChannelsConfig) -> int:
-    """Rows of its threads that a block adds up at once."""
+    """Rows of its threads' sums that a block reduces at once."""
     fitting = (n for n in range(config.rows, 1, -1) if _shared_bytes(problem, config, n) <= _SHARED_BYTES)
     return next(fitting, 1)
 
@@ -263,12 +263,12 @@ def _lanes(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[int, 
 
 
 def _held(problem: ConvTransposeProblem, channels: int) -> int:
-    """Registers that so many neighbouring channels take until they are used: two of 16 bits are a pair."""
+    """Registers of neighbouring ``channels`` before they are widened: two of 16 bits share a register."""
     return channels // 2 if DTYPE_BYTES[problem.dtype] == 2 and channels % 2 == 0 else channels
 
 
 def _registers(problem: ConvTransposeProblem, config: ChannelsConfig) -> int:
-    """Registers of a thread, by estimate: its sums, its input, a row of the output gradient, and some of others."""
+    """Estimated registers of a thread: sums, input, a row of the output gradient, and part of further rows."""
     met = _columns_met(problem, config.positions, config.columns)
     held = config.positions * _held(problem, config.x_held(problem)) + met * _held(problem, config.vector)
     others = 8 * min(3, config.rows - 1) if DTYPE_BYTES[problem.dtype] == 2 and config.positions > 2 else 0
@@ -283,12 +283,12 @@ def _estimate(problem: ConvTransposeProblem, config: ChannelsConfig, device: Dev
     met = _columns_met(problem, config.positions, config.columns)
     loads = config.positions * _loads(problem, x_held) + config.rows * met * _loads(problem, config.vector)
     instructions = terms.issue * words * config.sums * config.positions + terms.load * loads
-    if size == 2:  # the input is widened again for each tap where there is much of it
+    if size == 2:  # large inputs are widened again for each tap
         x_elements = config.positions * x_held
         x_widened = x_elements * (config.rows * config.columns if x_elements > 32 else 1)
         instructions += terms.issue * (x_widened + config.rows * met * config.vector)
     cycles = instructions * (1 + terms.borders * _at_borders(problem, config)) / 4
-    if not problem.channels_last:  # neighbours are so many columns apart, and meet so many lines at once
+    if not problem.channels_last:  # neighbouring threads read apart: the lines that a warp's load touches
         cycles += terms.line * config.positions * max(1, config.positions * size / 4)
         cycles += terms.line * config.rows * met * max(1, config.positions * problem.axes3[2].stride * size / 4)
 
@@ -309,7 +309,7 @@ def _estimate(problem: ConvTransposeProblem, config: ChannelsConfig, device: Dev
     step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
     work = waves * tiles * step / device.clock_hz
     moving = problem.bytes / device.copy_bytes_per_second
-    # Planes are stored in pieces of a kernel row, or of less, and then reduced.
+    # Partial planes are stored by kernel rows, or by parts of them, and then reduced.
     scattered = terms.store_pieces if config.columns < problem.axes3[2].kernel else terms.store_rows
     storing = splits * problem.elements[1] * scattered / (device.multiprocessors * device.clock_hz)
     adding = terms.reduce + terms.reduce_part * splits if splits > 1 else 0.0
@@ -317,12 +317,12 @@ def _estimate(problem: ConvTransposeProblem, config: ChannelsConfig, device: Dev
 
 
 def _loads(problem: ConvTransposeProblem, channels: int) -> int:
-    """Loads of so many neighbouring channels, where pixels are aligned."""
+    """Loads for neighbouring ``channels``, if pixels are aligned."""
     return channels // math.gcd(channels, 16 // DTYPE_BYTES[problem.dtype])
 
 
 def _at_borders(problem: ConvTransposeProblem, config: ChannelsConfig) -> float:
-    """Share of a warp's steps that read beside the output gradient, where each element is checked."""
+    """Share of a warp's steps that read outside the output gradient, where each element is checked."""
     width = problem.axes3[2]
     at_once = max(1, 32 / (config.lanes * config.block_shares))  # walkers of a warp
     steps = math.ceil(problem.input_size[-1] / config.positions)

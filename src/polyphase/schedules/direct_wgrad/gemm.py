@@ -22,14 +22,14 @@ from polyphase.schedules.tiles import affordable_planes, constants_of, layer_con
 
 THREADS = 256
 _DEPTHS = (8, 16, 32, 64, 128)
-# Positions, and weights of a group, up to and from which a layer has a list for each power of two of the positions.
+# Up to this many positions, and from this many weights of a group on, each power of two of positions has its own list.
 _FEW, _LARGE = 256, 1 << 20
 
 
 class GemmConfig(NamedTuple):
     """The compile-time shape of ``direct_wgrad_gemm.cu``; its file says what the names mean.
 
-    ``whole``: a stage has all positions.
+    ``whole``: a stage holds all positions.
     """
 
     rows: int
@@ -43,11 +43,11 @@ class GemmConfig(NamedTuple):
 
 
 class GemmProduct(NamedTuple):
-    """Rows and columns of a group's product, registers of a sum, and lines that a warp meets of the output gradient.
+    """Rows and columns of a group's product, registers of a sum, and lines of a warp's load of the output gradient.
 
-    ``few``: the power of two that positions come to, where they are few and weights many, else 0: storing these is most
-    of the work then, and a block's beginning and end count. ``along_channels``: columns lie side by side, so that a
-    thread needs no table of where they lie.
+    ``few``: positions rounded up to a power of two, if there are few positions and many weights, else 0: storing the
+    weights is then most of the work, and a block's prologue and epilogue count. ``along_channels``: columns are
+    contiguous, so that a thread needs no table of their offsets.
     """
 
     rows: int
@@ -59,7 +59,7 @@ class GemmProduct(NamedTuple):
 
 
 class DirectWgradGemm(Schedule):
-    """Split along batch × positions over blocks, whose partial sums are added in a fixed order."""
+    """Blocks split K (batch × positions), and their partial sums are added in a fixed order."""
 
     name = "direct_wgrad_gemm"
     passes = (Pass.WEIGHT_GRAD,)
@@ -74,7 +74,7 @@ class DirectWgradGemm(Schedule):
         return legal_configs(at, device.shared_bytes_per_block)
 
     def seconds(self, at: GemmProduct, pass_: Pass, device: DeviceInfo, config: GemmConfig) -> float:
-        """Cycles of a multiprocessor per position, whatever the size of images; where positions are few, of all."""
+        """Cycles of a multiprocessor per position, the same for all image sizes; for few positions, of all of them."""
         terms = costs("direct_wgrad_gemm", device)
         if at.few:
             launch = _launch(at, config, device, 1, at.few, 1)
@@ -136,12 +136,12 @@ class _Launch(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks in all."""
+        """Blocks of the launch."""
         return self.tiles // self.row_blocks * self.row_shares * self.splits
 
     @property
     def tiles_of_block(self) -> float:
-        """Tiles that a block computes one after another, in the mean."""
+        """Tiles that a block computes one after another, on average."""
         return self.row_blocks / self.row_shares
 
 
@@ -154,7 +154,7 @@ def source_of(problem: ConvTransposeProblem, config: GemmConfig, along_channels:
 
 
 def _product(problem: ConvTransposeProblem) -> GemmProduct:
-    """A group's product. Lanes of a warp are at neighbouring positions: their elements of g are a stride apart."""
+    """A group's product. Lanes of a warp load neighbouring positions, whose elements of g are a stride apart."""
     lines = min(32, max(1, problem.stride[-1] * DTYPE_BYTES[problem.dtype] // 4))
     columns, words = problem.out_channels_per_group * problem.taps, accumulator_bytes(problem.dtype) // 4
     positions = problem.batch * math.prod(problem.input_size)
@@ -167,10 +167,10 @@ def _product(problem: ConvTransposeProblem) -> GemmProduct:
 def _launch(
     product: GemmProduct, config: GemmConfig, device: DeviceInfo, groups: int, positions: int, planes: int
 ) -> _Launch:
-    """How ``groups`` of a product are shared out among blocks; memory may be spent on so many ``planes``.
+    """The launch for ``groups`` of a product, with at most ``planes`` partial planes.
 
-    Four waves of blocks even out their ends; a split of less than 16 stages would be mostly prologue. A block that has
-    all positions in one stage computes several tiles of the same columns, as long as there are two waves of blocks.
+    Four waves of blocks balance their ends; a split of less than 16 stages would be mostly prologue. A block that has
+    all positions in one stage computes several tiles of the same columns, if two waves of blocks remain.
     """
     row_blocks, resident = math.ceil(product.rows / config.rows), device.multiprocessors * config.min_blocks
     others = groups * math.ceil(product.columns / config.columns)
@@ -188,18 +188,18 @@ def _launched(problem: ConvTransposeProblem, config: GemmConfig, device: DeviceI
 
 
 def shared_values(config: GemmConfig) -> int:
-    """Values of the accumulator's type that a block has in shared memory."""
+    """Values of a block in shared memory, in the accumulator's type."""
     row_pitch, column_pitch = -(-config.rows // 4) * 4 + 4, -(-config.columns // 4) * 4 + 4
     return 2 * config.depth * (row_pitch + column_pitch) + THREADS * config.thread_rows * config.thread_columns
 
 
 def legal_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfig]:
-    """Every config whose registers and shared memory suffice for a block, and that is not mostly idle."""
+    """Every config that fits registers and shared memory, and whose threads are not mostly idle."""
     rows = [count for count in (1, 2, 4, 8, 16, 32, 64, 128) if count <= next_power_of_two(product.rows)]
     columns = [count for count in (4, 8, 16, 32, 64, 128) if count <= max(4, next_power_of_two(product.columns))]
     items = {(side, depth): items_of(side, depth) for side in {*rows, *columns} for depth in _DEPTHS}
     shapes: Iterable[tuple[int, ...]] = itertools.product((1, 2, 4, 8), (1, 2, 4, 8), rows, columns)
-    if product.few or product.along_channels:  # of equal ones those first whose threads have one vector of columns
+    if product.few or product.along_channels:  # of equal configs, those with one vector of columns per thread first
         shapes = sorted(shapes, key=lambda shape: shape[1])
     for thread_rows, thread_columns, block_rows, block_columns in shapes:
         slice_threads = (block_rows // thread_rows) * (block_columns // thread_columns)
@@ -222,7 +222,7 @@ def legal_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfi
 
 
 def _resident(product: GemmProduct, held: int, x_items: int, g_items: int) -> int:
-    """Blocks that registers suffice for: as many as there may be where blocks wait most of the time."""
+    """Resident blocks by registers: as many as possible if blocks wait most of the time."""
     registers = product.words * (held + x_items + g_items) + 56 + 2 * g_items
     if product.few or product.along_channels:
         registers -= 28 + (2 * g_items if product.along_channels else 0)
@@ -231,17 +231,17 @@ def _resident(product: GemmProduct, held: int, x_items: int, g_items: int) -> in
 
 
 def items_of(side: int, depth: int) -> int:
-    """Elements of a stage that a thread loads of an operand."""
+    """Elements of an operand that a thread loads for a stage."""
     return -(-side * depth // THREADS)
 
 
 def stage_cycles(config: GemmConfig, product: GemmProduct, terms: Costs, gathers: bool = True) -> float:
-    """Predicted cycles of a multiprocessor for a stage of a tile, which ``gathers`` its columns or has them."""
+    """Predicted cycles of a multiprocessor for a stage of a tile; ``gathers``: it loads its columns, too."""
     x_items, g_items = items_of(config.rows, config.depth), items_of(config.columns, config.depth) if gathers else 0
     steps = config.depth // config.k_slices
     products = config.thread_rows * config.thread_columns * product.words
     of_rows, of_columns = (product.words * max(1, n // 4) for n in (config.thread_rows, config.thread_columns))
-    # Threads with two vectors of columns read them two apart, and meet in banks. (Other products' factor has that.)
+    # Threads with two vectors of columns read every other vector: bank conflicts. (Other products' factor has these.)
     ways = max(1, config.thread_columns // 4) if product.few or product.along_channels else 1
     instructions = 70 + x_items * 8 + g_items * 9 + steps * (products + of_rows + of_columns + 2)
     wavefronts = (
@@ -251,9 +251,9 @@ def stage_cycles(config: GemmConfig, product: GemmProduct, terms: Costs, gathers
 
 
 def _tile_cycles(config: GemmConfig, product: GemmProduct, launch: _Launch, measured: float, terms: Costs) -> float:
-    """Predicted cycles of a multiprocessor for all of a tile, in the mean of those that a block computes.
+    """Predicted cycles of a multiprocessor for a whole tile, on average over a block's tiles.
 
-    ``measured``: what gathered loads take more than predicted.
+    ``measured``: the factor from predicted to measured time of gathered loads.
     """
     sums = product.words * config.thread_rows * config.thread_columns
     begin = _issued(config, 250 + 60 * items_of(config.columns, config.depth), 0, terms)
@@ -265,6 +265,6 @@ def _tile_cycles(config: GemmConfig, product: GemmProduct, launch: _Launch, meas
 
 
 def _issued(config: GemmConfig, instructions: float, wavefronts: float, terms: Costs) -> float:
-    """Predicted cycles of a multiprocessor for so many of each warp of a block."""
+    """Predicted cycles of a multiprocessor for a block whose warps have ``instructions`` and ``wavefronts`` each."""
     warps = THREADS / 32
     return max(instructions * warps / 4, wavefronts * warps) * (terms.stalls + terms.few_blocks / config.min_blocks)

@@ -21,17 +21,17 @@ from polyphase.schedules.cost import slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants, splits_in_few_waves
 
-_THREADS = 128  # at most: registers share out better than with more
+_THREADS = 128  # most threads of a block: larger blocks fill the registers worse
 _QUAD = 4  # elements of the output gradient in a vectorised load
 _LEAST_RESIDUES = 8  # taps within a stride; with fewer, loads of neighbouring threads are not coalesced
-_MAX_SUMS = 128  # registers of a thread
-_MAX_HELD = 16  # input channels of a thread, and taps a stride apart
-_MAX_UNROLLED = 1024  # products of a step, in straight-line code
-_MAX_REGISTERS = 216  # by estimate
+_MAX_SUMS = 128  # most registers for a thread's sums
+_MAX_HELD = 16  # most input channels of a thread, and most taps a stride apart
+_MAX_UNROLLED = 1024  # most products of a step, in straight-line code
+_MAX_REGISTERS = 216  # most registers by estimate
 _MAX_SUMS_AND_LOADS = 160  # sums and loads of x, which the compiler moves to a step's beginning; more would spill
-_LOADED_CHANNELS = 4  # input channels whose elements a thread has in registers together
-_CHAIN = 2048  # terms of a sum
-_LEAST_STEPS = 4  # of a thread in a split
+_LOADED_CHANNELS = 4  # input channels with elements in a thread's registers at once
+_CHAIN = 2048  # terms of one chain
+_LEAST_STEPS = 4  # least steps of a thread in a split
 
 
 class LongConfig(NamedTuple):
@@ -57,12 +57,12 @@ class LongConfig(NamedTuple):
 
     @property
     def x_met(self) -> int:
-        """Positions of x that a step meets."""
+        """Positions of x that a step reads."""
         return self.positions + self.taps_held - 1
 
 
 class DirectWgradLong(Schedule):
-    """Neighbouring taps a thread, for several taps a stride apart and several input channels."""
+    """A thread sums neighbouring taps, several of them a stride apart, for several input channels."""
 
     name = "direct_wgrad_long"
     passes = (Pass.WEIGHT_GRAD,)
@@ -130,24 +130,24 @@ class DirectWgradLong(Schedule):
 
 
 def _residues(problem: ConvTransposeProblem) -> int:
-    """Taps along the width that lie within a stride."""
+    """Taps along the width within one stride."""
     width = problem.axes3[2]
     return min(width.kernel, width.stride)
 
 
 def _taps_along(problem: ConvTransposeProblem) -> int:
-    """Taps along the width that are a stride apart, at most."""
+    """Most taps along the width that are a stride apart."""
     width = problem.axes3[2]
     return math.ceil(width.kernel / width.stride)
 
 
 def _pixel(problem: ConvTransposeProblem, layouts: Layouts) -> int:
-    """Elements from a pixel of the input to its neighbour along the width; one where there is none."""
+    """Elements from a pixel of the input to its neighbour along the width; 1 if there is none."""
     return layouts.input[4] if problem.input_size[-1] > 1 else 1
 
 
 def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
-    """Elements of a load of the output gradient: `_QUAD` where all are aligned, else one."""
+    """Elements of a load of the output gradient: `_QUAD` if all loads are aligned, else 1."""
     batch, channel, depth, height, _ = layouts.output
     multiples = problem.axes3[2].stride, problem.output_size[-1], batch, channel, depth, height
     fits = DTYPE_BYTES[problem.dtype] * _QUAD <= 16
@@ -155,7 +155,7 @@ def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
 
 
 def _steps(problem: ConvTransposeProblem, config: LongConfig) -> tuple[int, tuple[int, int, int]]:
-    """Steps of all images; those of a row, rows of a slab and slabs of an image."""
+    """Steps of all images; and steps of a row, rows of a slab, slabs of an image."""
     depth, height, width = five(problem.input_shape)[2:]
     along = math.ceil((width + config.taps_held - 1) / config.positions) if width else 0
     return problem.batch * depth * height * along, (max(1, along), max(1, height), max(1, depth))
@@ -219,7 +219,7 @@ def legal_configs(problem: ConvTransposeProblem) -> Iterator[LongConfig]:
 def _step(problem: ConvTransposeProblem, config: LongConfig, terms: Costs, piece: int) -> tuple[float, float]:
     """Issue slots of a warp's step, and lines that its loads touch."""
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
-    elements = config.positions * config.vector  # of the output gradient, that a thread loads
+    elements = config.positions * config.vector  # elements of the output gradient that a thread loads
     loads, x_loads = elements // piece, config.in_held * config.x_met
     issued = terms.issue * config.positions * config.sums * words + terms.load * (loads + x_loads) + terms.step
     if size == 2:

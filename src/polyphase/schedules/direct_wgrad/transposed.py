@@ -2,8 +2,8 @@
 
     product[position, column]  =  Σ over ci of   x[ci, position] · w[ci, column]
 
-is a weight gradient: input channels are what is summed over, positions the rows, and the weight, as it lies in memory,
-is the output gradient. So the weight is read once, in lines, and is neither packed nor rounded.
+is a weight gradient: input channels are its summed dimension, positions its rows, and the weight, in its own layout,
+its output gradient. So the weight is read once, in whole lines, and is neither packed nor rounded.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from polyphase.schedules.direct_wgrad.gemm import (
     stage_cycles,
 )
 
-_LEAST_STAGES = 4  # of a split
-_PLANES_SHARE = 1 / 8  # of the weight's bytes, that partial sums may take
+_LEAST_STAGES = 4  # least stages of a split
+_PLANES_SHARE = 1 / 8  # most bytes of partial planes, relative to the weight's
 
 
 class FewRows(NamedTuple):
-    """So many positions and columns, and input channels that are summed over, of a dtype."""
+    """A product of ``positions`` rows and ``columns``, with ``depth`` input channels as its K."""
 
     positions: int
     columns: int
@@ -42,12 +42,12 @@ class FewRows(NamedTuple):
 
     @property
     def product(self) -> GemmProduct:
-        """What configs are ranked for, whatever the size of images up to the next power of two."""
+        """The product for which configs are ranked: positions are rounded up to a power of two."""
         words = accumulator_bytes(self.dtype) // 4
         return GemmProduct(next_power_of_two(self.positions), self.columns, words, 1, along_channels=True)
 
     def splits(self, config: GemmConfig, device: DeviceInfo) -> int:
-        """Of the input channels: all multiprocessors have blocks, and partial sums stay few beside the weight."""
+        """Split-K count: all multiprocessors have blocks, and partial planes stay small beside the weight."""
         tiles, stages = self._tiles(config), max(1, math.ceil(self.depth / config.depth))
         affordable = (
             self.depth * DTYPE_BYTES[self.dtype] * _PLANES_SHARE / (self.positions * accumulator_bytes(self.dtype))
@@ -57,7 +57,7 @@ class FewRows(NamedTuple):
         return math.ceil(stages / math.ceil(stages / wanted))
 
     def seconds(self, config: GemmConfig, device: DeviceInfo) -> float:
-        """Predicted: instructions, or bytes of the weight, of which resident blocks have a stage each in flight."""
+        """Predicted time by instructions, or by bytes of the weight, with one stage per resident block in flight."""
         terms, splits = costs("direct_wgrad_gemm", device), self.splits(config, device)
         blocks, stages = self._tiles(config) * splits, math.ceil(math.ceil(self.depth / config.depth) / splits)
         slots = device.multiprocessors * config.min_blocks
@@ -68,7 +68,7 @@ class FewRows(NamedTuple):
         return (waves * (stages * max(work, moved, terms.latency / 2) + terms.latency)) / device.clock_hz
 
     def step(self, config: GemmConfig, device: DeviceInfo, strides: tuple[int, int]) -> Step:
-        """The launch; ``strides`` of x along positions and along channels. Splits leave planes."""
+        """The launch; ``strides``: of x along positions and channels. Splits write partial planes."""
         splits = self.splits(config, device)
         rows = next_power_of_two(self.positions)
         layer = ConvTransposeProblem.make((1, rows, self.depth), self.columns, 1, dtype=self.dtype)
@@ -92,7 +92,7 @@ class FewRows(NamedTuple):
         return main_step(source_of(layer, config, True), self._tiles(config) * splits, THREADS, shared_bytes, params)
 
     def fits(self, config: GemmConfig) -> bool:
-        """Whether a block's loads of a stage are whole lines, or all columns."""
+        """Whether a block's loads for a stage are whole lines, or all columns."""
         return config.columns >= min(64, self.columns) and items_of(config.columns, config.depth) >= 2
 
     def _tiles(self, config: GemmConfig) -> int:

@@ -26,18 +26,18 @@ from polyphase.schedules.tiles import Four, affordable_planes, constants_of, lay
 from polyphase.schedules.window_gemm.stages import channel_piece, row_piece
 from polyphase.schedules.window_gemm.window import as_one_channel
 
-_POSITIONS = 4  # that a thread takes at once
-_THREADS = (384, 512)  # of a block, about; one is resident
-_FEW_THREADS = 320  # fewer hide too little latency
-_MOST_COLUMNS = 512  # pairs of output channel and tap
-_MOST_SLICE = 512  # threads that share no positions
-_MOST_SUMS = 96  # of a thread
+_POSITIONS = 4  # positions of a thread's step
+_THREADS = (384, 512)  # approximate threads of a block; one block is resident
+_FEW_THREADS = 320  # least threads of a block: fewer hide too little latency
+_MOST_COLUMNS = 512  # most pairs of output channel and tap
+_MOST_SLICE = 512  # most threads of a slice of K
+_MOST_SUMS = 96  # most accumulators of a thread
 _MOST_CHUNKS = 4  # sizes of `out_chunk` to try
-_MOST_LINES = 4  # kernel rows of a thread
-_MOST_QUADS = 40  # vectors of four elements that a thread holds of its rows of the window
-_MOST_ROW = 256  # positions of a tile along the width
-_SPARE = 8  # registers beyond the estimate, before Hopper
-_CHAIN = 1024  # positions that a thread sums in one chain
+_MOST_LINES = 4  # most kernel rows of a thread
+_MOST_QUADS = 40  # most vectors of four elements of the window in a thread's registers
+_MOST_ROW = 256  # most positions of a tile along the width
+_SPARE = 8  # registers required beyond the estimate, before Hopper
+_CHAIN = 1024  # positions in one chain of a thread's sums
 
 
 class WindowsConfig(NamedTuple):
@@ -64,7 +64,7 @@ class WindowsConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class _Layer:
-    """The layer as the kernel sees it, how its tensors lie, and the elements that are copied at once."""
+    """The layer as the kernel sees it, its tensors' layouts, and the elements of one copy of each."""
 
     problem: ConvTransposeProblem
     x: Side
@@ -75,7 +75,7 @@ class _Layer:
     @classmethod
     @lru_cache(maxsize=1024)
     def of(cls, given: ConvTransposeProblem, layouts: Layouts) -> _Layer | None:
-        """None where elements of a row of the output gradient are not adjacent."""
+        """None if elements of a row of the output gradient are not adjacent."""
         x = Side(five(given.input_shape), layouts.input)
         problem = given
         if given.channels_last and given.out_channels > 1:
@@ -97,13 +97,13 @@ class _Layer:
 
     @property
     def skew(self) -> int:
-        """Elements that a row of the window begins before the first that is met."""
+        """Elements by which a row of the window begins before the first one that taps read."""
         return -self.problem.axes3[2].padding % 4
 
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a config cuts the input positions into tiles, and what a stage holds, in elements."""
+    """The tiles into which a config cuts the input positions, and the layout of a stage, in elements."""
 
     tile_extent: Four
     tiles: Four
@@ -112,7 +112,7 @@ class _Tiling:
     x_pitch: int
     window_at: int
     stage: int
-    cycles: float  # of a multiprocessor, for a tile
+    cycles: float  # cycles of a multiprocessor for a tile
 
     @property
     def total(self) -> int:
@@ -120,7 +120,7 @@ class _Tiling:
 
 
 class DirectWgradWindows(Schedule):
-    """A window of the output gradient serves all taps; threads own some channels and taps, in float32."""
+    """A window of the output gradient serves all taps; a thread accumulates some channels and taps, in float32."""
 
     name = "direct_wgrad_windows"
     passes = (Pass.WEIGHT_GRAD,)
@@ -236,7 +236,7 @@ def _shared_bytes(layer: _Layer, config: WindowsConfig, tiling: _Tiling) -> int:
 
 
 def _lanes_log(layer: _Layer, tiling: _Tiling) -> int:
-    """Threads along a row of the input: as many as it has pieces, of a warp at most."""
+    """Logarithm of the threads along a row of the input: a thread for each piece, at most a warp."""
     return min(5, (math.ceil(tiling.tile_extent[3] / layer.x_piece) - 1).bit_length())
 
 
@@ -293,7 +293,7 @@ def _slabs(problem: ConvTransposeProblem) -> int:
 
 
 def _quads(problem: ConvTransposeProblem, thread_columns: int, skew: int, positions: int = _POSITIONS) -> int:
-    """Quads of a row of the window that so many of a thread's positions read."""
+    """Quads of a row of the window that ``positions`` of a thread read."""
     axis = problem.axes3[2]
     places = itertools.product(range(positions), range(thread_columns))
     return len({(skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
@@ -358,9 +358,9 @@ def legal_configs(layer: _Layer, spare: int = 0) -> Iterator[WindowsConfig]:
 
 
 def _registers(layer: _Layer, thread_rows: int, thread_lines: int, columns: int) -> int:
-    """Registers of a thread, by estimate: with fewer the compiler spills."""
+    """Estimated registers of a thread; with fewer the compiler spills."""
     all_quads = _quads(layer.problem, columns, layer.skew)
-    if layer.x.channels_last:  # quads of one position, and those that the next adds
+    if layer.x.channels_last:  # quads of one position, and quads that the next position adds
         of_one = _quads(layer.problem, columns, layer.skew, 1)
         held = 4 * thread_lines * (of_one + (all_quads - of_one) / (_POSITIONS - 1)) + 8
     else:
@@ -369,7 +369,7 @@ def _registers(layer: _Layer, thread_rows: int, thread_lines: int, columns: int)
 
 
 def _thread_tiles(layer: _Layer, lines: int) -> Iterator[tuple[int, int, int]]:
-    """Kernel rows, columns of each, and rows of a thread."""
+    """Kernel rows of a thread, columns of each, and input channels of the thread."""
     axis = layer.problem.axes3[2]
     for columns in equal_parts(axis.kernel):
         if columns < axis.kernel:  # threads begin at whole quads
