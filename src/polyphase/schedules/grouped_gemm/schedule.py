@@ -26,13 +26,13 @@ from polyphase.schedules.tensor_cores import counter_bytes
 from polyphase.schedules.tiles import best_first, constants_of, layer_constants, out_blocks
 from polyphase.schedules.window_gemm.stages import row_bytes
 
-_MAX_IN_CHANNELS = 64  # of a group
-_MAX_PRODUCTS = 320  # entries times column tiles: straight-line code
+_MAX_IN_CHANNELS = 64  # most input channels of a group
+_MAX_PRODUCTS = 320  # most entries × column tiles, which are straight-line code
 _MAX_WEIGHT_BYTES = 96 << 10
-_BARRIER_BYTES = 384  # and the notes of tiles
-_BUFFERS = 3  # of stages
-_OTHER_WARPS = ((1, 3), (2, 2))  # that load, that store; registers are shared out to four warps at a time
-_MAX_PHASES = 64  # elements of a cell
+_BARRIER_BYTES = 384  # bytes of the barriers and of the kernel's ``Note``s of tiles
+_BUFFERS = 3  # stages of the pipeline
+_OTHER_WARPS = ((1, 3), (2, 2))  # warps that load, warps that store; registers are allocated to four warps at a time
+_MAX_PHASES = 64  # most elements of a cell
 _COPY_THREADS = 256
 
 
@@ -66,7 +66,7 @@ class GroupedGemm(Schedule):
     passes = (Pass.FORWARD,)
     on_tensor_cores = True
     kept = True
-    compared = 1 << 30  # all of them
+    compared = 1 << 30  # all configs
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.channels_last:
@@ -74,7 +74,7 @@ class GroupedGemm(Schedule):
         if (channels := problem.in_channels_per_group) > _MAX_IN_CHANNELS:
             return f"{channels} input channels in a group are many (here at most {_MAX_IN_CHANNELS})"
         if (channels := problem.out_channels_per_group) not in FEW_CHANNELS:
-            # `overlap_gemm` wastes nothing on fewer, `implicit_gemm` has rows for more.
+            # `overlap_gemm` wastes no products on fewer channels, and more channels fill the rows of `implicit_gemm`.
             many = "few" if channels < FEW_CHANNELS.start else "many"
             allowed = f"{FEW_CHANNELS.start} to {FEW_CHANNELS.stop - 1}"
             return f"{channels} output channels in a group are {many} (here {allowed})"
@@ -159,7 +159,7 @@ class GroupedGemm(Schedule):
 def _constants(
     problem: ConvTransposeProblem, layouts: Layouts, config: GroupedConfig, device: DeviceInfo
 ) -> tuple[tuple[str, Constant], ...]:
-    """What the kernel is specialised by."""
+    """The kernel's compile-time constants."""
     return (
         *layer_constants(problem, Pass.FORWARD, layouts.weight_channels_last),
         ("HAS_BIAS", problem.bias),
@@ -172,7 +172,7 @@ def _constants(
 
 
 def _copy_weights(problem: ConvTransposeProblem, counters: int) -> Step:
-    """What puts so many bytes of counters in front of the weights."""
+    """The step that copies the weights, with ``counters`` bytes of counters before them."""
     elements = math.prod(problem.weight_shape)
     constants: tuple[tuple[str, Constant], ...] = (
         *layer_constants(problem, Pass.FORWARD, False),
@@ -190,18 +190,18 @@ def _shared_bytes(problem: ConvTransposeProblem, config: GroupedConfig, tiling: 
 
 
 def _shared_bytes_beside(problem: ConvTransposeProblem, config: GroupedConfig) -> int:
-    """Shared memory of a block beside that of its tiles."""
+    """Shared memory of a block without its tiles."""
     return _BARRIER_BYTES + round_up(8 * config.columns, 128) + product_of(problem, config.out_chunk).weight_bytes
 
 
 def _tile_bytes(config: GroupedConfig, tiling: Tiling, outputs: int) -> int:
-    """That of tiles, whose outputs there is room for so many times."""
+    """Shared memory of a block's tiles, with room for the outputs of ``outputs`` tiles."""
     stages = config.buffers * config.stage_steps * tiling.step_bytes
     return tiling.bare_bytes + tiling.table_bytes + outputs * tiling.staged_bytes + stages
 
 
 def _outputs(problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tiling, device: DeviceInfo) -> int:
-    """Tiles whose outputs there is room for: of two, one is written while the other is put together."""
+    """Tiles of staged outputs that fit, 1 or 2: with two, one is written to memory while the other is staged."""
     return 2 if _shared_bytes(problem, config, tiling, 2) <= device.shared_bytes_of(config.min_blocks) else 1
 
 
@@ -209,7 +209,7 @@ def _outputs(problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tilin
 def _tiling(
     problem: ConvTransposeProblem, layouts: Layouts, config: GroupedConfig, device: DeviceInfo
 ) -> Tiling | None:
-    """The tiles of least time."""
+    """The tiling of least predicted time."""
     room = device.shared_bytes_of(config.min_blocks)
     tilings = _tilings(problem, layouts, config.out_chunk, config.columns, device)
     other = _shared_bytes_beside(problem, config)
@@ -217,7 +217,7 @@ def _tiling(
     most = max((each.cells for each, _ in fitting), default=0)
     large = [each for each in fitting if 2 * each[0].cells >= most]
     work = _Work(problem, config, device)
-    # Nothing is faster than its bytes, and than its products.
+    # Lower bounds: by bytes, and by products alone.
     bounds = (max(floor, work.seconds(tiling, multiplying_alone=True)) for tiling, floor in large)
     place = next(best_first(bounds, lambda place: max(large[place][1], work.seconds(large[place][0]))), None)
     return None if place is None else large[place][0]
@@ -227,16 +227,16 @@ def _tiling(
 def _tilings(
     problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, columns: int, device: DeviceInfo
 ) -> list[tuple[Tiling, float]]:
-    """Those by tiles of at most so many cells, for all configs alike, and the seconds that their bytes take."""
+    """Tilings by tiles of at most ``columns`` cells, for all configs, and the seconds that their bytes take."""
     tilings = (tiling_of(problem, layouts, out_chunk, tile) for tile in tile_extents(problem, columns))
     return [(each, _floor(problem, out_chunk, each, device)) for each in tilings if each is not None]
 
 
-_ROUNDING = 1 - 1e-9  # of a norm, which may come out below its largest part
+_ROUNDING = 1 - 1e-9  # a rounded norm may be less than its largest part
 
 
 class _Work:
-    """What the blocks of a config do: what all tiles have in common is counted once."""
+    """The work of a config's blocks; what is the same for all tiles is counted once."""
 
     def __init__(self, problem: ConvTransposeProblem, config: GroupedConfig, device: DeviceInfo) -> None:
         self._terms = terms = costs("grouped_gemm", device)
@@ -249,13 +249,13 @@ class _Work:
         self._stages = math.ceil(steps / config.stage_steps)
         self._channels, self._size = config.stage_steps * 32 // size, size
         depth, height, width = problem.axes3
-        self._rows = depth.stride * height.stride * config.out_chunk  # of a row of cells
+        self._rows = depth.stride * height.stride * config.out_chunk  # rows of outputs of a row of cells
         self._cell_bytes = width.stride * size
         self._blocks = out_blocks(problem, config.out_chunk)
         self._config, self._device = config, device
 
     def seconds(self, tiling: Tiling, multiplying_alone: bool = False) -> float:
-        """Predicted seconds that instructions take, or those of the products."""
+        """Predicted seconds of all instructions, or of the products alone."""
         config, multiprocessors, terms = self._config, self._device.multiprocessors, self._terms
         at_once = multiprocessors * config.min_blocks
         resident = max(1, min(config.min_blocks, math.ceil(tiling.total * self._blocks / multiprocessors)))
@@ -268,14 +268,14 @@ class _Work:
         return (waves * tile + terms.launch) / self._device.clock_hz * (_ROUNDING if multiplying_alone else 1)
 
     def _load_cycles(self, tiling: Tiling) -> float:
-        """Predicted cycles for a tile's windows."""
+        """Predicted cycles to load a tile's windows."""
         channels = self._channels * (4 if tiling.window.piece * self._size < 4 else 1)
         finds = math.ceil(tiling.window.places / (32 * self._config.load_warps))
         terms = self._terms
         return self._stages * (finds * (terms.find + channels * terms.copy) + terms.stage)
 
     def _store_cycles(self, tiling: Tiling, resident: int) -> float:
-        """Predicted cycles for a tile's outputs, in each of so many resident blocks."""
+        """Predicted cycles to store a tile's outputs, in each of ``resident`` blocks."""
         images, slabs, lines, columns = tiling.tile_extent
         rows = images * slabs * lines * self._rows
         written = rows / (tiling.joined * self._config.store_warps)
@@ -303,7 +303,7 @@ def _estimate(
 
 
 def _shares(problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tiling, device: DeviceInfo) -> bool:
-    """Whether blocks share tiles. Those that get less of a busy memory fall behind otherwise."""
+    """Whether blocks share tiles: otherwise blocks that get less bandwidth fall behind."""
     waves = tiling.total / _at_once(problem, config, tiling, device)
     return _sharing(device).pays(waves, lambda: _estimate(problem, config, tiling, device), problem.bytes, device)
 
@@ -314,13 +314,13 @@ def _sharing(device: DeviceInfo) -> Sharing:
 
 
 def _at_once(problem: ConvTransposeProblem, config: GroupedConfig, tiling: Tiling, device: DeviceInfo) -> int:
-    """Tiles, one of each block with the same output channels."""
+    """Tiles computed at once: one for each block with the same output channels."""
     blocks = device.multiprocessors * config.min_blocks // out_blocks(problem, config.out_chunk)
     return max(1, min(tiling.total, blocks))
 
 
 def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[GroupedConfig]:
-    """Configs whose registers and shared memory do for so many blocks, and for any image."""
+    """Configs whose registers and shared memory suffice for ``min_blocks`` blocks and any image."""
     out = problem.out_channels_per_group
     chunks = sorted({min(out, chunk) for chunk in (32, 16, 8, 4)}, reverse=True)
     shapes = itertools.product(chunks, (8, 4), (8, 4, 2, 1), (4, 2, 1), _OTHER_WARPS, (1, 2))
@@ -331,7 +331,7 @@ def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator
         if product.entries * tiles > _MAX_PRODUCTS or product.weight_bytes > _MAX_WEIGHT_BYTES:
             continue
         registers = device.registers_of(32 * (warps + load + store) * min_blocks)
-        # Sums, with those of an operation on their way; an operation's operands; and what outputs need to be stored.
+        # Sums, also of an operation in flight; an operation's operands; and registers to stage outputs.
         sums = 4 * tiles * (product.row_blocks + (1 if product.parts > 1 else 0))
         if sums + 4 * tiles + 4 * product.parts + 12 * product.row_blocks + 32 > registers:
             continue

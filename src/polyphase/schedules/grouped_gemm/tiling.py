@@ -1,4 +1,4 @@
-"""How `grouped_gemm` cuts cells into tiles, and what its products come to."""
+"""Tiles of cells in `grouped_gemm`, and the sizes of its products."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from polyphase.schedules.tensor_cores import parts_of, steps_of
 from polyphase.schedules.tiles import tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, StageBox, row_piece
 
-_MAX_THREE_PARTS = 32 << 10  # bytes of weights up to which float32 has three parts; beyond, two, less accurate ones
+_MAX_THREE_PARTS = 32 << 10  # most bytes of weights for three parts of float32; beyond, it has two, less accurate ones
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a config cuts the cells into tiles, and what that takes of shared memory.
+    """The tiles into which a config cuts the cells, and their shared memory.
 
-    ``first`` is the window's first pixel, counted from the tile's first cell, and ``skew`` the pixels from there to the
-    first that is read. ``pitch`` and ``shift`` are those of the kernel's ``Geometry``.
+    ``first`` is the window's first pixel, relative to the tile's first cell, and ``skew`` the pixels from there to the
+    first one that taps read. ``pitch`` and ``shift`` are members of the kernel's ``Params``.
     """
 
     tile_extent: tuple[int, int, int, int]
@@ -46,7 +46,7 @@ class Tiling:
 
     @cached_property
     def cells(self) -> int:
-        """Of a tile."""
+        """Cells of a tile."""
         return math.prod(self.tile_extent)
 
     @property
@@ -56,7 +56,7 @@ class Tiling:
 
 
 class _Product(NamedTuple):
-    """What the kernel's ``Entries`` and weights come to for so many output channels of a block."""
+    """Sizes of the kernel's ``Entries`` and weights, for a block's output channels."""
 
     row_blocks: int
     pixels: int
@@ -68,8 +68,8 @@ class _Product(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def product_of(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
-    """The product of a block with so many output channels."""
-    # Of each dimension: what each phase that has taps reads.
+    """The product of a block with ``out_chunk`` output channels."""
+    # For each dimension: the pixels that each phase with taps reads.
     taps = [
         [{-axis.shift(tap) for tap in of_phase} for of_phase in axis.taps_by_phase.values()] for axis in problem.axes3
     ]
@@ -89,7 +89,7 @@ def product_of(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
 
 @lru_cache(maxsize=256)
 def tile_extents(problem: ConvTransposeProblem, columns: int) -> list[tuple[int, int, int, int]]:
-    """Extents of tiles along n, d, h and w of at most so many cells. A tile of one cell is among them."""
+    """Extents of tiles along n, d, h and w, of at most ``columns`` cells; two neighbours along w are among them."""
     depth, height, width = forward_gather(problem, Layouts.dense(problem)).cells
     found = {(1, 1, 1, 2)}
     for w in sorted({round_up(extent, 2) for extent in _extents(width, columns)}):
@@ -101,7 +101,7 @@ def tile_extents(problem: ConvTransposeProblem, columns: int) -> list[tuple[int,
 
 
 def _extents(cells: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: even shares of it, and multiples of what is moved at once."""
+    """Extents worth trying along one dimension: equal shares, powers of two, and ``most``."""
     shares = {math.ceil(cells / parts) for parts in range(1, 9)}
     wanted = shares | {1, 2, 4, 8, 16, 32, 64, 128, 256, 512} | {most}
     return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
@@ -110,7 +110,7 @@ def _extents(cells: int, most: int) -> list[int]:
 def tiling_of(
     problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, tile: tuple[int, int, int, int]
 ) -> Tiling | None:
-    """The tiling by tiles of so many cells along n, d, h and w, or None where those cannot be."""
+    """The tiling by tiles with extents ``tile`` along n, d, h and w, or None if the kernel does not support it."""
     size, gather = DTYPE_BYTES[problem.dtype], forward_gather(problem, layouts)
     if gather.src.channels_last or gather.dst.channels_last:
         return None
@@ -122,7 +122,7 @@ def tiling_of(
     if max(window) >= MAX_SIDE:
         return None
     places = math.prod(window) // piece
-    # So that four channels, or pairs of channels, lie in different banks.
+    # Four neighbouring channels, or pairs of channels, begin in different banks.
     pitch = math.prod(window) * size
     pitch += (32 - pitch) % 128 if size == 4 else (16 - pitch) % 64
     part = StageBox(window, piece, pitch, places)
@@ -163,9 +163,9 @@ def tiling_of(
 
 @lru_cache(maxsize=1024)
 def _padding(pitch: int, shift: int, stride: int, size: int) -> int:
-    """Elements, whole vectors, to add to a channel's pitch, so that few lanes of a warp store to the same bank.
+    """Padding of a channel's pitch, in elements (whole vectors), with the fewest bank conflicts of a warp's store.
 
-    Lanes are 8 channels by 4 pairs of cells; channels begin ``shift`` elements further behind a sector's first.
+    Lanes are 8 channels by 4 pairs of cells; each channel begins ``shift`` elements further into a sector.
     """
     sector = SECTOR_BYTES // size
 

@@ -26,14 +26,14 @@ from polyphase.schedules.tiles import Four, constants_of, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece
 
 _WARPS = 8
-_PIECE_BYTES = 16  # of a pixel's channels
-_CHANNELS = range(2, 33)  # of a group, on either side
-_MAX_TERMS = 8192  # of a sum that tensor cores truncate
-_MAX_SETS, _MAX_KERNEL = 64, 64  # taps along a dimension: the compiler looks at each with each output of a cell
+_PIECE_BYTES = 16  # bytes of a piece: some channels of a pixel
+_CHANNELS = range(2, 33)  # input channels and output channels of a group
+_MAX_TERMS = 8192  # most terms of a sum, which tensor cores truncate
+_MAX_SETS, _MAX_KERNEL = 64, 64  # elements of a cell; taps along a dimension, which the compiler pairs with outputs
 _MAX_STEPS, _MAX_WEIGHT_BYTES = 512, 128 << 10
-_MAX_COLUMNS = 64  # of a set where cells are folded
+_MAX_COLUMNS = 64  # most columns of a set if cells are folded
 _MAX_SIDE = 1 << 13  # pixels of a window, or outputs of a tile, along a dimension
-_SUMS, _OTHER_REGISTERS = 64, 46  # of a thread
+_SUMS, _OTHER_REGISTERS = 64, 46  # most accumulators of a thread, and its other registers
 _RESIDENT = (1, 2, 3, 4)
 _NORM = 3  # exponent by which products, shared memory and instructions overlap
 
@@ -52,18 +52,18 @@ class WindowConfig(NamedTuple):
 
     @property
     def folds(self) -> tuple[int, int, int]:
-        """Cells that are one, along depth, height and width."""
+        """Cells folded into one along depth, height and width."""
         return self.fold_d, self.fold_h, self.fold_w
 
     @property
     def rows(self) -> int:
-        """Cells of a tile, at most."""
+        """Most cells of a tile."""
         return 16 * self.row_tiles * self.warps
 
 
 @dataclass(frozen=True)
 class _Side:
-    """One dimension, as the kernel's ``Side``: cells of ``fold`` that are natural ones."""
+    """One dimension, as the kernel's ``Side``: a cell consists of ``fold`` natural cells."""
 
     axis: Axis
     forward: bool
@@ -77,7 +77,7 @@ class _Side:
 
     @property
     def outputs(self) -> int:
-        """Of a cell."""
+        """Outputs of a cell."""
         return self.fold * self.natural.dst
 
     @property
@@ -90,12 +90,12 @@ class _Side:
         return 1 if self.merged else self.natural.dst
 
     def window(self, cells: int) -> int:
-        """Source elements that so many cells span."""
+        """Source elements that ``cells`` neighbouring cells span."""
         return self.natural.window(cells * self.fold)
 
     @cached_property
     def pixels(self) -> tuple[int, ...]:
-        """Source elements that the outputs of each set read, those between them that they do not read among them."""
+        """For each set the source elements that its outputs read, and any between these at their common step."""
         found = []
         for number in range(self.sets):
             read = set()
@@ -113,14 +113,14 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Product:
-    """What all tiles of a layer have in common, by how cells are folded."""
+    """What all tiles of a layer share, for one way to fold cells."""
 
     gather: Gather
     sides: tuple[_Side, _Side, _Side]
 
     @cached_property
     def pieces(self) -> int:
-        """Of a pixel's channels, 16 bytes each."""
+        """Pieces of a pixel's channels, 16 bytes each."""
         return -(-self.gather.src_channels * DTYPE_BYTES[self.gather.dtype] // _PIECE_BYTES)
 
     @cached_property
@@ -131,7 +131,7 @@ class _Product:
 
     @cached_property
     def columns(self) -> int:
-        """Of a set."""
+        """Columns of a set."""
         return math.prod(side.outputs // side.sets for side in self.sides) * self.gather.dst_channels
 
     @cached_property
@@ -153,7 +153,7 @@ class _Product:
 
 
 class _Tiling(NamedTuple):
-    """How cells are cut into tiles: ``window`` along n, d, h and w; rows begin ``skew`` pixels early."""
+    """Tiles of cells; ``window``: its extents along n, d, h and w. Its rows begin ``skew`` pixels early."""
 
     tile_extent: Four
     tiles: Four
@@ -163,12 +163,12 @@ class _Tiling(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """Of a window."""
+        """Pixels of a window."""
         return math.prod(self.window)
 
     @property
     def plane(self) -> int:
-        """Bytes from a pixel to the next 16 bytes of its channels."""
+        """Bytes from a piece of a pixel to the pixel's next piece."""
         return _PIECE_BYTES * self.pixels
 
 
@@ -277,7 +277,7 @@ def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo
 
 
 def _folds(problem: ConvTransposeProblem, pass_: Pass) -> list[tuple[int, int, int]]:
-    """Cells that may be one along each dimension: where several taps read the same pixels. Rows stay as they are."""
+    """Folds to try along each dimension in which two cells read more than two pixels; along w only for 1-D layers."""
     depth, height, width = (
         CellAxis(axis, pass_ is Pass.FORWARD).window(2) > 2 and axis.kernel > 1 for axis in problem.axes3
     )
@@ -311,7 +311,7 @@ def _blocks(groups: int, tiles: int, config: WindowConfig, device: DeviceInfo) -
 def _best(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: WindowConfig, device: DeviceInfo
 ) -> tuple[_Tiling, float, str] | None:
-    """The tiles of least predicted time among those that fit, that time, and what bounds it."""
+    """The fitting tiling of least predicted time, this time, and what bounds it."""
     product = _product(problem, pass_, layouts, config.folds, config.merged)
     room = device.shared_bytes_of(config.min_blocks) - product.weight_bytes(config)
     found = []
@@ -352,7 +352,7 @@ def _tiling(product: _Product, tile: Four) -> _Tiling | None:
     skew = width.natural.first_offset % max(1, vector)
     columns = round_up(width.window(tile[3]) + skew, max(1, vector))
     window = tile[0], depth.window(tile[1]), height.window(tile[2]), columns
-    if max(map(abs, gather.src.strides[1:])) * 2 >= 1 << 31:  # the kernel has these in 32 bits
+    if max(map(abs, gather.src.strides[1:])) * 2 >= 1 << 31:  # strides have 32 bits in the kernel
         return None
     outputs = max(count * side.outputs for count, side in zip(tile[1:], product.sides))
     if max(*window, outputs) > _MAX_SIDE or product.pieces * math.prod(window) * _PIECE_BYTES >= 1 << 20:
@@ -361,7 +361,7 @@ def _tiling(product: _Product, tile: Four) -> _Tiling | None:
 
 
 def _in_pairs(product: _Product, tiling: _Tiling) -> bool:
-    """Whether results of two neighbouring cells lie side by side, in pairs that are aligned."""
+    """Whether results of two neighbouring cells are adjacent, and aligned as a pair."""
     dst = product.gather.dst
     even = dst.apart(4) % 2 == 0 and dst.strides[4] == 1 and tiling.tile_extent[3] % 2 == 0
     return even and product.sides[2].outputs == 1 and product.gather.aligned
@@ -388,10 +388,10 @@ def _seconds(
 
 
 def _multiplying(product: _Product, config: WindowConfig, warps: int, terms: Costs) -> float:
-    """Cycles of a multiprocessor for a tile's products: of its cores, shared memory and instructions together."""
+    """Cycles of a multiprocessor for a tile's products: tensor cores, shared memory and instructions combined."""
     rows, columns = warps * config.row_tiles, config.column_tiles
     step = product.sides[2].step
-    conflicts = min(8, step & -step)  # of ldmatrix, whose rows are so many pixels apart
+    conflicts = min(8, step & -step)  # bank conflicts of ldmatrix, whose rows are ``step`` pixels apart
     shared = rows * 4 * conflicts + warps * 2 * columns
     cores = terms.product * rows * columns
     slots = rows * (1 + columns) + warps * (columns + 4)
@@ -400,14 +400,14 @@ def _multiplying(product: _Product, config: WindowConfig, warps: int, terms: Cos
 
 
 def _copying(product: _Product, tiling: _Tiling, terms: Costs) -> float:
-    """Cycles of a multiprocessor for the instructions that bring a window."""
+    """Cycles of a multiprocessor for the instructions that load a window."""
     piece = _PIECE_BYTES // DTYPE_BYTES[product.gather.dtype]
     each = 20.0 if tiling.vector == 0 else (45 + 4 * piece) / tiling.vector + piece
     return float(terms.slot * product.pieces * tiling.pixels / 32 * each / 4)
 
 
 def _window_bytes(product: _Product, tiling: _Tiling) -> float:
-    """Bytes that come from the L2 cache for a window: whole sectors, and parts of them at the ends of rows."""
+    """Bytes read from the L2 cache for a window: whole sectors, also at the ends of rows."""
     gather, size = product.gather, DTYPE_BYTES[product.gather.dtype]
     if tiling.vector == 0:
         return float(tiling.pixels * round_up(gather.src_channels * size, SECTOR_BYTES))
@@ -415,13 +415,13 @@ def _window_bytes(product: _Product, tiling: _Tiling) -> float:
 
 
 def _storing(product: _Product, config: WindowConfig, tiling: _Tiling, warps: int, terms: Costs) -> float:
-    """Cycles of a multiprocessor for the results: instructions, and sectors, or parts of them, that they write to."""
+    """Cycles of a multiprocessor to store results: instructions, and sectors that they write in whole or in part."""
     gather, size = product.gather, DTYPE_BYTES[product.gather.dtype]
     results = warps * config.row_tiles * 16 * product.blocks(config) * len(product.steps) * 8 * config.column_tiles
     stored = math.prod(tiling.tile_extent) * math.prod(side.outputs for side in product.sides) * gather.dst_channels
-    if gather.dst.strides[1] == 1:  # of eight channels of a cell
+    if gather.dst.strides[1] == 1:  # sectors of eight channels of a cell
         sectors = stored / 8 * max(1.0, 8 * size / SECTOR_BYTES)
-    else:  # of rows, whose ends other tiles share; two instructions write every other cell, and so does each phase
+    else:  # sectors of rows, also partial ones; each of two instructions, and of the phases, writes every other cell
         along = tiling.tile_extent[3] * product.sides[2].outputs
         sectors = stored / along * (1 + along * gather.dst.strides[4] * size / SECTOR_BYTES)
         sectors *= product.sides[2].outputs * (1 if _in_pairs(product, tiling) else 2)
