@@ -1,1 +1,1 @@
-"""The forward pass as GEMM + col2im: the products of all positions with all taps, added up by a step behind."""
+"""The forward pass as GEMM + col2im: the products of all positions with all taps, which a second step adds up."""

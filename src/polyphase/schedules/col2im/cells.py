@@ -1,13 +1,13 @@
-"""Long kernels with large strides: a layer without a stride, whose output channels are all outputs of a cell; col2im.
+"""Long kernels with large strides: a stride-1 layer whose output channels are all outputs of a cell, then col2im.
 
-Counted from the first element that any tap reaches, padding included, output o is element o % stride of cell
-o / stride, and all elements of a cell read the same pixels: those 0, 1, … before it, as many as a kernel has strides.
+Outputs are counted from the first element that any tap writes, padding included. Output o is element o % stride of cell
+o / stride. All elements of a cell read the same pixels: cell - reach, where 0 ≤ reach < kernel / stride.
 
     product[n, (co, element), cell]  =  Σ over reach, ci of   x[n, ci, cell - reach] · w[ci, co, element + reach·stride]
 
-So the product has a value for each output, not for each tap, and col2im, of a layer whose kernel is the stride, puts
-every one where it belongs. (In channels_last columns are pairs (element, co).) The weight, which is small beside the
-output, comes in that order by a transpose.
+So the product has one value for each output, not for each tap, and col2im, for a layer whose kernel is the stride,
+stores each value at its output. (In channels_last columns are pairs (element, co).) A step transposes the weight, which
+is small beside the output, to this order.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from polyphase.schedules.implicit_gemm.config import GemmConfig
 from polyphase.schedules.implicit_gemm.families import Layer
 from polyphase.schedules.schedule import Cost
 
-_LEAST_ELEMENTS = 16  # of a cell; `implicit_gemm` has straight-line code for fewer
+_LEAST_ELEMENTS = 16  # least elements of a cell; `implicit_gemm` has straight-line code for fewer
 
 
 class Col2imCells(Col2im):
-    """By ``implicit_gemm``, elements of a cell innermost: neighbours along the width are neighbours in the output."""
+    """The GEMM is ``implicit_gemm``, a cell's elements innermost: neighbours along w are neighbours in the output."""
 
     name = "col2im_cells"
 
@@ -44,10 +44,10 @@ class Col2imCells(Col2im):
         return self._gemm.supports(self._of_one_tap(problem), pass_, device)
 
     def own(self, at: Layer) -> list[Layer]:
-        return []  # a list that all sizes have in common does: it is cheap to make
+        return []  # one list serves all sizes: it is cheap to make
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> object:
-        """None, too, where the weight's channels are not innermost as the output's are."""
+        """None also if the output's channels are innermost, but the weight's are not."""
         differs = problem.channels_last and problem.out_channels_per_group > 1 and not layouts.weight_channels_last
         return None if differs else super().ranked_at(problem, pass_, layouts)
 
@@ -66,7 +66,7 @@ class Col2imCells(Col2im):
         return reading_channels_last(program, problem.dtype, {WEIGHT: _by_cells(problem, layouts)})
 
     def _of_one_tap(self, problem: ConvTransposeProblem) -> ConvTransposeProblem:
-        """The layer whose output channels are the elements of a cell, and whose taps are strides apart."""
+        """The layer whose output channels are the elements of a cell, with one tap for each stride of the kernel."""
         ones, zeros = (1,) * problem.dims, (0,) * problem.dims
         return replace(
             problem,
@@ -96,7 +96,7 @@ def _reach(problem: ConvTransposeProblem) -> tuple[int, ...]:
 
 
 def _by_cells(problem: ConvTransposeProblem, layouts: Layouts) -> Transposed:
-    """The weight as that layer has it: in the same format, but strides apart are taps, and in a stride are channels."""
+    """The weight of `_of_one_tap`, in the same format: taps a stride apart stay taps, within a stride are channels."""
     _, height, width = problem.axes3
     *_, reach_h, reach_w = (1, *_reach(problem))
     inputs, outputs = problem.in_channels, problem.out_channels_per_group

@@ -1,4 +1,4 @@
-"""Few positions, large weights: a product that reads the weight once, as it lies, in exact arithmetic, and col2im."""
+"""Few positions, large weights: an exact product that reads the weight once, in its own layout, then col2im."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from polyphase.schedules.direct_wgrad.gemm import GemmConfig, legal_configs
 from polyphase.schedules.direct_wgrad.transposed import FewRows
 from polyphase.schedules.schedule import Cost, Schedule
 
-_MOST_POSITIONS = 64  # of all images
+_MOST_POSITIONS = 64  # most positions of all images
 
 
 class Col2imDirect(Schedule):
-    """By ``direct_wgrad_gemm.cu``: the columns of the product are innermost."""
+    """The GEMM is ``direct_wgrad_gemm.cu``; the product's columns are innermost."""
 
     name = "col2im_direct"
     passes = (Pass.FORWARD,)
@@ -42,7 +42,7 @@ class Col2imDirect(Schedule):
         return False
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> FewRows | None:
-        """None for many positions; the same for all up to a power of two."""
+        """None for many positions; others are rounded up to a power of two."""
         rows = _rows(problem)
         if not 0 < rows.positions <= _MOST_POSITIONS or problem.elements[2] > MOST_OUTPUTS:
             return None
@@ -57,7 +57,7 @@ class Col2imDirect(Schedule):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost | None:
-        """The product; its planes, which the step reads, and the output."""
+        """The cost of the product, and of the step that reads its planes and writes the output."""
         rows, terms = _rows(problem), costs("col2im", device)
         planes = accumulator_bytes(problem.dtype) * rows.splits(config, device) * rows.positions * rows.columns
         if planes > MOST_BYTES:
@@ -94,7 +94,7 @@ def _rows(problem: ConvTransposeProblem) -> FewRows:
 
 
 def _position_strides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[int, int] | None:
-    """Strides of x from a position of any image to the next, and from a channel; None where positions lie otherwise."""
+    """Strides of x between neighbouring positions and between channels; None if positions have no common stride."""
     row = as_row(five(problem.input_shape), layouts.input)
     if row is None:
         return None

@@ -1,8 +1,8 @@
 """Few output channels, many taps: a layer of one tap, and ``kernels/steps/col2im.cu``, which adds up its results.
 
-The product of all positions with all columns (output channel, tap) is the forward pass of a layer of one tap, so that
-the schedules of such layers compute it: nothing is padded or multiplied for nothing, whatever kernel, stride and
-dilation are. It stays in the accumulator's type.
+The product of all positions with all columns (output channel, tap) is the forward pass of a layer of one tap, and the
+schedules of such layers compute it: no padding and no wasted products, for any kernel, stride and dilation. It stays in
+the accumulator's type.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from polyphase.schedules.tap_gemm.tma import TapGemmTma
 
 PRODUCT = "product"
 _THREADS = 256
-_LINES = 4  # outputs of a thread, where a layer has more than one dimension
-_RUN = 4  # neighbours along the width, each of them, where they meet neighbouring columns
-MOST_BYTES = 1 << 30  # of the product
-MOST_OUTPUTS = 1 << 30  # that are counted
-# Output channels of a group: more fill the tiles of a phase, and so do half as many where taps are few. There may be
-# any number where phases would multiply positions beside the image as often as so many input channels cost a product
-# that is written and read: 8 bytes at 4.2 TB/s take as long as 190 to 380 input channels at 200 to 400 TFLOP/s.
+_LINES = 4  # outputs of a thread, if a layer has more than one dimension
+_RUN = 4  # neighbours along the width of each of these outputs, if they read neighbouring columns
+MOST_BYTES = 1 << 30  # most bytes of the product
+MOST_OUTPUTS = 1 << 30  # most outputs that the kernel counts
+# Most output channels of a group: more fill the tiles of a phase; with few taps half as many do. There is no limit if
+# the products of phases with positions outside the image take longer than writing and reading a product: 8 bytes at
+# 4.2 TB/s take as long as 190 to 380 input channels at 200 to 400 TFLOP/s.
 _MOST_CHANNELS, _FEW_TAPS, _SAVED_INPUTS = 64, 64, 256
-_LEAST_INPUTS = 32  # channels of a group; for fewer, writing and reading a product takes longer than multiplying
+_LEAST_INPUTS = 32  # input channels of a group; for fewer, writing and reading a product takes longer than multiplying
 
 
 class _Col2im(Schedule):
-    """What both have in common: all but the schedule of the layer of one tap."""
+    """Shared by the schedules: all but the schedule of the layer of one tap."""
 
     passes = (Pass.FORWARD,)
     on_tensor_cores = True
     kept = True
     _gemm: Schedule
-    _last: bool  # whether the columns of the product are innermost whatever the format
+    _last: bool  # whether the product's columns are innermost in both formats
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if problem.taps == 1:
@@ -68,7 +68,7 @@ class _Col2im(Schedule):
         return self._gemm.nothing_fits(self._of_one_tap(problem), device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Any:
-        """None, too, where the product would take too much memory, or has more outputs than are counted."""
+        """None also if the product takes too much memory, or the layer has more outputs than the kernel counts."""
         inner, lie = self._gemm_of(problem, layouts)
         if _product_bytes(inner) > MOST_BYTES or problem.elements[2] > MOST_OUTPUTS:
             return None
@@ -103,7 +103,7 @@ class _Col2im(Schedule):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: Any
     ) -> Cost | None:
-        """What the layer of one tap costs, and the step, which reads the product and writes the output."""
+        """The cost of the layer of one tap, and of the step, which reads the product and writes the output."""
         inner, lie = self._gemm_of(problem, layouts)
         cost = self._gemm.cost(inner, pass_, device, lie, config)
         if cost is None:
@@ -136,7 +136,7 @@ class _Col2im(Schedule):
         return col2im_step(problem, layouts, inner.out_channels, lies, splits)
 
     def _of_one_tap(self, problem: ConvTransposeProblem) -> ConvTransposeProblem:
-        """The layer whose output channels are the columns; its images are rows."""
+        """The layer whose output channels are the columns; each image is one row."""
         return replace(
             problem,
             out_channels=problem.out_channels * problem.taps,
@@ -151,9 +151,9 @@ class _Col2im(Schedule):
         )
 
     def _gemm_of(self, problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
-        """That layer, and how its tensors lie; its images are as they are where their rows are not one.
+        """The layer of one tap, and its layouts; images keep their shape if their rows do not follow one another.
 
-        The weight, in either order, is one of other columns.
+        The weight, in either format, is that layer's weight; only the order of columns differs.
         """
         inner = self._of_one_tap(problem)
         input = as_row(five(problem.input_shape), layouts.input)
@@ -166,7 +166,7 @@ class _Col2im(Schedule):
 
 
 class Col2im(_Col2im):
-    """By ``implicit_gemm``, which reads the input as it lies."""
+    """The GEMM is ``implicit_gemm``, which reads the input in its own layout."""
 
     name = "col2im"
     _gemm = ImplicitGemm()
@@ -178,12 +178,12 @@ class Col2im(_Col2im):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost | None:
-        """None, too, for rows that are taps: their results are narrowed."""
+        """None also for configs with taps in rows: their results are narrowed."""
         return None if config.taps_in_rows else super().cost(problem, pass_, device, layouts, config)
 
 
 class Col2imTma(_Col2im):
-    """By ``tap_gemm_tma``: the columns of the product are innermost."""
+    """The GEMM is ``tap_gemm_tma``; the product's columns are innermost."""
 
     name = "col2im_tma"
     _gemm = TapGemmTma()
@@ -194,7 +194,7 @@ class Col2imTma(_Col2im):
 
 
 def as_row(shape: tuple[int, int, int, int, int], strides: Strides) -> Strides | None:
-    """The strides of a tensor whose images are rows, of one whose rows follow one another; None where they do not."""
+    """The strides of a tensor restated with each image as one row; None if its rows do not follow one another."""
     _, _, depth, height, width = shape
     image, channel, slab, row, column = strides
     if (height > 1 and row != width * column) or (depth > 1 and slab != height * width * column):
@@ -208,7 +208,7 @@ def _product_bytes(inner: ConvTransposeProblem) -> int:
 
 
 def col2im_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, lies: Strides, splits: int) -> Step:
-    """The step that adds up the products, which lie in so many ``splits`` planes."""
+    """The step that adds up the products, which are in ``splits`` partial planes."""
     gather = Gather.of(problem, Pass.FORWARD, layouts)
     lines, run = _LINES if problem.dims > 1 else 1, _RUN if _in_runs(problem, gather, lies) else 1
     constants = dict(gather.constants(THREADS=_THREADS, LINES=lines, RUN=run, MIN_BLOCKS=1))
@@ -234,7 +234,7 @@ def col2im_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, l
 
 
 def _in_runs(problem: ConvTransposeProblem, gather: Gather, lies: Strides) -> bool:
-    """Whether neighbours along the width lie in one cell, and side by side in the product and in the output."""
+    """Whether runs of neighbours along the width are in one cell, and contiguous in the product and in the output."""
     axis, dst = problem.axes3[2], gather.dst
     side_by_side = lies[1] == 1 and dst.strides[4] == 1 and not gather.weight_channels_last
     whole = (axis.kernel, axis.stride, axis.padding, dst.shape[4], dst.apart(4))
@@ -242,6 +242,6 @@ def _in_runs(problem: ConvTransposeProblem, gather: Gather, lies: Strides) -> bo
 
 
 def _positions_beside(problem: ConvTransposeProblem) -> float:
-    """How many positions beside the image cells read at a tap, for each position of the image."""
+    """Positions outside the image that cells read at a tap, for each position of the image."""
     cells = math.prod(-(-size // stride) for size, stride in zip(problem.output_size, problem.stride))
     return cells / max(1, math.prod(problem.input_size)) - 1

@@ -22,8 +22,8 @@ from polyphase.schedules.window_gemm.window import rows_as_one_channel
 
 _WARPS = 8
 _LEAST_TAPS = 32  # one for each lane
-_CHAIN = 64  # products of a lane in one chain, about
-_RESIDENT = 2  # blocks of a multiprocessor, by their registers
+_CHAIN = 64  # approximate products of a lane in one chain
+_RESIDENT = 2  # resident blocks of a multiprocessor, by registers
 
 
 class DotDgradConfig(NamedTuple):
@@ -33,7 +33,7 @@ class DotDgradConfig(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Neighbours along w that a warp owns."""
+        """Neighbouring positions along w of a warp."""
         return 32 // self.in_tile
 
 
@@ -41,7 +41,7 @@ _CONFIGS = tuple(DotDgradConfig(in_tile) for in_tile in (16, 8, 4, 2, 1))
 
 
 class DotDgrad(Schedule):
-    """The lanes of a warp share out the taps."""
+    """The lanes of a warp split the taps."""
 
     name = "dot_dgrad"
     passes = (Pass.INPUT_GRAD,)
@@ -128,7 +128,7 @@ def _is_countable(problem: ConvTransposeProblem, config: DotDgradConfig) -> bool
 
 
 def _tiles(problem: ConvTransposeProblem, config: DotDgradConfig) -> tuple[int, int]:
-    """Tiles along w, and of all positions."""
+    """Tiles along w, and tiles of all positions."""
     *others, width = problem.input_size
     along = math.ceil(width / config.positions)
     return along, problem.batch * math.prod(others) * along
@@ -141,7 +141,7 @@ def _blocks(problem: ConvTransposeProblem, config: DotDgradConfig) -> int:
 
 
 def _splits(problem: ConvTransposeProblem, config: DotDgradConfig, device: DeviceInfo) -> int:
-    """Split-K count of the output channels: blocks fill the machine."""
+    """Split-K count of the output channels, with which blocks fill the machine."""
     room = 2 * _RESIDENT * device.multiprocessors // max(1, _blocks(problem, config))
     return max(1, min(problem.out_channels_per_group, room, affordable_planes(problem, Pass.INPUT_GRAD)))
 
@@ -157,7 +157,7 @@ def _seconds(
     steps = math.ceil(problem.out_channels_per_group / splits) * math.ceil(problem.taps / 32)
     terms = costs("dot_dgrad", device)
     step = terms[f"step{'_halves' if DTYPE_BYTES[problem.dtype] < 4 else ''}_{config.in_tile}"] * bytes_ / 4
-    lines = min(32.0, 32 * apart * DTYPE_BYTES[problem.dtype] / 128)  # of memory that a warp's load touches
+    lines = min(32.0, 32 * apart * DTYPE_BYTES[problem.dtype] / 128)  # lines that a warp's load touches
     step = max(step, config.positions * lines)
     waves = _blocks(problem, config) * splits / (_RESIDENT * device.multiprocessors)
     waves = math.ceil(waves) if waves < _FEW_WAVES else waves

@@ -26,11 +26,11 @@ from polyphase.schedules.tensor_cores import parts_of, steps_of
 from polyphase.schedules.tiles import Four, constants_of, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece, widest_piece
 
-_TILES = 24  # that are compared for a config
+_TILES = 24  # tilings compared for a config
 # Batch and sides of images in one, two and three dimensions, besides those of `standard`, by whether images are tiny.
 _OTHER_SIZES = {True: ((128, (4, 2, 1)),), False: ((128, (1024, 32, 16)), (8, (16384, 256, 64)))}
 _MAX_COLUMNS = 128
-_MAX_OUT_CHANNELS = 16  # of a group; where there are more, `implicit_gemm` fills its rows with them
+_MAX_OUT_CHANNELS = 16  # most output channels of a group: more fill the rows of `implicit_gemm`
 
 
 class OverlapConfig(NamedTuple):
@@ -47,7 +47,7 @@ class OverlapConfig(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Pixels of a band that a block has room for."""
+        """Most pixels of a band."""
         return 16 * self.row_tiles * self.warps
 
     @property
@@ -58,9 +58,9 @@ class OverlapConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How a config cuts the cells into tiles; ``first`` is the window's first pixel, from the tile's first cell.
+    """The tiles into which a config cuts the cells; ``first``: the window's first pixel, from the tile's first cell.
 
-    The window comes in bands of ``band`` rows, and the product of ``ring`` rows is kept.
+    The window is multiplied in bands of ``band`` rows; shared memory keeps the product of ``ring`` rows.
     """
 
     tile_extent: tuple[int, int, int, int]
@@ -166,7 +166,7 @@ class OverlapGemm(Schedule):
 
 
 def _along_channels(problem: ConvTransposeProblem, out_chunk: int) -> bool:
-    """Whether neighbouring threads store neighbouring channels: where those are neighbours in memory and not few."""
+    """Whether neighbouring threads store neighbouring channels: if channels are contiguous and not few."""
     return problem.channels_last and out_chunk > 4
 
 
@@ -175,7 +175,7 @@ def _column_tiles(problem: ConvTransposeProblem, out_chunk: int) -> int:
 
 
 def _step_bytes(problem: ConvTransposeProblem, out_chunk: int) -> int:
-    """Of the weights of one operation."""
+    """Bytes of the weights of one operation."""
     return 256 * parts_of(problem) * _column_tiles(problem, out_chunk)
 
 
@@ -188,7 +188,7 @@ def _shared_bytes(problem: ConvTransposeProblem, config: OverlapConfig) -> int:
 def _tiling(
     problem: ConvTransposeProblem, layouts: Layouts, config: OverlapConfig, device: DeviceInfo
 ) -> _Tiling | None:
-    """The tiles of least predicted time, of the first that fit."""
+    """The tiling of least predicted time among the first that fit."""
     gather, work = forward_gather(problem, layouts), _Work(problem, config, device)
     if gather.src.shape[4] * gather.src.strides[4] >= 2**31:  # the kernel counts elements of a row in 32 bits
         return None
@@ -199,9 +199,9 @@ def _tiling(
 
 @lru_cache(maxsize=4096)
 def _window(gather: Gather, dimension: int, cells: int) -> tuple[int, int]:
-    """Where the window of so many cells along a dimension begins, counted from the first, and its pixels.
+    """The first pixel of a window of ``cells`` along a dimension, relative to the first cell, and its pixel count.
 
-    For all cells together it is the image, unless they read less.
+    The window of all cells is the image, unless they read less.
     """
     along, image = gather.cell_axes[dimension], gather.src.shape[2 + dimension]
     extent = along.window(cells)
@@ -211,10 +211,10 @@ def _window(gather: Gather, dimension: int, cells: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=256)
 def _tile_extents(problem: ConvTransposeProblem, room: int, unit: int, device: DeviceInfo) -> list[Four]:
-    """Extents of tiles along n, d, h and w, those first that come to the fewest rows of products in all.
+    """Extents of tiles along n, d, h and w, in rising order of the rows of all products.
 
-    Few tiles are counted in whole waves of the multiprocessors. A band has ``room`` for so many pixels, and whole
-    units of a row. A tile of one cell is among them.
+    Few tiles are counted in whole waves of the multiprocessors. A band has at most ``room`` pixels, and whole units of
+    a row. A tile of one cell is among them.
     """
     gather = forward_gather(problem, Layouts.dense(problem))
     cells = gather.cells
@@ -235,15 +235,15 @@ def _tile_extents(problem: ConvTransposeProblem, room: int, unit: int, device: D
 
 
 def _extents(cells: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: even shares of it, and multiples of what is moved at once."""
+    """Extents worth trying along one dimension: equal shares, and multiples of 4."""
     shares = {math.ceil(cells / parts) for parts in (*range(1, 9), *(1 << i for i in range(4, 16)))}
     return sorted(extent for extent in shares | {4, 8, 12, 16, 24, 32, 48, 64} if 1 <= extent <= min(cells, most))
 
 
 def _tiles(gather: Gather, aligned: bool, config: OverlapConfig, tile: Four) -> _Tiling | None:
-    """The tiling by tiles of such extents, or None where those do not fit.
+    """The tiling by tiles with extents ``tile``, or None if they do not fit.
 
-    Whole units are read at once where they can be, unless the window only fits pixel by pixel.
+    A load reads a whole unit if alignment allows, unless the window only fits pixel by pixel.
     """
     src, size = gather.src, DTYPE_BYTES[gather.dtype]
     if src.channels_last:  # a unit is 8 bytes of neighbouring channels
@@ -265,7 +265,7 @@ def _bands(gather: Gather, config: OverlapConfig, tile: Four, whole: bool, skew:
     window = (images, slabs, rows, round_up(columns + skew, config.unit))
     row = images * slabs * window[3]
     band = min(rows, config.rows // row) if row else rows
-    shared = gather.cell_axes[1].window(1) - 1  # rows of the window that a band has in common with the next
+    shared = gather.cell_axes[1].window(1) - 1  # rows of the window that a band shares with the next
     ring = rows if band == rows else band + shared
     if (band == 0 and rows > 0) or row * ring > config.pitch - 4:
         return None
@@ -274,7 +274,7 @@ def _bands(gather: Gather, config: OverlapConfig, tile: Four, whole: bool, skew:
 
 
 class _Work:
-    """What the blocks of a config do: what all tiles have in common is counted once."""
+    """The work of a config's blocks; what is the same for all tiles is counted once."""
 
     def __init__(self, problem: ConvTransposeProblem, config: OverlapConfig, device: DeviceInfo) -> None:
         self._terms = terms = costs("overlap_gemm", device)
@@ -291,7 +291,7 @@ class _Work:
             whole: slots + 5 * (8 * rows // config.unit if whole else 16 * rows) + beside for whole in (False, True)
         }
         places = 15 * config.out_chunk if _along_channels(problem, config.out_chunk) else 60
-        self._read = config.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places  # of a cell
+        self._read = config.out_chunk * (problem.taps + 2 * math.prod(problem.stride)) + places  # per cell
         self._factor = (terms.one_part if parts == 1 else 1.0) * (terms.shared if config.min_blocks > 1 else 1.0)
         self._size, self._channels = DTYPE_BYTES[problem.dtype], problem.groups * problem.in_channels_per_group
         self._bytes, self._input_bytes = problem.bytes, self._size * math.prod(problem.input_shape)
@@ -315,14 +315,14 @@ class _Work:
         return warps * max(self._products * operation, self._slots[tiling.whole] * terms.slot)
 
     def _step_bytes(self, tiling: _Tiling) -> int:
-        """Of the sectors that hold the pixels of one operation."""
+        """Bytes of the sectors that hold the pixels of one operation."""
         if self._problem.channels_last:
             return 32 * tiling.row * tiling.band
         images, slabs, _, width = tiling.window
         return 32 // self._size * images * slabs * tiling.band * round_up(width * self._size, 32)
 
     def _tile_cycles(self, tiling: _Tiling, resident: int) -> float:
-        """Predicted cycles for a wave of so many resident blocks."""
+        """Predicted cycles of a wave of ``resident`` blocks per multiprocessor."""
         config, columns, steps, bands = self._config, self._columns, self._steps, tiling.bands
         terms = self._terms
         moved = resident * self._step_bytes(tiling) * terms.moved
@@ -336,7 +336,7 @@ class _Work:
 
 
 def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[OverlapConfig]:
-    """Configs worth a thought: those whose registers and shared memory do for so many blocks, and for any image."""
+    """Configs worth trying: their registers and shared memory suffice for ``min_blocks`` blocks and any image."""
     out, taps = problem.out_channels_per_group, problem.taps
     steps, parts = steps_of(problem), parts_of(problem)
     gather = forward_gather(problem, Layouts.dense(problem))
@@ -361,10 +361,10 @@ def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator
 
 
 def _registers(problem: ConvTransposeProblem, config: OverlapConfig) -> int:
-    """Registers of a thread: sums, and those of an operation in flight; pixels in flight and in use; and the rest.
+    """Registers of a thread: sums, also of an operation in flight; pixels in flight and in use; and the rest.
 
-    The rest is larger where weights are loaded in several parts, threads run along channels, or the last operations are
-    fewer than are prefetched.
+    The rest is larger if weights are loaded in several turns, if threads run along channels, or if the last operations
+    are fewer than the prefetched ones.
     """
     steps, parts, tiles, ahead = steps_of(problem), parts_of(problem), config.row_tiles, config.ahead
     sums = tiles * _column_tiles(problem, config.out_chunk) * (8 if parts == 2 else 5)

@@ -22,25 +22,25 @@ from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import OPERATION_BYTES, parts_of
 from polyphase.schedules.tiles import constants_of, layer_constants
 
-_GROUPS = 2  # of 128 threads, that multiply
-_REGISTERS = 226  # of a thread that multiplies, so that none spill
-_OTHER_REGISTERS = 30  # what is neither a channel nor a sum
-_APART_REGISTERS = 16  # more, where a thread's pixels are no neighbours
-_PARTIAL_REGISTERS = 16  # more, where the last operation has channels that do not exist
-_WIDE_REGISTERS = 32  # and in chunks of more than 32 columns, or in half precision of many channels, an odd number
-_ODD_STEPS = 14  # operations of as many are not many
+_GROUPS = 2  # consumer warpgroups
+_REGISTERS = 226  # most registers of a consumer thread that do not spill
+_OTHER_REGISTERS = 30  # registers of neither channels nor sums
+_APART_REGISTERS = 16  # more, if a thread's pixels are not neighbours
+_PARTIAL_REGISTERS = 16  # more, if the channels do not fill the last operation
+_WIDE_REGISTERS = 32  # then also in chunks of more than 32 columns, or for many 16-bit channels, an odd number
+_ODD_STEPS = 14  # operations up to which channels are not many
 _COLUMNS = {4: (32, 64, 128), 2: (32, 64)}  # by bytes of an element
-_MOST_STEPS = 16  # of a stage
+_MOST_STEPS = 16  # most operations of a stage
 _MAX_STAGES = 64
-_IN_TIME = 3072  # columns' operations that stages but one hold, so that weights arrive in time
-_RESERVE = 2048  # bytes of shared memory, for barriers
-_DIVISIONS = (132 << 10, 164 << 10)  # of shared memory and L1 cache, which pixels come through
-_TERM_PLACES = 3  # chunks whose factors and bias are there
-_PIXEL_BYTES = 64 << 10  # of the rings that pixels come through
-_LINE_BYTES = 128  # of memory
-_LEAST_COPY = 8  # bytes of pixels that are prefetched together
+_IN_TIME = 3072  # least operations × columns in all stages but one, so that weights arrive in time
+_RESERVE = 2048  # bytes of shared memory for barriers
+_DIVISIONS = (132 << 10, 164 << 10)  # shared memory that leaves L1 cache, through which pixels are loaded
+_TERM_PLACES = 3  # chunks whose scales and bias shared memory holds
+_PIXEL_BYTES = 64 << 10  # bytes of the ring buffers for prefetched pixels
+_LINE_BYTES = 128  # bytes of a line of memory
+_LEAST_COPY = 8  # least bytes of a prefetching copy
 _PACK_THREADS, _PACK_COLUMNS = 128, 8
-_MOST_AT_ONCE = 8  # channels that a thread goes on by
+_MOST_AT_ONCE = 8  # most channels by which a thread advances
 
 
 class PixelsConfig(NamedTuple):
@@ -54,7 +54,7 @@ class PixelsConfig(NamedTuple):
 
 
 class PhaseGemmPixels(Schedule):
-    """Pixels as rows of one product, whose channels stay in registers."""
+    """Pixels are the rows of one product, and their channels stay in registers."""
 
     name = "phase_gemm_pixels"
     passes = (Pass.FORWARD,)
@@ -80,7 +80,7 @@ class PhaseGemmPixels(Schedule):
     def ranked_at(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
     ) -> tuple[ConvTransposeProblem, bool] | None:
-        """At a typical size, but for how even rows are, and `_cuts_lines`."""
+        """The layer at a typical size, with rows as even as its own, and `_cuts_lines`."""
         counted = _pixels(problem) + _tile(problem), _MOST_AT_ONCE * layouts.input[1], *layouts.output
         return None if max(counted) >= 2**31 else (_like(problem), _cuts_lines(problem))
 
@@ -153,14 +153,14 @@ class PhaseGemmPixels(Schedule):
 
 
 def _pack_columns(problem: ConvTransposeProblem, constants: tuple[tuple[str, Constant], ...], columns: int) -> Step:
-    """What packs the weights of so many columns for a kernel with such constants."""
+    """The step that packs the weights of ``columns`` for a kernel with ``constants``."""
     packing = (*constants, ("THREADS", _PACK_THREADS), ("GROUPS", problem.groups))
     source = KernelSource("pack_columns", problem.dtype, False, packing, folder="steps")
     return plain_step(source, columns // _PACK_COLUMNS, _PACK_THREADS)
 
 
 def _like(problem: ConvTransposeProblem) -> ConvTransposeProblem:
-    """The layer at a typical size whose rows are as even as its own."""
+    """The layer at a typical size, whose width has the same remainder modulo 4."""
     typical, width = standard(problem), problem.input_size[-1]
     *others, of_typical = typical.input_size
     return replace(typical, input_size=(*others, of_typical - of_typical % 4 + width % 4))
@@ -175,17 +175,17 @@ def _tiles(problem: ConvTransposeProblem) -> int:
 
 
 def _scaled(problem: ConvTransposeProblem) -> bool:
-    """Whether the tensor cores are given float32 as float16, ``operand/scaled_half.cuh``."""
+    """Whether float32 is multiplied as float16, ``operand/scaled_half.cuh``."""
     return problem.dtype == "float32"
 
 
 def _steps(problem: ConvTransposeProblem) -> int:
-    """Operations that a group's input channels take."""
+    """Operations along a group's input channels."""
     return math.ceil(problem.in_channels_per_group * 2 / OPERATION_BYTES)
 
 
 def _row_tiles(problem: ConvTransposeProblem) -> int:
-    """Rows of 64 pixels of a group of threads."""
+    """Row tiles, of 64 pixels each, of a consumer warpgroup."""
     return 4 // DTYPE_BYTES[problem.dtype]
 
 
@@ -200,7 +200,7 @@ def _columns(problem: ConvTransposeProblem) -> tuple[int, ...]:
 
 
 def _registers(problem: ConvTransposeProblem, columns: int, apart: bool) -> int:
-    """Registers of a consumer thread: channels, sums and the rest; ``apart``: its pixels are no neighbours."""
+    """Registers of a consumer thread: channels, sums and the rest; ``apart``: its pixels are not neighbours."""
     other = _OTHER_REGISTERS + (_APART_REGISTERS if apart and not _scaled(problem) else 0)
     if problem.in_channels_per_group % (OPERATION_BYTES // 2):
         other += _PARTIAL_REGISTERS
@@ -208,9 +208,9 @@ def _registers(problem: ConvTransposeProblem, columns: int, apart: bool) -> int:
         wide = columns > 32 and (not _scaled(problem) or apart or _steps(problem) > _ODD_STEPS)
         if wide or (odd and not _scaled(problem)):
             other += _WIDE_REGISTERS
-    if 8 % problem.taps:  # 8 columns are no whole channels: each 8 go elsewhere
+    if 8 % problem.taps:  # 8 columns are not whole channels: each 8 have an address of their own
         other += columns // 8 + (8 if problem.stride[-1] != 2 else 0)
-    channels = 4 * _steps(problem) * (2 if _scaled(problem) else 1)  # before they are halves
+    channels = 4 * _steps(problem) * (2 if _scaled(problem) else 1)  # float32 until it is scaled
     return _row_tiles(problem) * (channels + columns // 2) + other
 
 
@@ -229,7 +229,7 @@ def _stage_bytes(config: PixelsConfig) -> int:
 
 
 def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
-    """Bytes of neighbouring pixels that can be copied at once, of a thread or of several; 0 where they lie apart."""
+    """Bytes of one copy of neighbouring pixels, of a thread or of several; 0 if pixels are not contiguous."""
     size = DTYPE_BYTES[problem.dtype]
     width, (batch, channel, depth, height, step) = problem.input_size[-1], layouts.input
     rows_follow = height == width and (depth == height * problem.input_size[-2] if problem.dims == 3 else True)
@@ -247,7 +247,7 @@ def _run(problem: ConvTransposeProblem) -> int:
 
 
 def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
-    """Outputs that a thread stores at once: those of its neighbouring pixels, all or two, of one pixel, or one."""
+    """Outputs of one store: of all or two of a thread's neighbouring pixels, of one pixel, or a single output."""
     *strides, step = layouts.output
     neighbours = 2 * _row_tiles(problem) if problem.stride[-1] == 2 else 1
     for pixels in (4, 2, 1):
@@ -258,7 +258,7 @@ def _vector(problem: ConvTransposeProblem, layouts: Layouts) -> int:
 
 
 def _other_bytes(problem: ConvTransposeProblem, columns: int, ahead: bool) -> int:
-    """Shared memory besides the weights: pixels, and the columns' factors and bias."""
+    """Shared memory besides the weights: pixels, and the columns' scales and bias."""
     terms = _scaled(problem) + problem.bias
     return _GROUPS * _TERM_PLACES * columns * 4 * terms + _PIXEL_BYTES * ahead
 
@@ -274,14 +274,14 @@ def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator
     comes_ahead = _piece(problem, Layouts.dense(problem)) >= _LEAST_COPY
     if comes_ahead and (ahead := _staged(problem, columns, most, True)):
         yield ahead
-        if _scaled(problem):  # which is the faster, always, and leaves registers
+        if _scaled(problem):  # prefetching is always faster then, and leaves registers free
             return
     found = [_staged(problem, columns, memory, False) for memory in (*_DIVISIONS, most)]
     yield from sorted(filter(None, found), key=lambda config: not config.resident)[:1]
 
 
 def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahead: bool) -> PixelsConfig | None:
-    """The config with the longest stages that fit and arrive in time; None where none do."""
+    """The config with the longest stages that fit and arrive in time; None if none do."""
     steps, memory = _steps(problem), shared_bytes - _RESERVE - _other_bytes(problem, columns, ahead)
     for stage_steps in (count for count in range(_MOST_STEPS, 0, -1) if steps % count == 0):
         fitting = min(_MAX_STAGES, memory // (stage_steps * columns * OPERATION_BYTES))
@@ -295,7 +295,7 @@ def _staged(problem: ConvTransposeProblem, columns: int, shared_bytes: int, ahea
 
 
 def _estimate(problem: ConvTransposeProblem, config: PixelsConfig, device: DeviceInfo, cut: bool) -> tuple[float, str]:
-    """Predicted time, and what bounds it; ``cut`` as `_cuts_lines` tells."""
+    """Predicted time, and what bounds it; ``cut``: `_cuts_lines`."""
     terms = costs("phase_gemm_pixels", device)
     size, steps, chunks = DTYPE_BYTES[problem.dtype], _steps(problem), _chunks(problem, config.columns)
     layouts = Layouts.dense(problem)
@@ -304,7 +304,7 @@ def _estimate(problem: ConvTransposeProblem, config: PixelsConfig, device: Devic
     products = terms.product * _tile(problem) * steps * config.columns / 128
     width = 16 / (_vector(problem, layouts) * size)
     stores = terms.store * _tile(problem) * config.columns * size * width**terms.narrow
-    storing = (products + stores + terms.stage * steps / config.stage_steps) / 2  # one of two groups
+    storing = (products + stores + terms.stage * steps / config.stage_steps) / 2  # one of two warpgroups
     chunk = (products**terms.overlap + storing**terms.overlap) ** (1 / terms.overlap)
     chunk += terms.hand_over
     row, tile, launch = terms.row, terms.tile, terms.launch
@@ -321,6 +321,6 @@ def _estimate(problem: ConvTransposeProblem, config: PixelsConfig, device: Devic
 
 
 def _cuts_lines(problem: ConvTransposeProblem) -> bool:
-    """Whether pixels that are copied 16 bytes at a time are no whole lines of memory."""
+    """Whether pixels are copied 16 bytes at a time from images that are not whole lines of memory."""
     image = math.prod(problem.input_size) * DTYPE_BYTES[problem.dtype]
     return _piece(problem, Layouts.dense(problem)) == 16 and image % _LINE_BYTES > 0
