@@ -1,4 +1,4 @@
-"""Many kernels compiled before they are launched, by processes of their own: within one, NVRTC may take turns."""
+"""Compiles many kernels before they are launched, in several processes: within one, NVRTC may serialise."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MOST_PROCESSES = 32
 def compile_ahead(
     sources: Iterable[KernelSource], arch: str, tell: Callable[[int, int], object] = lambda done, count: None
 ) -> None:
-    """Fills the cache on disk with the kernels that it lacks, and stops where the disk does not take them.
+    """Fills the cache on disk with the kernels that it lacks, and stops if the disk does not store them.
 
-    ``tell`` is called with the kernels that are done, and how many there are to do. No failure is raised here: what is
-    missing afterwards is compiled by whoever launches it, or fails there.
+    ``tell`` is called with the number of kernels done, and of all to do. No failure is raised here: a kernel that is
+    missing afterwards is compiled when it is launched, or fails then.
     """
     with contextlib.suppress(UnsupportedError, BrokenProcessPool, OSError):
         if cache().problem is not None:
@@ -35,7 +35,7 @@ def compile_ahead(
         if count < 2:
             return
         tell(0, len(jobs))
-        # CUDA does not survive a fork. Ctrl-C is for the process that waits.
+        # CUDA does not survive a fork. Only the waiting process handles Ctrl-C.
         context, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
         pool = ProcessPoolExecutor(count, mp_context=context, initializer=signal.signal, initargs=ignored)
         try:
@@ -48,12 +48,12 @@ def compile_ahead(
 
 
 def _compile(job: tuple[KernelSource, str]) -> bool:
-    """Whether the disk takes kernels; one that does not compile says nothing against it."""
+    """Compiles a kernel; whether the disk stores kernels. One that does not compile does not count against the disk."""
     with contextlib.suppress(PolyphaseError):
         compile_kernel(*job)
     return cache().problem is None
 
 
 def _processors() -> int:
-    """How many processors this process may use."""
+    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,9 +1,9 @@
 """Compiled kernels on disk, shared by all processes of one user.
 
 The store is cuda.core's: every entry is written aside, then renamed, so a killed process leaves no half entry, and
-processes that start together at worst write the same entry twice. What is added here: a checksum before each binary (a
-damaged entry reads as a miss and is written anew), a folder that is private to the user, and a disk that cannot be
-written to, or is full, means compiling again and never an error.
+processes that start together at worst write the same entry twice. This module adds a checksum before each binary (a
+damaged entry is a miss and is written anew) and a folder that is private to the user. If the disk is full, or cannot be
+written to, kernels are compiled again, without an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 def cache_directory() -> Path:
     """``$POLYPHASE_CACHE_DIR``, else ``polyphase`` in the user's cache folder.
 
-    Of a user who has no home, a folder among temporary files.
+    For a user without a home, a folder among temporary files.
     """
     if chosen := os.environ.get("POLYPHASE_CACHE_DIR"):
         return Path(chosen)
@@ -35,7 +35,7 @@ def cache_directory() -> Path:
 
 
 class KernelCache:
-    """Bytes by key, in ``directory``; every failure of the disk is a miss. ``problem`` says what is wrong, if any."""
+    """Bytes by key, in ``directory``; every failure of the disk is a miss. ``problem``: what is wrong, or None."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -55,7 +55,7 @@ class KernelCache:
             self.problem = f"{directory} cannot be used: {error}"
 
     def get(self, key: bytes) -> bytes | None:
-        """The entry, or None where there is none, it cannot be read, or its checksum does not match."""
+        """The entry, or None if there is none, it cannot be read, or its checksum does not match."""
         if self._store is None:
             return None
         try:
@@ -68,7 +68,7 @@ class KernelCache:
         return binary if hashlib.sha256(key + binary).digest() == digest else None
 
     def put(self, key: bytes, binary: bytes) -> None:
-        """Stores an entry, or leaves it where the disk does not let us."""
+        """Stores an entry, or does nothing if the disk refuses."""
         if self._store is None:
             return
         try:
@@ -77,7 +77,7 @@ class KernelCache:
             self.problem = f"{self.directory} cannot be written: {error}"
 
     def discard(self, key: bytes) -> None:
-        """Removes an entry, where there is one and the disk lets us."""
+        """Removes an entry, if there is one and the disk permits."""
         if self._store is not None:
             with contextlib.suppress(OSError, KeyError):
                 del self._store[key]

@@ -1,4 +1,4 @@
-"""NVRTC through cuda.core: kernel text to binary, and what the binary needs of the machine."""
+"""NVRTC through cuda.core: kernel text to binary, and the resources that the binary needs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _locks_guard = threading.Lock()
 _import_guard = threading.Lock()
 _caches: dict[Path, KernelCache] = {}
 
-#: Compilations this process has made, cache hits left out: tests read it.
+#: Number of compilations of this process, without cache hits; tests read it.
 compilations = 0
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel needs, as the assembler reports it. Bytes where not said otherwise.
+    """The resources of one kernel, as the assembler reports them, in bytes unless said otherwise.
 
-    ``digest`` is that of its machine code (`polyphase.jit.cubin`).
+    ``digest``: of the kernel's machine code (`polyphase.jit.cubin`).
     """
 
     kernel: str
@@ -63,9 +63,9 @@ def cache() -> KernelCache:
 
 
 def compile_kernel(source: KernelSource, arch: str) -> bytes:
-    """The binary of a kernel for ``arch``, from the cache where it is there.
+    """The binary of a kernel for ``arch``, from the cache if it has one.
 
-    Raises `CompilationError` with the compiler's log, and `UnsupportedError` where cuda.core or NVRTC is missing.
+    Raises `CompilationError` with the compiler's log, and `UnsupportedError` if cuda.core or NVRTC is missing.
     """
     with _locks_guard:
         lock = _locks.setdefault((source, arch), threading.Lock())
@@ -79,12 +79,12 @@ def compile_kernel(source: KernelSource, arch: str) -> bytes:
 
 
 def is_cached(source: KernelSource, arch: str) -> bool:
-    """Whether the cache has a kernel's binary. Raises `UnsupportedError` where cuda.core or NVRTC is missing."""
+    """Whether the cache has a kernel's binary. Raises `UnsupportedError` if cuda.core or NVRTC is missing."""
     return cache().get(_key(source, arch)) is not None
 
 
 def discard_kernel(source: KernelSource, arch: str) -> None:
-    """Forgets a binary that does not load, so that the next call compiles it."""
+    """Discards a binary that does not load, so that the next call compiles it."""
     cache().discard(_key(source, arch))
 
 
@@ -93,7 +93,7 @@ def _key(source: KernelSource, arch: str) -> bytes:
 
 
 def resources_of(source: KernelSource, arch: str) -> Resources:
-    """Compiles one kernel, past the cache, and reads the assembler's report."""
+    """Compiles one kernel, without the cache, and reads the assembler's report."""
     started = time.perf_counter()
     source, binary, log = _compile_without_spills(source, arch)
     seconds = time.perf_counter() - started
@@ -115,7 +115,7 @@ def resources_of(source: KernelSource, arch: str) -> Resources:
 
 @lru_cache(maxsize=256)
 def settled(source: KernelSource, arch: str) -> KernelSource:
-    """The kernel as it is compiled, where registers would spill else. Raises as `compile_kernel` does."""
+    """The kernel as it is compiled: the attempt that does not spill. Raises as `compile_kernel` does."""
     if len(list(source.attempts())) == 1:
         return source
     return _compile_without_spills(source, arch)[0]
@@ -126,10 +126,10 @@ def _number(log: str, pattern: str) -> int:
 
 
 def _compile_without_spills(source: KernelSource, arch: str) -> tuple[KernelSource, bytes, str]:
-    """Compiles a kernel as the planner hopes for, or its next attempt as long as it has a stack frame, as spills have.
+    """Compiles a kernel's attempts, the planner's choice first, until one has no spills and no stack frame.
 
-    Returns the source as it was compiled, its binary and the assembler's report: of the first that has none, or of the
-    last of those that spill least.
+    Returns the compiled source, its binary and the assembler's report: of this attempt, or if there is none, of the
+    last among those that spill least.
     """
     tried = []
     for attempt in source.attempts():
@@ -145,7 +145,7 @@ def _compile(source: KernelSource, arch: str) -> tuple[bytes, str]:
     global compilations
     core = cuda_core()
     log = io.StringIO()
-    # NVRTC keeps binaries too, since 12.9; what it finds again comes without the report that spills are read in.
+    # Since 12.9 NVRTC caches binaries too; a cached one has no report, from which spills are read.
     no_cache = True if _nvrtc_version() >= (12, 9) else None
     try:
         options = core.ProgramOptions(arch=arch, std="c++17", ptxas_options="-v", no_cache=no_cache)
@@ -164,7 +164,7 @@ def _compile(source: KernelSource, arch: str) -> tuple[bytes, str]:
 
 
 def cuda_core() -> Any:
-    """The package cuda.core. It must not be imported by two threads at once: one would see it half made."""
+    """The package cuda.core. Two threads must not import it at once: one would see it half initialised."""
     with _import_guard:
         try:
             import cuda.core
@@ -178,7 +178,7 @@ def cuda_core() -> Any:
 
 
 def _keep(source: KernelSource) -> Path | None:
-    """Writes a source that does not compile where its reader finds it; None where no disk takes it."""
+    """Writes a source that does not compile to a file for the user; None if no disk stores it."""
     name = f"{source.kernel}-{hashlib.sha256(source.text.encode()).hexdigest()[:12]}.cu"
     for scratch in (False, True):
         try:
@@ -192,7 +192,7 @@ def _keep(source: KernelSource) -> Path | None:
 
 
 def compiler_version() -> str:
-    """NVRTC's, for people and for the cache. Raises `UnsupportedError` where cuda.core or NVRTC is missing."""
+    """NVRTC's version, for people and for the cache. Raises `UnsupportedError` if cuda.core or NVRTC is missing."""
     cuda_core()  # first, and alone: see there
     return "nvrtc {}.{}".format(*_nvrtc_version())
 
@@ -203,7 +203,7 @@ def _nvrtc_version() -> tuple[int, int]:
         from cuda.bindings import nvrtc
 
         _, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # the library is looked for by the first call
+    except (ImportError, RuntimeError) as error:  # the first call looks for the library
         raise UnsupportedError(
             f"polyphase's CUDA kernels are compiled at run time by NVRTC, which cannot be loaded ({error}); "
             f"install it with: {install_nvrtc()}"
@@ -212,7 +212,7 @@ def _nvrtc_version() -> tuple[int, int]:
 
 
 def install_nvrtc() -> str:
-    """The pip line for NVRTC of the major version of CUDA that PyTorch was built for: its builds bring that one."""
+    """The pip line for NVRTC of the major version of CUDA that PyTorch was built for, which its builds install."""
     version = getattr(sys.modules.get("torch"), "version", None)
     cuda = getattr(version, "cuda", None) or ""
     major = "12" if cuda.startswith("12") else "13"

@@ -1,7 +1,7 @@
 """A digest of a kernel's machine code, read from the ELF file that the compiler writes (a cubin).
 
-Equal digests mean equal instructions, so equal speed. A kernel's name, its comments and what the compiler says about it
-are no part of the digest.
+Equal digests mean equal instructions, so equal speed. The digest does not depend on a kernel's name, its comments and
+the compiler's report.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import hashlib
 import struct
 from collections.abc import Iterator
 
-# Instructions, and the banks of constants that are theirs: 2 has the literals of the code, 3 what the source declares
-# __constant__. Bank 0 is room for a launch's parameters. Bank 4 has the addresses of all constants of the source, whose
-# values lie in .nv.global.init, read or not: instructions carry those values themselves.
+# Instructions, and their constant banks: bank 2 holds the literals of the code, bank 3 the source's __constant__
+# variables. Bank 0 is for the parameters of a launch. Bank 4 holds addresses of all constants of the source; their
+# values are in .nv.global.init, read or not: instructions contain these values themselves.
 _CODE = ".text."
 _DATA = (".nv.constant2", ".nv.constant3")
 
-_NO_CONTENTS = 8  # SHT_NOBITS: a section that takes no room in the file
+_NO_CONTENTS = 8  # SHT_NOBITS: a section without contents in the file
 
 
 def code_digest(cubin: bytes) -> str:
@@ -36,7 +36,7 @@ def _sections(file: bytes) -> Iterator[tuple[str, bytes]]:
     try:
         (table,) = struct.unpack_from("<Q", file, 0x28)
         entry, count, names = struct.unpack_from("<3H", file, 0x3A)
-        if count == 0:  # too many for 16 bits: the first header's size says how many
+        if count == 0:  # too many for 16 bits: the first header's size is the count
             (count,) = struct.unpack_from("<Q", file, table + 0x20)
         headers = [struct.unpack_from("<2I4Q", file, table + entry * index) for index in range(count)]
         start, size = headers[names][4:6]

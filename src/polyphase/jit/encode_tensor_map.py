@@ -24,9 +24,9 @@ _DTYPES = {
 
 
 def encode(tensor_map: TensorMap, address: int) -> bytes:
-    """The tensor map for the tensor at ``address``. Raises `PolyphaseError` where the driver refuses.
+    """The tensor map for the tensor at ``address``. Raises `PolyphaseError` if the driver refuses it.
 
-    An empty tensor has address 0, which the driver may refuse. Nothing is loaded from it, so any other address will do.
+    An empty tensor has address 0, which the driver may refuse. Nothing is loaded from it, so any other address serves.
     """
     status, found = driver.cuTensorMapEncodeTiled(
         _DTYPES[tensor_map.element],

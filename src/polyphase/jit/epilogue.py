@@ -1,5 +1,5 @@
-"""An epilogue's operations as CUDA, and a prologue's: texts of ``epilogue/operations.cuh`` and of
-``operand/prologue.cuh`` for one kernel."""
+"""CUDA text of an epilogue's and of a prologue's operations, for one kernel: the files ``epilogue/operations.cuh`` and
+``operand/prologue.cuh``."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _NO_PROLOGUE = """\
 struct PrologueOperands {};
 """
 
-# What is made of an operation's operands once for a channel: a factor and a summand, or the snake's two factors.
+# Values computed once per channel from an operation's operands: a factor and a summand, or the snake's two factors.
 _DERIVED = {"normalize": ("factor", "added"), "snake": ("frequency", "amplitude")}
 
 
 def prologue_text(prologue: Epilogue) -> str:
-    """What kernels include as ``operand/prologue.cuh``."""
+    """The text that kernels include as ``operand/prologue.cuh``."""
     if not prologue:
         return _NO_PROLOGUE
     pointers = _pointers(prologue)
@@ -59,7 +59,7 @@ def prologue_text(prologue: Epilogue) -> str:
 
 
 def operations_text(epilogue: Epilogue) -> str:
-    """What kernels include as ``epilogue/operations.cuh``."""
+    """The text that kernels include as ``epilogue/operations.cuh``."""
     if not epilogue:
         return _NONE
     pointers = _pointers(epilogue)
@@ -86,17 +86,17 @@ def operations_text(epilogue: Epilogue) -> str:
 
 
 def _pointers(epilogue: Epilogue) -> dict[str, str]:
-    """The types of all operands."""
+    """The pointer types of all operands, by name."""
     return {name: f"const {_type(operand)}*" for name, operand in epilogue.named_operands.items()}
 
 
 def _read_later(epilogue: Epilogue) -> list[str]:
-    """The operands of which outputs of a channel have others."""
+    """The operands that differ between outputs of a channel."""
     return [name for name, operand in epilogue.named_operands.items() if operand.per in (SAMPLE, ELEMENT)]
 
 
 def _kept(epilogue: Epilogue) -> list[str]:
-    """The operands that are kept for a channel as they are read."""
+    """The operands that a channel's terms hold unchanged."""
     return [
         f"{operand.role}_{i}"
         for i, operation in enumerate(epilogue.operations)
@@ -106,7 +106,7 @@ def _kept(epilogue: Epilogue) -> list[str]:
 
 
 def _structs(epilogue: Epilogue, name: str) -> list[str]:
-    """The addresses of all operands, and what a channel keeps of them."""
+    """The structs of the addresses of all operands, and of a channel's terms."""
     pointers = _pointers(epilogue)
     derived = [(i, _DERIVED[each.kind]) for i, each in enumerate(epilogue.operations) if each.kind in _DERIVED]
     return [
@@ -122,7 +122,7 @@ def _structs(epilogue: Epilogue, name: str) -> list[str]:
 
 
 def _channel(epilogue: Epilogue) -> str:
-    """The layer's channel that one of the kernel's is."""
+    """The layer's channel of a kernel's channel."""
     if epilogue.channel_parts == 1:
         return "(of_kernel)"
     if epilogue.channels_inner:
@@ -135,7 +135,7 @@ def _type(operand: Operand) -> str:
 
 
 def _terms(epilogue: Epilogue, function: str, name: str) -> list[str]:
-    """What is read once for a channel."""
+    """The function that reads a channel's terms."""
     operands = epilogue.named_operands
     lines = [
         f"__device__ __forceinline__ {name}Terms {function}(const {name}Operands& of, int channel, bool exists) {{",
@@ -151,12 +151,12 @@ def _terms(epilogue: Epilogue, function: str, name: str) -> list[str]:
 
 
 def _of_channel(operand: Operand, name: str) -> str:
-    """What is read of one that a channel's outputs have in common."""
+    """The value of an operand that all outputs of a channel share."""
     return f"widen(read(of.{name} + {'0' if operand.per == ONE else 'channel'}))"
 
 
 def _snake(i: int, operation: Operation) -> list[str]:
-    """A snake as the factors of its sine's angle and of its square."""
+    """The terms of a snake: the factors of its sine's angle and of its square."""
     epsilon, logarithmic = operation.constants
     read = {operand.role: _of_channel(operand, f"{operand.role}_{i}") for operand in operation.operands}
     alpha, beta = (f"exponential({each})" if logarithmic else each for each in (read["alpha"], read.get("beta", "")))
@@ -170,7 +170,7 @@ def _snake(i: int, operation: Operation) -> list[str]:
 
 
 def _normalized(i: int, operation: Operation) -> list[str]:
-    """A normalisation as a factor and what is added."""
+    """The terms of a normalisation: a factor and a summand."""
     roles = {operand.role for operand in operation.operands}
     weight = f"widen(read(of.weight_{i} + channel))" if "weight" in roles else "(accum_t)1"
     offset = f"widen(read(of.offset_{i} + channel))" if "offset" in roles else "(accum_t)0"
@@ -185,7 +185,7 @@ def _normalized(i: int, operation: Operation) -> list[str]:
 
 
 def _prefetch(epilogue: Epilogue) -> list[str]:
-    """What brings the residuals of an output to L2."""
+    """The functions that prefetch an output's residuals to L2, and that give the first residual."""
     return [
         "__device__ __forceinline__ void prefetch_residuals(const OperationTerms& of, long long place) {",
         *(f"  prefetch_l2(of.{name} + place);" for name in epilogue.residuals),
@@ -198,7 +198,7 @@ def _prefetch(epilogue: Epilogue) -> list[str]:
 
 
 def _normalized_value(epilogue: Epilogue) -> list[str]:
-    """Where an operation normalises over channels: the value that it does so to, and its constant."""
+    """If an operation normalises over channels: the value that it normalises, and its constant."""
     for i, operation in enumerate(epilogue.operations):
         if operation.kind in OF_PIXELS:
             softmax = operation.kind == "softmax"
@@ -214,7 +214,7 @@ def _normalized_value(epilogue: Epilogue) -> list[str]:
 
 
 def _operations(epilogue: Epilogue) -> list[str]:
-    """What is done to every value."""
+    """The function that applies all operations to a value."""
     return [
         "__device__ __forceinline__ accum_t operations(accum_t v0, const OperationTerms& of, int channel,",
         "                                              long long sample, long long place, bool exists,",
@@ -224,14 +224,14 @@ def _operations(epilogue: Epilogue) -> list[str]:
 
 
 def _values(epilogue: Epilogue, last: int) -> list[str]:
-    """The values up to the one before operation ``last``, which is returned."""
+    """The values before operation ``last``; the last of them is returned."""
     steps = list(enumerate(epilogue.operations))[:last]
     first = (epilogue.residuals or ("",))[0]
     return [*(f"  const accum_t v{i + 1} = {_next(i, each, first)};" for i, each in steps), f"  return v{last};", "}"]
 
 
 def _next(i: int, operation: Operation, first_residual: str) -> str:
-    """The value behind an operation, of the one before it."""
+    """The value after operation ``i``, from the value before it."""
     value, kind = f"v{i}", operation.kind
     read = {operand.role: _read(i, operand, first_residual) for operand in operation.operands}
     if kind == "clamp":
@@ -263,7 +263,7 @@ def _next(i: int, operation: Operation, first_residual: str) -> str:
 
 
 def _normalized_over_pixels(kind: str, value: str, read: dict[str, str]) -> str:
-    """What is normalised by a pixel's center and factor."""
+    """The value normalised by a pixel's center and factor."""
     if kind == "softmax":
         return f"exponential({value} - center) * factor"
     scaled = f"({value} - center) * factor" + (f" * {read['weight']}" if "weight" in read else "")

@@ -1,7 +1,7 @@
-"""What `#include "..."` lines come to, as text: NVRTC gets one string, which is a kernel's whole identity.
+"""Resolves `#include "..."` lines to one text: NVRTC gets one string, which is a kernel's whole identity.
 
-Paths are relative to one folder. Each file comes once, behind what it includes. Includes stand before any code of their
-file, under no condition or under one that the given constants decide: ``#if NAME``, ``#if !NAME``, and their ``#else``.
+Paths are relative to one folder. Each file appears once, after the files that it includes. Includes precede all code of
+their file, unconditional or under a condition of the given constants: ``#if NAME``, ``#if !NAME``, and ``#else``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def resolve(root: str, read: Callable[[str], str], constants: Mapping[str, int])
     Args:
         root: the path of the file that nothing includes.
         read: the text of a path.
-        constants: what conditions around an include may ask for.
+        constants: the names that conditions around an include may test.
 
     Raises:
         IncludeError: an include comes after code or under another condition, or files include one another.
@@ -63,7 +63,7 @@ def without_includes(path: str, text: str) -> str:
 
 @lru_cache(maxsize=512)
 def _split(path: str, text: str) -> tuple[tuple[_Include, ...], str]:
-    """The includes of a file, and its text without them and what only they need."""
+    """The includes of a file, and its text without them and their conditions."""
     includes: list[_Include] = []
     conditions: list[str] = []
     kept: list[str] = []

@@ -1,5 +1,5 @@
-"""A program's compiled kernels on one device, launched with the least host time: the addresses of all steps are filled
-in at once, and each step is one driver call whose arguments are made beforehand."""
+"""A program's compiled kernels on one device, launched with little host time: the addresses of all steps are written
+at once, and each step is one driver call whose arguments are prepared."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from polyphase.program.program import Program
 from polyphase.program.step import Step
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, TensorMap
 
-_DEFAULT_SHARED_BYTES = 32 << 10  # of a launch, beside what is a kernel's own: 48 KiB in all
-_MOST_MAPS = 256  # that a launch keeps of a tensor, one for each address
+_DEFAULT_SHARED_BYTES = 32 << 10  # dynamic shared memory of a launch; with a kernel's static one 48 KiB in all
+_MOST_MAPS = 256  # most encoded tensor maps that a launch keeps per tensor, one for each address
 
 
 class Executable:
     """A program on the CUDA device ``index``: call it with a raw stream and the addresses of its buffers.
 
-    ``places`` say where a buffer that steps name stands among the addresses. What the driver reads belongs to a thread,
-    since it does so while other Python threads run.
+    ``places``: the index of each named buffer among the addresses. Each thread has its own arguments, since the driver
+    reads them while other Python threads run.
     """
 
     def __init__(self, program: Program, arch: str, index: int, places: Mapping[str, int]) -> None:
@@ -48,20 +48,20 @@ class Executable:
         self._make_room(1 + max(places.values()))
 
     def _make_room(self, count: int) -> None:
-        """For so many addresses."""
+        """Makes room for ``count`` addresses."""
         self._count = count
         self._pack = struct.Struct(f"{count}Q").pack_into
         self._local = threading.local()
 
     def then(self, other: Executable) -> Executable:
-        """What launches the steps of this program and then those of another, all with the same addresses."""
+        """An executable of this program's steps, then the other's, all with the same addresses."""
         both = copy(self)
         both._steps = self._steps + other._steps
         both._make_room(max(self._count, other._count))
         return both
 
     def __call__(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch all steps on a raw stream; raises `PolyphaseError` where the driver refuses one."""
+        """Launches all steps on a raw stream; raises `PolyphaseError` if the driver refuses one."""
         try:
             launches = self._local.launches
         except AttributeError:
@@ -81,7 +81,7 @@ class Executable:
                 )
 
     def _launches(self) -> _Launches:
-        cuda_core().Device(self.device_index).set_current()  # a thread of the user's may not have a context yet
+        cuda_core().Device(self.device_index).set_current()  # a user's thread may not have a context yet
         made = _Launches(self._count)
         for step, handle, operands, encoded in self._steps:
             made.add(step, handle, operands, encoded, step.overlaps and _may_overlap(self._arch))
@@ -89,9 +89,9 @@ class Executable:
 
 
 class _Launches:
-    """A program's steps as one thread launches them: nothing but addresses changes between calls.
+    """A program's steps as one thread launches them: only addresses change between calls.
 
-    ``steps`` are each with what the driver is called with, and the tensor maps that follow an address. Kernels read
+    ``steps``: each with the arguments of the driver's call, and the tensor maps that depend on an address. Kernels read
     their operands' addresses from ``block``.
     """
 
@@ -105,10 +105,10 @@ class _Launches:
     def add(
         self, step: Step, handle: int, operands: list[int], encoded: list[dict[int, bytes]], overlaps: bool
     ) -> None:
-        """A further step: its ``operands``' places in the block; its maps, ``encoded`` for addresses met before."""
+        """Adds a step; ``operands``: their indices in the block; ``encoded``: its tensor maps by address."""
         params = ctypes.create_string_buffer(step.params, len(step.params))
         start = ctypes.addressof(self.block)
-        # Where each of the kernel's parameters lies.
+        # The address of each of the kernel's parameters.
         table = (ctypes.c_uint64 * (len(operands) + 1))(*(start + 8 * i for i in operands), ctypes.addressof(params))
         offsets = params_of(step.source).tensor_maps[: len(encoded)] if encoded else ()
         maps = [
@@ -121,14 +121,14 @@ class _Launches:
         self._tables.append(table)
 
     def set_stream(self, stream: int) -> None:
-        """Has all steps launched on a raw stream."""
+        """Sets the raw stream of all steps."""
         for _, (config, *_), _ in self.steps:
             config.hStream = stream
         self.stream = stream
 
 
 class _MovingMap:
-    """A tensor map among a thread's parameters, of the tensor whose address stands at ``place``."""
+    """A tensor map in a thread's parameters; the tensor's address is at index ``place``."""
 
     def __init__(self, tensor_map: TensorMap, place: int, params: Any, offset: int, known: dict[int, bytes]) -> None:
         self.place = place
@@ -138,7 +138,7 @@ class _MovingMap:
         self._known = known
 
     def move(self, address: int) -> None:
-        """Has the next launch read the tensor at ``address``."""
+        """Makes the next launch use the tensor at ``address``."""
         encoded = self._known.get(address)
         if encoded is None:
             from polyphase.jit.encode_tensor_map import encode
@@ -151,7 +151,7 @@ class _MovingMap:
 
 
 def _config(step: Step, overlaps: bool) -> Any:
-    """How a step is launched; one that ``overlaps`` may begin before the one ahead of it in its stream ends."""
+    """The launch configuration of a step; if it ``overlaps``, it may begin before the previous kernel has ended."""
     driver = _driver()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = step.grid
@@ -167,11 +167,11 @@ def _config(step: Step, overlaps: bool) -> Any:
 
 
 def _load_all(program: Program, arch: str, index: int) -> list[int]:
-    """Handles of the steps' kernels; all of the program's are loaded. Those that are not there are compiled at once."""
+    """Loads all kernels of a program, compiling missing ones in parallel; returns the handles of the steps' kernels."""
     main = program.main
     others = dict.fromkeys(source for source in program.sources if source != main.source)
     binaries = {source: _compile_in_thread(source, arch, index) for source in others}
-    # The main kernel takes longest to compile: this thread does that meanwhile.
+    # The main kernel takes longest to compile: this thread compiles it meanwhile.
     _load(main.source, arch, index, main.shared_bytes, None)
     for source in program.spares:
         _load(source, arch, index, 0, binaries.get(source))
@@ -190,14 +190,14 @@ def _driver() -> Any:
 
 @lru_cache(maxsize=8)
 def _may_overlap(arch: str) -> bool:
-    """Whether programmatic dependent launch is to be had, also where a graph is captured: CUDA 12.3 and Hopper."""
+    """Whether programmatic dependent launch is available, also in graph capture: CUDA 12.3 and Hopper."""
     status, version = _driver().cuDriverGetVersion()
     return not status and version >= 12030 and capability_of(arch) >= 90
 
 
 @contextmanager
 def _context_of(index: int) -> Iterator[None]:
-    """Makes a device current, and afterwards the one that was: PyTorch would allocate on what is left here."""
+    """Makes a device current, and restores the previous one: PyTorch allocates on the current device."""
     driver = _driver()
     _, before = driver.cuCtxGetCurrent()
     cuda_core().Device(index).set_current()
@@ -208,7 +208,7 @@ def _context_of(index: int) -> Iterator[None]:
 
 
 class _Loaded:
-    """A kernel on one device, and the shared memory that its launches may ask for."""
+    """A kernel on one device, and the shared memory that its launches may use."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -218,15 +218,15 @@ class _Loaded:
 _loaded: dict[tuple[KernelSource, str, int], _Loaded] = {}
 _guard = threading.Lock()
 
-# What one thread compiles for later calls, in turn, until they take it.
+# Kernels that one thread compiles in turn for later calls, until these calls take them.
 _meanwhile: dict[tuple[KernelSource, str], Future[bytes]] = {}
 _worker = ThreadPoolExecutor(1, "polyphase")
 
-# A forked process has no such thread, and would wait for what this one's never brings.
+# A forked process has no such thread, and would wait forever for its results.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_meanwhile.clear)
 
-# Python waits for its threads when it ends: for the kernel that is being compiled, but not for those that wait.
+# Python waits for its threads when it ends: for the kernel in compilation, but not for queued ones.
 getattr(threading, "_register_atexit", lambda call: None)(lambda: _worker.shutdown(wait=False, cancel_futures=True))
 
 
@@ -235,12 +235,12 @@ def is_loaded(source: KernelSource, arch: str, index: int) -> bool:
     return (source, arch, index) in _loaded
 
 
-_quiet = 0  # how many ask that nothing be compiled meanwhile
+_quiet = 0  # number of `quiet` contexts
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it no thread begins to compile what later calls may need, which would disturb what is timed."""
+    """A context in which no thread begins to compile kernels for later calls, which would disturb timing."""
     global _quiet
     _quiet += 1
     try:
@@ -250,7 +250,7 @@ def quiet() -> Iterator[None]:
 
 
 def compile_meanwhile(source: KernelSource, arch: str, index: int) -> None:
-    """Has a thread compile a kernel that a later call may need. Failures are that call's."""
+    """Starts to compile a kernel in a thread for a later call. That call raises failures."""
     if _quiet or is_loaded(source, arch, index) or (source, arch) in _meanwhile:
         return
     with suppress(RuntimeError):  # the interpreter shuts down
@@ -258,9 +258,9 @@ def compile_meanwhile(source: KernelSource, arch: str, index: int) -> None:
 
 
 def soonest(program: Program, arch: str, index: int) -> Program:
-    """The program with the main kernel that can be there first.
+    """The program with the main kernel that is ready first.
 
-    That is the one for tensors that lie as these do alone, unless the one for all is here, on its way or on the disk.
+    This is the kernel for these tensors' layout only, unless the kernel for all is loaded, in compilation or on disk.
     """
     source, one_way = program.main.source, program.main.one_way
     if one_way is None or is_loaded(source, arch, index):
@@ -271,7 +271,7 @@ def soonest(program: Program, arch: str, index: int) -> Program:
 
 
 def _compiled(source: KernelSource, arch: str) -> bytes:
-    """The binary of a kernel, from the thread if that has begun with it."""
+    """The binary of a kernel, from the thread if it has begun to compile it."""
     ahead = _meanwhile.pop((source, arch), None)
     if ahead is not None and not ahead.cancel() and ahead.exception() is None:
         return ahead.result()
@@ -279,9 +279,9 @@ def _compiled(source: KernelSource, arch: str) -> bytes:
 
 
 def _compile_in_thread(source: KernelSource, arch: str, index: int) -> Future[bytes] | None:
-    """The binary of a kernel that is not loaded yet, compiled by a thread of its own: NVRTC leaves Python to others.
+    """The binary of a kernel that is not loaded yet, compiled in a new thread: NVRTC releases Python's lock.
 
-    None where there is no need for a thread, or none to be had: beyond a limit, or when the interpreter shuts down.
+    None if no thread is needed, or none can start: beyond a limit, or when the interpreter shuts down.
     """
     if is_loaded(source, arch, index):
         return None
@@ -295,23 +295,23 @@ def _compile_in_thread(source: KernelSource, arch: str, index: int) -> Future[by
 
 
 def _load(source: KernelSource, arch: str, index: int, shared_bytes: int, binary: Future[bytes] | None) -> Any:
-    """The loaded kernel, which may use ``shared_bytes`` of shared memory. Of threads that come together, one loads."""
+    """The loaded kernel, which may use ``shared_bytes`` of shared memory. Of concurrent threads one loads it."""
     key = source, arch, index
-    # Compiled before the lock is taken: different kernels may be compiled at the same time.
+    # Compiled without the lock: different kernels may be compiled at the same time.
     if key not in _loaded:
         code = _compiled(source, arch) if binary is None else binary.result()
     with _guard:
         loaded = _loaded.get(key)
         if loaded is None:
             loaded = _loaded[key] = _Loaded(_load_binary(source, arch, index, code))
-        if shared_bytes > loaded.shared_bytes:  # every kernel may use some; more is to be asked for
+        if shared_bytes > loaded.shared_bytes:  # every kernel may use the default; more must be requested
             _allow_shared(loaded.kernel, source, index, shared_bytes)
             loaded.shared_bytes = shared_bytes
         return loaded.kernel
 
 
 def _load_binary(source: KernelSource, arch: str, index: int, binary: bytes) -> Any:
-    """A kernel from its binary. One from the cache that does not load is thrown away and compiled again, once."""
+    """A kernel from its binary. A binary that does not load is discarded and compiled again, once."""
     code = cuda_core().ObjectCode
     try:
         with _context_of(index):

@@ -1,4 +1,4 @@
-"""One specialised kernel as text: a kernel file, what it includes, and the constants of a layer.
+"""One specialised kernel as text: a kernel file, the files that it includes, and the constants of a layer.
 
 The text includes nothing, so that NVRTC needs no headers and one string is the whole identity of a kernel.
 """
@@ -17,7 +17,7 @@ from polyphase.problem.epilogue import NONE, Epilogue
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 
-#: Files under `KERNELS` that are generated for each kernel. Those that lie there are examples, for editors.
+#: Files under `KERNELS` that are generated for each kernel. The files on disk are examples, for editors.
 SPECIALISATION = "specialisation.cuh"
 WGMMA_FORMS = "ptx/wgmma_forms.cuh"
 OPERATIONS = "epilogue/operations.cuh"
@@ -44,8 +44,8 @@ Constant = bool | int | Axis
 class WgmmaForm:
     """A form of wgmma that a kernel uses, of 64 rows by ``columns``.
 
-    ``operands``: the dtype that is multiplied, float32 as TF32. The first operand comes from shared memory or from
-    registers; elements of 16 bits may lie transposed in shared memory.
+    ``operands``: the dtype that is multiplied, float32 as TF32. Operand A is in shared memory or in registers; 16-bit
+    elements may be transposed in shared memory.
     """
 
     columns: int
@@ -57,18 +57,18 @@ class WgmmaForm:
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A kernel file and the constants it is specialised by, in the order in which they are written.
+    """A kernel file and the constants that specialise it, in the order in which they are written.
 
     Attributes:
-        kernel: the function's name, and the file's, which lies in ``folder`` under `KERNELS`.
-        dtype: of the tensors.
+        kernel: the name of the function and of the file, which is in ``folder`` under `KERNELS`.
+        dtype: the tensors' type.
         wide_offsets: whether offsets in bytes take 64 bits.
         constants: names and values; among them MIN_BLOCKS.
         wgmma: the forms of ``wgmma`` that the kernel uses.
-        fallbacks: sets of constants that are changed, one set after the other, where registers would spill even with
+        fallbacks: sets of constants that are changed, one set after the other, if registers would spill even with
             one block on a multiprocessor.
-        epilogue: what is done to an output behind its sum and bias.
-        prologue: what is done to an element of the input.
+        epilogue: operations on an output after its sum and bias.
+        prologue: operations on an element of the input.
     """
 
     kernel: str
@@ -89,7 +89,7 @@ class KernelSource:
         return blocks
 
     def attempts(self) -> Iterator[KernelSource]:
-        """This kernel, and what to compile in its place, one after the other, as long as registers spill.
+        """This kernel, and its replacements, to be compiled one after the other as long as registers spill.
 
         First with fewer resident blocks, then with its fallbacks.
         """
@@ -111,7 +111,7 @@ class KernelSource:
 
     @property
     def variant(self) -> tuple[object, ...]:
-        """What decides which code is compiled, as opposed to sizes: types, switches, and which numbers are zero."""
+        """The key of the compiled code apart from sizes: types, switches, and which numbers are zero."""
         switches = tuple(
             (name, value if name in MACROS else bool(value))
             for name, value in self.constants
@@ -126,7 +126,7 @@ class KernelSource:
 
     @cached_property
     def specialisation(self) -> str:
-        """Types and constants, which kernels of the same file differ in."""
+        """The text of types and constants, in which kernels of the same file differ."""
         scalar, accumulator = _TYPES[self.dtype]
         lines = [
             f"// {self.kernel}, specialised by:",
@@ -139,7 +139,7 @@ class KernelSource:
 
     @cached_property
     def generated(self) -> dict[str, str]:
-        """The texts of the files that are made for this kernel, by path."""
+        """The texts of the files that are generated for this kernel, by path."""
         return {
             SPECIALISATION: self.specialisation,
             WGMMA_FORMS: "".join(map(_wgmma, self.wgmma)),
@@ -149,21 +149,21 @@ class KernelSource:
 
     @cached_property
     def files(self) -> tuple[str, ...]:
-        """The paths under `KERNELS` of what is compiled, in that order, generated files among them."""
+        """The paths under `KERNELS` of all compiled files, in order, including generated files."""
         return tuple(path for path, _ in self._resolved({}))
 
     @cached_property
     def text(self) -> str:
-        """What the compiler gets."""
+        """The text for the compiler."""
         return self.text_with({})
 
     def text_with(self, replaced: Mapping[str, str]) -> str:
-        """The same with other texts in place of some files, by path under `KERNELS`."""
+        """`text` with some files' texts replaced, by path under `KERNELS`."""
         generated = {path: text for path, text in self.generated.items() if path not in replaced}
         return "\n".join(generated.get(path, text) for path, text in self._resolved(replaced))
 
     def _resolved(self, replaced: Mapping[str, str]) -> list[tuple[str, str]]:
-        """Paths and texts, those of the examples in place of generated ones."""
+        """Paths and texts; generated files have the examples' texts."""
         known = {name: int(value) for name, value in self.constants if name in MACROS and isinstance(value, int)}
         known["EPILOGUE"], known["EPILOGUE_NORMALIZES"] = bool(self.epilogue), self.epilogue.normalizes
         known["PROLOGUE"] = bool(self.prologue)
@@ -172,7 +172,7 @@ class KernelSource:
 
 
 def _wgmma(form: WgmmaForm) -> str:
-    """A form of the instruction as a function: C++ has no way to write an operand list of any length."""
+    """A form of the instruction as a function: C++ cannot express an operand list of variable length."""
     depth, operand = _OPERANDS[form.operands]
     count = form.columns // 2
     sums = ", ".join(f"%{i}" for i in range(count))
