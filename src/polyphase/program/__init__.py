@@ -1,1 +1,1 @@
-"""What a plan runs: kernel launches over named buffers, their typed parameters and tensor maps."""
+"""The programs that plans run: kernel launches over named buffers, their typed parameters and tensor maps."""

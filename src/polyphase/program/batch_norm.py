@@ -1,4 +1,4 @@
-"""A batch norm in training and an activation behind it (``kernels/steps/batch_norm.cu``): two launches each way."""
+"""Batch norm in training and an activation after it (``kernels/steps/batch_norm.cu``): two launches each way."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from polyphase.program.program import Buffer, Program
 from polyphase.program.reduction import OVER
 from polyphase.program.step import DST, GRAD, MANY_BLOCKS, PARTIALS, Step, X, plain_step
 
-#: What the kernel is given, in order. ``stats``: means, then factors, of the accumulator's type.
+#: The kernel's operands, in order. ``stats``: means, then factors, in the accumulator's type.
 BUFFERS = (X, GRAD, "weight", "bias", "running_mean", "running_variance", PARTIALS, "stats", "of_weight", "of_bias",
            DST)  # fmt: skip
 
-#: Activations of which there is a derivative, as the kernel counts them.
+#: Activations with a derivative, numbered as in the kernel.
 GRADIENTS = ("", "relu", "leaky_relu", "elu", "clamp", "gelu", "silu", "tanh", "sigmoid", "hardswish")
 
 _THREADS = 256
-_RESIDENT = 4  # blocks of a multiprocessor
-_BLOCKS = 4 * MANY_BLOCKS  # that all channels have together
+_RESIDENT = 4  # resident blocks of a multiprocessor
+_BLOCKS = 4 * MANY_BLOCKS  # blocks of all channels together
 _MOMENTS = 3
 
 
@@ -32,8 +32,8 @@ class BatchNorm:
     """A batch norm of a contiguous tensor in training.
 
     Attributes:
-        shape: of the tensor, ``(N, C, *spatial)``.
-        activation: behind the norm, one of `GRADIENTS`.
+        shape: the tensor's, ``(N, C, *spatial)``.
+        activation: after the norm, one of `GRADIENTS`.
         wide: parameters and running statistics are float32 beside a half type.
         momentum: the share of a batch in the running statistics.
     """
@@ -46,7 +46,7 @@ class BatchNorm:
 
 
 def programs_of(norm: BatchNorm, dtype: str, aligned: bool = True) -> tuple[Program, Program]:
-    """Forward and backward."""
+    """The programs of the forward and the backward pass."""
     images, channels, *spatial = norm.shape
     run = math.prod(spatial)
     vector = 16 // DTYPE_BYTES[dtype] if aligned else 1

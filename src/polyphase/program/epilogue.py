@@ -23,9 +23,9 @@ _LAST = f"{DST}_channels_last"
 def with_epilogue(
     program: Program, problem: ConvTransposeProblem, computed: ConvTransposeProblem, layouts: Layouts
 ) -> Program:
-    """A forward pass with the epilogue of ``problem``, of the program of ``computed``: the same layer without it.
+    """Adds the epilogue of ``problem`` to a forward program of ``computed``, the same layer without it.
 
-    ``layouts`` are those of ``problem``'s tensors.
+    ``layouts``: of ``problem``'s tensors.
     """
     if not problem.epilogue:
         return program
@@ -33,7 +33,7 @@ def with_epilogue(
     last = any(buffer.name == _LAST for buffer in program.buffers)
     steps, main_index, buffers = list(program.steps), program.main_index, list(program.buffers)
     of_kernel = _of_kernel(problem, computed)
-    reduced = replace(of_kernel, channel_parts=1)  # by a reduction, whose channels are the layer's
+    reduced = replace(of_kernel, channel_parts=1)  # for a reduction, whose channels are the layer's
     if program.splits > 1:
         behind = next(i for i in range(main_index + 1, len(steps)) if steps[i].source.kernel == "reduce_splits")
         strides = dense_strides(problem.output_shape, True) if last else layouts.output
@@ -51,7 +51,7 @@ def with_epilogue(
             before.append(replace(step, operands=(name, names[name])))
             buffers.append(Buffer(names[name], problem.dtype, math.prod(problem.output_shape)))
     steps[behind] = _reading(steps[behind], tuple(names.values()))
-    spares = (  # the sums of another size may be split: their reduction computes it then
+    spares = (  # at another size sums may be split: then their reduction computes the epilogue
         replace(spare, epilogue=reduced, constants=(*spare.constants, ("HAS_BIAS", False)))
         if spare.kernel == "reduce_splits"
         else spare

@@ -1,4 +1,4 @@
-"""Planes whose positions are innermost, ``kernels/steps/flatten_positions.cu``: operands of weight gradients."""
+"""Planes with positions innermost, ``kernels/steps/flatten_positions.cu``: operands of weight gradients."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from polyphase.program.params import params_of
 from polyphase.program.step import GRAD, MANY_BLOCKS, Step, X, plain_step
 
 _THREADS = 256
-_CHANNELS, _TILE = 8, 64  # channels of a thread that are in flight, and what a tile has either way
-_ROUNDS, _ENOUGH_BLOCKS = (8, 4, 2), 8 * MANY_BLOCKS  # times so many of a block of rows, and blocks that are left then
-_RESIDUES_FROM = {1: 4, 2: 6}  # planes along the width from which a block has several, by elements of four bytes
-# Of such a block: positions, 16 bytes in shared memory, planes, channels; and blocks wanted.
+_CHANNELS, _TILE = 8, 64  # channels of a thread in flight; extents of a tile
+_ROUNDS, _ENOUGH_BLOCKS = (8, 4, 2), 8 * MANY_BLOCKS  # rounds of channels of a block of rows, if so many blocks remain
+_RESIDUES_FROM = {1: 4, 2: 6}  # least planes along the width for blocks with several, by elements of four bytes
+# Limits of a block with several planes: positions, 16-byte pieces in shared memory, planes, channels.
 _MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _STRIP_CHANNELS = 512, 2176, 32, (32, 16, 8, 4)
 _ROWS, _CHANNELS_LAST, _BATCH, _RESIDUES = range(4)  # the kernel's index mappings
 
-#: The planes.
+#: Buffers of the planes.
 X_PLANES, GRAD_PLANES = "x_planes", "grad_planes"
 
-#: Along depth, height and width.
+#: Values along depth, height and width.
 Three = tuple[int, int, int]
 
 
 class Flattened(NamedTuple):
-    """A tensor as planes ``[plane][part][channel][position]``, positions of images that are ``padded``, all batches'.
+    """A tensor as planes ``[plane][part][channel][position]``, with the positions of all images, ``padded``.
 
     Position ``i`` of plane ``p`` along a dimension is the tensor's element ``i * step + first + p * apart``, or zero
-    where there is none. ``shape`` is ``(N, C, D, H, W)``; ``pitch`` are elements from a channel to the next. Positions
-    count images last, padded to ``images``, where that is not 0, else first. Those of a larger tensor begin at its
-    ``first_image``.
+    if there is none. ``shape`` is ``(N, C, D, H, W)``; ``pitch``: elements from a channel to the next. In positions
+    images are outermost if ``images`` is 0, else innermost and padded to ``images``. The images of a larger tensor
+    begin at its ``first_image``.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -50,21 +50,21 @@ class Flattened(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Of all images."""
+        """Positions of all images."""
         return (self.images or self.shape[0]) * math.prod(self.padded)
 
     @property
     def elements(self) -> int:
-        """Of all planes."""
+        """Elements of all planes."""
         return math.prod(self.planes) * self.parts * self.shape[1] * self.pitch
 
 
 def flatten_positions(dtype: str, word: int, x: Flattened | None, grad: Flattened | None) -> Step:
-    """The launch that writes the planes of both operands, or of the one that is not None; there the others are empty.
+    """The launch that writes the planes of both operands, or of one, if the other is None.
 
-    ``word`` are elements of four bytes.
+    ``word``: elements in four bytes.
     """
-    sides = [how for how in (x or grad, grad or x) if how is not None]  # of one, its parameters stand for both
+    sides = [how for how in (x or grad, grad or x) if how is not None]  # a single operand's parameters serve both
     ways = [_way(how, word) for how in sides]
     constants = (
         ("THREADS", _THREADS),
@@ -82,7 +82,7 @@ def flatten_positions(dtype: str, word: int, x: Flattened | None, grad: Flattene
 
 
 def _way(how: Flattened, word: int) -> int:
-    """Which of the kernel's index mappings reads the tensor coalesced."""
+    """The kernel's index mapping that reads the tensor coalesced."""
     if how.images:
         return _BATCH
     if channels_innermost(how.shape[1], how.strides):
@@ -91,14 +91,14 @@ def _way(how: Flattened, word: int) -> int:
 
 
 def _images(how: Flattened) -> int:
-    """Of a block, where images are innermost."""
+    """Images of a block, if images are innermost."""
     return min(_TILE, max(1, how.images))
 
 
 class _Strip(NamedTuple):
-    """A block of many residues: planes along the width, pieces of positions, channels.
+    """A block of several residues: planes along the width, pieces of positions, channels.
 
-    ``row``: elements from a plane to the next in shared memory, so that those lie in different banks.
+    ``row``: elements from a plane to the next in shared memory, so that planes begin in different banks.
     """
 
     residues: int
@@ -108,7 +108,7 @@ class _Strip(NamedTuple):
 
 
 def _strip(how: Flattened, word: int) -> _Strip:
-    """As many channels as shared memory takes, and blocks are many; then fewer positions."""
+    """As many channels as fit shared memory and leave many blocks; if there are too few blocks, fewer positions."""
     planes, piece, run = how.planes[2], 4 * word, 32 * word
     residues = -(-planes // -(-planes // _MOST_RESIDUES))
     pad = -(-8 // residues) if residues > 1 else 0
@@ -129,9 +129,9 @@ def _strip(how: Flattened, word: int) -> _Strip:
 
 
 def _row_channels(how: Flattened, word: int) -> int:
-    """Of a block of rows, where blocks stay many: where each position lies is worked out once for all of them.
+    """Channels of a block of rows, many if many blocks remain: a position's offset is computed once for all of them.
 
-    Few where residues of float32 read the same sectors, of which blocks of many channels read some twice.
+    Few if residues of float32 read the same sectors, since blocks of many channels read some of these twice.
     """
     if word == 1 and how.step[2] > 1 and how.planes[2] > 1:
         return _CHANNELS
@@ -141,7 +141,7 @@ def _row_channels(how: Flattened, word: int) -> int:
 
 
 def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
-    """Of planes, of positions, and of channels."""
+    """Blocks along planes, along positions, and along channels."""
     planes, positions, channels = math.prod(how.planes), how.positions, how.shape[1]
     if way == _BATCH:
         images = _images(how)

@@ -15,10 +15,10 @@ _THREADS = 256
 _PIECES = 1536  # 16-byte pieces of a block's tile in shared memory
 _MOST_PIECES = 16  # most pieces of a position in a tile
 
-#: The planes.
+#: Buffer of the planes.
 SRC_PLANES = "src_planes"
 
-#: Along depth, height and width, or the first two of these.
+#: Values along depth, height and width, or along the first two of these.
 Three = tuple[int, int, int]
 Two = tuple[int, int]
 
@@ -27,9 +27,9 @@ class Planes(NamedTuple):
     """A tensor as planes ``[part][group][residue along d, h][image]`` of ``padded`` positions, channels innermost.
 
     Position ``i`` along a dimension is, in the plane of residue ``r``, the tensor's element
-    ``i * step + first + r * apart``, or zero where there is none. ``shape`` is ``(N, C, D, H, W)``. Along d and h there
-    are so many ``residues``; ``inner`` ones are no planes but channels, each of them all channels of the tensor's
-    group. All of these are padded to ``channels``.
+    ``i * step + first + r * apart``, or zero if there is none. ``shape`` is ``(N, C, D, H, W)``. ``residues``: their
+    numbers along d and h. ``inner`` residues are channels, not planes: each adds all channels of the tensor's group.
+    These channels together are padded to ``channels``.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -51,7 +51,7 @@ class Planes(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Of a part."""
+        """Positions of a part."""
         return self.of_part * math.prod(self.padded)
 
     @property
@@ -61,7 +61,7 @@ class Planes(NamedTuple):
 
 
 def padded_channels(channels: int, unit: int, element: int) -> int:
-    """Channels of a position, padded to a multiple of ``unit``, and to whole pieces of 16 bytes where they are many."""
+    """Channels of a position, padded to a multiple of ``unit``, and if they are many, to whole 16-byte pieces."""
     piece = 16 // element
     unit = piece if channels > _MOST_PIECES * piece else max(unit, 4 // element)
     return -(-channels // unit) * unit

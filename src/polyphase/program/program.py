@@ -1,4 +1,4 @@
-"""What a plan runs: kernel launches in order, over named buffers.
+"""The program that a plan runs: kernel launches in order, over named buffers.
 
 The runtime, emitted files and the tests' harness all run a `Program` in the same way: they allocate its buffers, and
 launch its steps in order, each on the buffers that it names::
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Transposed(NamedTuple):
     """A tensor that is transposed to channels_last.
 
-    The channels of each of its ``groups`` are ``padded`` to so many with zeros, and come in ``parts``.
+    The channels of each of its ``groups`` are ``padded`` with zeros to that number, and split into ``parts``.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Transposed(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of the result."""
+        """Elements of the result."""
         return math.prod(self.shape) // self.shape[1] * self.groups * self.parts * self.padded
 
 
@@ -61,7 +61,7 @@ class Buffer:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """The buffer's size."""
         return self.elements * (1 if self.dtype == "uint8" else DTYPE_BYTES[self.dtype])
 
 
@@ -69,9 +69,9 @@ class Buffer:
 class Program:
     """One pass at one size: ``steps`` in order, and the ``buffers`` they need beside the tensors of the call.
 
-    ``main`` counts the steps: it is the one that multiplies. ``splits``: shares of its sum that it leaves as partial
-    sums, in ``DST`` if that is one. ``dst_channels_last``: a weight gradient's memory order is
-    ``(C_in, *kernel_size, C_out / groups)``. ``spares``: kernels that other sizes of the layer need beside these.
+    ``main_index``: the step that multiplies. ``splits``: its split-K count; several are partial planes, one is the
+    result in ``DST``. ``dst_channels_last``: a weight gradient's memory order is
+    ``(C_in, *kernel_size, C_out / groups)``. ``spares``: further kernels that other sizes of the layer need.
     """
 
     steps: tuple[Step, ...]
@@ -112,16 +112,16 @@ def assemble(
     narrowed: bool = False,
     dst_channels_last: bool = False,
 ) -> Program:
-    """The program of a pass that one kernel computes, with what stands before and behind it.
+    """The program of a pass that one kernel computes, with the steps before and after it.
 
     Args:
         problem: the layer.
         pass_: the pass.
-        main: the kernel's launch. Its operands follow from the others' arguments, and are filled in here.
+        main: the kernel's launch. Its operands follow from the other arguments, and are set here.
         packs: steps that write ``WORKSPACE`` from ``WEIGHT`` and ``SRC``; the kernel reads its weights there.
         workspace_bytes: its size.
         splits: split-K count. Several write partial planes, and a reduction follows.
-        may_split: whether other sizes of the layer have several, so that the reduction is loaded in any case.
+        may_split: whether other sizes of the layer have several splits, so that the reduction is always loaded.
         narrowed: whether a single split is stored in the tensors' type, not in the accumulator's.
         dst_channels_last: see `Program`.
     """
@@ -212,7 +212,7 @@ def writing_weight_channels_last(inner: Program, problem: ConvTransposeProblem) 
 def writing_frames(inner: Program, frames: ConvTransposeProblem) -> Program:
     """A weight gradient's program for the layer whose `ConvTransposeProblem.of_frames` are ``frames``.
 
-    That one's weight has its channels innermost.
+    The weight of ``of_frames`` has its channels innermost.
     """
     if inner.dst_channels_last:
         return replace(inner, dst_channels_last=False)
@@ -222,7 +222,7 @@ def writing_frames(inner: Program, frames: ConvTransposeProblem) -> Program:
 
 
 def transpose_reduces(problem: ConvTransposeProblem, splits: int) -> bool:
-    """Whether the transpose of a weight gradient adds up its partial sums, too."""
+    """Whether the transpose of a weight gradient also adds its partial sums."""
     pixels = problem.in_channels * problem.out_channels_per_group
     return splits == 1 or transpose_blocks(problem.dtype, problem.taps, pixels) >= MANY_BLOCKS
 
@@ -249,9 +249,9 @@ def between_transposes(
     padded: ConvTransposeProblem | None = None,
     back: bool = True,
 ) -> Program:
-    """A gradient's program for tensors in channels_last, made one for contiguous ones: they are transposed around it.
+    """A gradient's program for channels_last tensors, made a program for contiguous ones by transposes around it.
 
-    ``layouts`` are those of the call's tensors. A weight is read as it is. ``padded``: the layer that the program
+    ``layouts``: of the call's tensors. A weight is read in its own layout. ``padded``: the layer that the program
     computes, if that has more channels: those of each group are padded with zeros, and dropped from the result.
     ``back``: whether an input gradient's result is in channels_last, too.
     """
@@ -274,7 +274,7 @@ def between_transposes(
 
 
 def _without_padding(problem: ConvTransposeProblem, padded: ConvTransposeProblem) -> Step:
-    """From a weight whose output channels are innermost, and padded, to the contiguous one."""
+    """The step from a weight whose output channels are innermost and padded to the contiguous weight."""
     groups, inputs, outputs = problem.groups, problem.in_channels_per_group, problem.out_channels_per_group
     of_tap = padded.out_channels_per_group
     of_input = problem.taps * of_tap

@@ -18,17 +18,17 @@ from polyphase.program.program import Buffer, Program, prepared
 from polyphase.program.step import BIAS, SRC, Step, plain_step
 
 _THREADS = 256
-_AT_ONCE = {2: 2}  # vectors of a thread, by the bytes of an element; one of others
+_AT_ONCE = {2: 2}  # vectors of a thread, by the bytes of an element; 1 for others
 _BEHIND = f"{SRC}_behind_prologue"
 
 
 def is_transposed(program: Program) -> bool:
-    """Whether the input is read by transposes alone, which compute a prologue as they write."""
+    """Whether only transposes read the input: these compute a prologue as they write."""
     return {step.source.kernel for step in program.steps if SRC in step.operands} == {"transpose"}
 
 
 def within_kernels(program: Program, prologue: Epilogue) -> Program:
-    """The program whose kernels compute the prologue as they read the input: what multiplies, measures, transposes."""
+    """The program whose kernels that read the input (multiply, measure, transpose) compute the prologue as they do."""
     steps = (_reading(step, prologue) if SRC in step.operands else step for step in program.steps)
     return replace(program, steps=tuple(steps))
 
@@ -46,7 +46,7 @@ def _reading(step: Step, prologue: Epilogue) -> Step:
 
 
 def in_a_step(program: Program, problem: ConvTransposeProblem, layouts: Layouts) -> Program:
-    """The program with a step that computes the prologue; ``layouts`` are those of ``problem``'s tensors.
+    """The program with a step that computes the prologue; ``layouts``: of ``problem``'s tensors.
 
     It comes before the first step that reads the input: after the packing of weights, beside which it runs, if pixels
     are not measured for that.
@@ -61,7 +61,7 @@ def in_a_step(program: Program, problem: ConvTransposeProblem, layouts: Layouts)
 
 
 def apply_step(problem: ConvTransposeProblem, layouts: Layouts, at_once: int | None = None) -> Step:
-    """The step that computes a prologue; ``at_once``: vectors of a thread, where that is asked for."""
+    """The step that computes a prologue; ``at_once``: vectors of a thread, or None for the default."""
     shape, strides, size = five(problem.input_shape), layouts.input, DTYPE_BYTES[problem.dtype]
     at_once = at_once or _AT_ONCE.get(size, 1)
     order = sorted(range(5), key=lambda i: (shape[i] == 1, strides[i]))  # in memory order, innermost first

@@ -16,20 +16,20 @@ from polyphase.program.params import params_of
 from polyphase.program.program import Buffer, Program
 from polyphase.program.step import DST, MANY_BLOCKS, PARTIALS, SRC, Step, plain_step
 
-OVER = ("", "sum", "mean", "amax", "amin", "logsumexp", *NORMS)  # as kernels count them
+OVER = ("", "sum", "mean", "amax", "amin", "logsumexp", *NORMS)  # numbered as in kernels
 _THREADS, _MOST_THREADS = 256, 1024  # threads of a block; the second if there are few groups
 _VALUES = 16  # values of a thread at a time
 _MOST_KEPT = 24  # most values that a thread keeps of a group
-_READ, _MOST_LOADS = 32, 128  # elements that it reads for these of large windows; for a group's share
-_RESIDENT = 4  # blocks of a multiprocessor
+_READ, _MOST_LOADS = 32, 128  # elements that a thread reads: for its values of large windows; for a group's share
+_RESIDENT = 4  # resident blocks of a multiprocessor
 _MOMENTS = 3
 _ROUNDS = 4  # least rounds of a share
-#: Elements that 32 bits count, with room for a round of threads behind the last.
+#: Most elements with 32-bit indices, with room for a round of threads after the last.
 MOST_ELEMENTS = 2**31 - 2**24
 
 
 class _Threads(NamedTuple):
-    """How many a block has and share a group, what each has at a time, and over how many blocks a group is split."""
+    """Threads of a block and of a group, a thread's vector and its vectors at a time, and the splits of a group."""
 
     threads: int
     team: int
@@ -56,8 +56,8 @@ def program_of(reduction: Reduction, dtype: str, aligned: bool = True) -> Progra
 def _threads(reduction: Reduction, size: int, aligned: bool) -> _Threads:
     outer, length, inner = reduction.sizes
     window = math.prod(reduction.window) if reduction.pool else 1
-    few = max(1, min(_VALUES, _READ // next_power_of_two(window)))  # values of a thread, of large windows
-    if inner > 1:  # a thread has values of one group, its neighbours those of the next
+    few = max(1, min(_VALUES, _READ // next_power_of_two(window)))  # values of a thread, for large windows
+    if inner > 1:  # a thread has values of one group, its neighbour has values of the next
         most, team, keeps = next_power_of_two(length), 1, reduction.over in NORMS
         while 32 * team < _THREADS:
             idle = outer * inner * team < MANY_BLOCKS * _THREADS and 8 * team < length
@@ -74,10 +74,10 @@ def _threads(reduction: Reduction, size: int, aligned: bool) -> _Threads:
         span = _THREADS * vector * unroll
         return _Threads(_THREADS, _THREADS, vector, unroll, -(-length // span), span)
     team = next_power_of_two(-(-length // (vector * unroll)))
-    idle = outer < MANY_BLOCKS and team <= _MOST_THREADS and size < 8  # of doubles there are too few registers
+    idle = outer < MANY_BLOCKS and team <= _MOST_THREADS and size < 8  # registers do not suffice for doubles
     team = team if idle else min(_THREADS, team)
     whole = -(-length // (team * vector))
-    if reduction.over in NORMS and whole * vector <= min(_MOST_KEPT, _MOST_LOADS // window):  # all of it is kept
+    if reduction.over in NORMS and whole * vector <= min(_MOST_KEPT, _MOST_LOADS // window):  # threads keep all values
         unroll = max(unroll, whole)
     in_round = team * vector * unroll
     splits = 1

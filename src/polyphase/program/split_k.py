@@ -13,12 +13,12 @@ from polyphase.program.step import Step, plain_step
 
 _THREADS = 256
 _TOGETHER = 4  # elements of a thread
-# Groups of threads that share the planes, where there are so many of these, and at most so many elements.
+# Groups of threads that share the planes; the least planes and the most elements for that number.
 _GROUPS = ((32, 64, 1 << 15), (8, 8, (1 << 17) - 1))
 
 
 def reduce_splits(dtype: str, elements: int, splits: int) -> Step:
-    """Adds up ``splits`` partial planes of so many elements, in a fixed order: the result is in ``dtype``."""
+    """Adds ``splits`` partial planes of ``elements``, in a fixed order; the result has ``dtype``."""
     groups = next((count for count, many, few in _GROUPS if splits >= many and elements <= few), 1)
     constants = (("THREADS", _THREADS), ("MIN_BLOCKS", 1))
     source = KernelSource("reduce_splits", dtype, False, constants, folder="steps")
@@ -30,7 +30,7 @@ def reduce_splits(dtype: str, elements: int, splits: int) -> Step:
 
 
 def finish_splits(dtype: str, elements: int, splits: int, epilogue: Epilogue, channels: int, strides: Strides) -> Step:
-    """The same, and an epilogue's operations on the sums; the result has ``channels`` and ``strides``, and no gaps."""
+    """`reduce_splits` with an epilogue on the sums; the result has ``channels`` and ``strides``, and no gaps."""
     step = reduce_splits(dtype, elements, splits)
     source = replace(step.source, constants=(*step.source.constants, ("HAS_BIAS", False)), epilogue=epilogue)
     values = params_of(source).read(step.params)

@@ -1,4 +1,4 @@
-"""One kernel launch, complete but for the addresses of its operands."""
+"""One kernel launch, complete except for the addresses of its operands."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 #: The tensors that a forward pass or an input gradient reads, and its result.
 SRC, WEIGHT, BIAS, DST = "src", "weight", "bias", "dst"
 
-#: Those that a weight gradient reads: the layer's input, and the gradient of its output.
+#: The tensors that a weight gradient reads: the layer's input, and the gradient of its output.
 X, GRAD = "x", "grad"
 
-#: Packed weights and what belongs to them; partial sums of a split-K.
+#: Packed weights with their counters and scales; partial planes of split-K.
 WORKSPACE, PARTIALS = "workspace", "partials"
 
-#: Blocks that keep a GPU busy with moving bytes: two for each multiprocessor of an H200.
+#: Blocks that saturate a GPU's memory: two for each multiprocessor of an H200.
 MANY_BLOCKS = 264
 
 
@@ -31,7 +31,7 @@ class Step:
     ``params`` is the kernel's last parameter (`polyphase.program.params`); empty for none. The k-th of ``tensor_maps``
     fills its k-th TensorMap member once the tensor's address is known. ``operands`` name the buffers whose addresses
     are the kernel's other parameters, in order. ``overlaps``: it may start before the previous step ends (programmatic
-    dependent launch). ``one_way``: the same kernel for tensors of this layout alone, which compiles faster.
+    dependent launch). ``one_way``: the same kernel for this layout of tensors only, which compiles faster.
     """
 
     source: KernelSource
@@ -52,7 +52,7 @@ def plain_step(
     params: bytes = b"",
     operands: tuple[str, ...] = (WEIGHT, WORKSPACE),
 ) -> Step:
-    """The launch of a kernel that has a row of blocks, and no shared memory but its own; one that packs, by default."""
+    """The launch of a kernel with a 1-D grid and no dynamic shared memory; by default, one that packs."""
     return Step(source, (blocks, 1, 1), threads, 0, params, operands)
 
 
@@ -64,6 +64,6 @@ def main_step(
     params: dict[str, Any],
     tensor_maps: tuple[TensorMap, ...] = (),
 ) -> Step:
-    """The launch of a kernel that multiplies, with a row of blocks; ``params`` by the names that it has for them."""
+    """The launch of a kernel that multiplies, with a 1-D grid; ``params`` by the names of the kernel's members."""
     packed = params_of(source).pack(**params)
     return Step(source, (blocks, 1, 1), threads, shared_bytes, packed, tensor_maps=tensor_maps)

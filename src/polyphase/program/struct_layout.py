@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 
 class ParamOverflowError(OverflowError):
-    """A number that a kernel's parameter has no room for."""
+    """A number that does not fit a kernel's parameter."""
 
 
 class Member(NamedTuple):
-    """A member of a struct: ``offset`` in bytes, ``length`` that of an array, or 0.
+    """A member of a struct: ``offset`` in bytes, ``length`` of an array, or 0.
 
-    ``kind``: of its elements, a character of Python's `struct` or a struct.
+    ``kind``: the type of its elements, a character of Python's `struct` or a struct.
     """
 
     offset: int
@@ -24,7 +24,7 @@ class Member(NamedTuple):
     length: int
 
 
-# The least and the most that numbers are, by their kind.
+# The least and the largest number of each kind.
 _RANGES = {
     "?": (0, 1),
     "B": (0, (1 << 8) - 1),
@@ -37,7 +37,7 @@ _RANGES = {
     "f": (float("-inf"), float("inf")),
     "d": (float("-inf"), float("inf")),
 }
-# Structs that are not given by their members: one by a number; the other is left to the launcher.
+# Structs that are not given by members: a divisor is given as a number; the launcher writes a tensor map.
 _DIVISOR, _TENSOR_MAP = "Divisor", "TensorMap"
 
 
@@ -51,17 +51,17 @@ class Struct:
 
     @cached_property
     def tensor_maps(self) -> tuple[int, ...]:
-        """The offsets of its tensor maps, in their order."""
+        """The offsets of the struct's tensor maps, in order."""
         return tuple(member.offset for member in self.members.values() if _is_tensor_map(member))
 
     @cached_property
     def given(self) -> dict[str, Member]:
-        """The members that `pack` is given: all but tensor maps."""
+        """The members that `pack` takes: all but tensor maps."""
         return {name: member for name, member in self.members.items() if not _is_tensor_map(member)}
 
     @cached_property
     def format(self) -> str:
-        """The numbers in it, and the bytes between them, as Python's `struct` writes it, but for the byte order."""
+        """The struct's numbers, and the bytes between them, in the format of Python's `struct`, without byte order."""
         text, end = "", 0
         for offset, kind, length in self.given.values():
             text += f"{offset - end}x" + (
@@ -79,7 +79,7 @@ class Struct:
         Raises:
             TypeError: a member is missing, or there is none of that name, or a value has the wrong type.
             ValueError: an array has another length.
-            ParamOverflowError: a member has no room for a number.
+            ParamOverflowError: a number does not fit its member.
         """
         return struct.pack("<" + self.format, *self._numbers(values))
 
@@ -88,7 +88,7 @@ class Struct:
         return self._values(iter(struct.unpack("<" + self.format, packed)))
 
     def _numbers(self, values: Mapping[str, Any]) -> list[Any]:
-        """All numbers in it, in their order."""
+        """All numbers of the struct, in order."""
         if values.keys() != self.given.keys():
             missing = [f"{name} is missing" for name in self.given if name not in values]
             unknown = [f"{name} is not one" for name in values if name not in self.given]
@@ -113,7 +113,7 @@ class Struct:
         return found
 
     def _check(self, name: str, kind: str, numbers: Any) -> None:
-        """Raises where a member of that kind cannot hold one of the numbers."""
+        """Raises if a member of this ``kind`` cannot hold one of the numbers."""
         wanted: Any = (int, float) if kind in "fd" else int
         least, most = _RANGES[kind]
         for number in numbers:
@@ -125,14 +125,14 @@ class Struct:
                 raise ParamOverflowError(f"{self.name}.{name} holds {least} to {most}, given {number}")
 
     def _members_of(self, name: str, kind: Struct, value: Any) -> Mapping[str, Any]:
-        """The values of the members of a member, from what it is given as."""
+        """The values of a member's own members, from the ``value`` that was given for it."""
         found = value.params() if hasattr(value, "params") else value
         if not isinstance(found, Mapping):
             raise TypeError(f"{self.name}.{name} takes the members of a {kind.name}, given {value!r}")
         return found
 
     def _values(self, numbers: Iterator[Any]) -> dict[str, Any]:
-        """The values that have these numbers."""
+        """The values of the members, from the struct's numbers."""
         values: dict[str, Any] = {}
         for name, (_, kind, length) in self.given.items():
             found = [next(numbers) if isinstance(kind, str) else kind._values(numbers) for _ in range(length or 1)]

@@ -34,14 +34,14 @@ class TensorMap:
 
     @property
     def element(self) -> str:
-        """What boxes are made of: ``"tf32"``, or the dtype."""
+        """The type of a box's elements: ``"tf32"``, or the dtype."""
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
 
 def tma_strides(dimensions: Iterable[tuple[int, int]]) -> tuple[int, ...] | None:
-    """The ``strides`` of `TensorMap` for dimensions of so many elements, so many bytes apart.
+    """The ``strides`` of `TensorMap` for dimensions given as (elements, stride in bytes).
 
-    None where TMA does not take them.
+    None if TMA does not support them.
     """
     found = tuple(16 if count == 1 else step for count, step in dimensions)
     return found if all(0 < step < 2**40 and step % 16 == 0 for step in found) else None

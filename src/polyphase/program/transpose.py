@@ -15,14 +15,14 @@ _THREADS = 256
 _PIECES = 1536  # 16-byte pieces of a block's tile in shared memory
 _LEAST_PIXELS = 64  # least pixels of a tile
 _WHOLE_ROWS = 20  # pieces of a pixel up to which a tile has whole rows, if these are not whole pieces
-_SECTOR = 32  # bytes that memory writes at once
-_LEAST_RUN, _LEAST_ROW, _LEAST_ODD_ROW = 32, 32, 256  # elements of the source's rows and of the result's, to be copied
-_RUN_BITS, _MOST_RUN_BITS = range(5, 8), 8  # logarithms of the elements of a row that a tile of rows has
-_RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # that it writes; of a row where neighbours share channels
+_SECTOR = 32  # bytes of a sector of memory
+_LEAST_RUN, _LEAST_ROW, _LEAST_ODD_ROW = 32, 32, 256  # least elements, for ROWS, of the source's and the result's rows
+_RUN_BITS, _MOST_RUN_BITS = range(5, 8), 8  # log2 of a source row's elements in a tile, with ROWS
+_RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # elements of such a tile; of a row beyond which tiles with a halo are narrower
 
 
 def transpose_source(dtype: str, sums: bool = False, rows: bool = False) -> KernelSource:
-    """The kernel, for all tensors of a dtype, for partial ``sums`` of such tensors, or for those of whole ``rows``."""
+    """The kernel, for all tensors of a dtype, for partial ``sums`` of these, or for tensors of whole ``rows``."""
     return KernelSource(
         "transpose",
         dtype,
@@ -40,13 +40,13 @@ def transpose_source(dtype: str, sums: bool = False, rows: bool = False) -> Kern
 
 
 def transpose_sources(dtype: str) -> tuple[KernelSource, ...]:
-    """The kernels of all tensors of a dtype, whatever their sizes."""
+    """The kernels for tensors of a dtype with any sizes."""
     ways = (False, True) if DTYPE_BYTES[dtype] == 2 else (False,)
     return tuple(transpose_source(dtype, rows=rows) for rows in ways)
 
 
 def _tile(channels: int, element: int) -> tuple[int, int, int]:
-    """Of a block's tile: pieces of a pixel, logarithm of the pixels, and channels that it shares with its neighbour.
+    """A block's tile: pieces of a pixel, logarithm of the pixels, and channels that it shares with its neighbour.
 
     Tiles of one row have equal widths.
     """
@@ -61,7 +61,7 @@ def _tile(channels: int, element: int) -> tuple[int, int, int]:
 
 
 def transpose_blocks(dtype: str, channels: int, pixels: int) -> int:
-    """Blocks of a transpose that writes so many channels of so many pixels of all images."""
+    """Blocks of a transpose that writes ``channels`` of ``pixels``, those of all images."""
     pieces, pixel_bits, halo = _tile(channels, DTYPE_BYTES[dtype])
     row = min(channels, pieces * 16 // DTYPE_BYTES[dtype]) if halo == 0 else pieces * 16 // DTYPE_BYTES[dtype] - halo
     return math.ceil(pixels / (1 << pixel_bits)) * math.ceil((channels + max(0, halo - 1)) / row)
@@ -76,11 +76,11 @@ def to_channels_last(
     parts: int = 1,
     splits: int = 0,
 ) -> Step:
-    """From a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost.
+    """The step from a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost.
 
-    ``padded``: channels of each of the ``groups`` in the result, those that do not exist zero; as many as there are by
-    default. ``parts``: two are TF32 and what that loses, channels of their own, a group's one behind the other's.
-    ``splits``: the source has so many partial planes, which are added up; 0 where it is a tensor of ``dtype``.
+    ``padded``: channels of each of the ``groups`` in the result, padded with zeros; by default without padding.
+    ``parts``: two are TF32 and the remainder, as separate channels, the second part of a group after the first.
+    ``splits``: number of partial planes of the source, which are added; 0 if it is a tensor of ``dtype``.
     """
     batch, channels, *sizes = five(shape)
     pixels, group = batch * math.prod(sizes), channels // groups
@@ -111,7 +111,7 @@ def to_channels_last(
 
 
 def _by_rows(dtype: str, strides: Strides, sizes: list[int], written: int) -> bool:
-    """Whether the kernel's way by rows serves a tensor of such strides and spatial sizes, and so many channels."""
+    """Whether the kernel's ROWS mapping serves these strides, spatial sizes and ``written`` channels."""
     run = 1
     for stride, size in zip(reversed(strides[2:]), reversed(sizes)):
         if size > 1 and stride != run:
@@ -123,7 +123,7 @@ def _by_rows(dtype: str, strides: Strides, sizes: list[int], written: int) -> bo
 
 
 def _rows_to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides, written: int) -> Step:
-    """The same for rows without gaps: each image's pixels of a channel, of which ``written`` are written."""
+    """`to_channels_last` by ROWS: a row is an image's pixels of a channel, without gaps; ``written`` channels."""
     batch, channels, *sizes = five(shape)
     run, element = math.prod(sizes), DTYPE_BYTES[dtype]
     vector = 16 // element
@@ -158,14 +158,14 @@ def _rows_to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides,
 
 
 def _rows_pieces(bits: int, rows: int) -> int:
-    """Of 16 bytes of 16-bit elements: so many rows in shared memory, and what lies between them."""
+    """16-byte pieces of ``rows`` of 16-bit elements in shared memory, with the padding between them."""
     return -(-rows // 8) * (8 * ((1 << bits) // 8 + 1) + 2)
 
 
 def to_contiguous(dtype: str, shape: tuple[int, ...], splits: int = 0) -> Step:
-    """From a tensor ``(N, C, *spatial)`` without gaps whose channels are innermost to a contiguous one.
+    """The step from a tensor ``(N, C, *spatial)`` without gaps whose channels are innermost to a contiguous one.
 
-    To the kernel that is a tensor whose pixels are channels, and the other way round. ``splits``: as above.
+    To the kernel pixels are channels, and channels are pixels. ``splits``: as in `to_channels_last`.
     """
     batch, channels, *sizes = shape
     pixels = math.prod(sizes)
