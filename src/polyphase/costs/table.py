@@ -1,7 +1,7 @@
-"""The terms of the schedules' cost models, as they were fitted to measured times.
+"""The terms of the schedules' cost models, fitted to measured times.
 
-`<arch>.json` beside this file has them with unit, meaning, records and error; ``benchmarks/fit/fit.py`` writes it. An
-architecture without a file has the terms of `MEASURED`, which its own rates scale (`polyphase.problem.device`).
+`<arch>.json` beside this file lists them with unit, meaning, records and error; ``benchmarks/fit/fit.py`` writes it. An
+architecture without a file uses the terms of `MEASURED`, scaled by its own rates (`polyphase.problem.device`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from polyphase.problem.device import DeviceInfo
 
-#: The architecture whose terms serve those that have no file.
+#: The architecture whose terms architectures without a file use.
 MEASURED = "sm_90a"
 
 
@@ -26,7 +26,7 @@ def read_values(path: Path) -> dict[str, dict[str, float]]:
     return {name: {term: each["value"] for term, each in found["terms"].items()} for name, found in sections.items()}
 
 
-#: Values by architecture, section and term. In an emitted file they are numbers of that file.
+#: Values by architecture, section and term. An emitted file contains them as numbers.
 COSTS = {path.stem: read_values(path) for path in sorted(Path(__file__).parent.glob("*.json"))}
 
 
@@ -41,7 +41,7 @@ class Costs:
         self.__dict__.update(terms)
         self.__dict__["_about"] = f"section {section!r} of the costs of {arch}"
 
-    def __getattr__(self, term: str) -> float:  # of those that there are Python asks no method
+    def __getattr__(self, term: str) -> float:  # Python calls it only for missing terms
         raise UnknownTermError(f"{self.__dict__['_about']} has no term {term!r}")
 
     def __getitem__(self, term: str) -> float:
@@ -53,7 +53,7 @@ class Costs:
 
 
 def costs(section: str, device: DeviceInfo) -> Costs:
-    """The terms of a section, on a device. Raises `UnknownTermError` where there is no such section."""
+    """The terms of a section, on a device. Raises `UnknownTermError` if there is no such section."""
     return _costs(section, device.arch)
 
 
@@ -69,7 +69,7 @@ def _costs(section: str, arch: str) -> Costs:
 def trial(section: str, **terms: float) -> Iterator[None]:
     """Some terms of a section have other values for a while, on every architecture; for tests and fits.
 
-    What schedules and the planner remember of other values stays: clear it, or ask for what is not remembered.
+    Caches of schedules and of the planner keep results of other values: clear them, or ask for uncached ones.
     """
     before = {arch: table[section] for arch, table in COSTS.items()}
     for table in COSTS.values():

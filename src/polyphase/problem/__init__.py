@@ -1,4 +1,4 @@
-"""What is computed: the layer, how its tensors lie, the sizes plans are made at, and the device."""
+"""The description of the work: the layer, its tensors' layouts, the sizes at which plans are made, and the device."""
 
 from polyphase.problem.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, accumulator_bytes
 

@@ -9,7 +9,7 @@ from polyphase.problem.problem import ConvTransposeProblem
 
 TF32 = "tf32"
 
-#: The GPUs whose rates `DeviceInfo.for_arch` has, where those were measured.
+#: The GPUs whose rates `DeviceInfo.for_arch` has, if these were measured.
 _TYPICAL = {"sm_90a": "an H200-class GPU"}
 
 
@@ -38,7 +38,7 @@ class Ceilings:
         return f"copy {self.bytes_per_second / 1e12:.3g} TB/s (read + write); products {rates} TFLOP/s"
 
 
-#: Of an H200, as its records in benchmarks/results have them (float64 as it is sold), for floors without a GPU.
+#: Ceilings of an H200 from its records in benchmarks/results (float64: the vendor's), for floors without a GPU.
 H200 = Ceilings(
     4.25e12,
     {TF32: 420e12, "float32": 51e12, "bfloat16": 800e12, "float16": 800e12, "float64": 67e12},
@@ -46,7 +46,7 @@ H200 = Ceilings(
 
 
 def floor_ms(problem: ConvTransposeProblem, rates: DeviceInfo) -> float:
-    """The floor without a GPU at hand: of bytes alone where the rates of products are not known."""
+    """The floor without a GPU; of bytes alone if the product rates are not known."""
     if not _knows_products(rates):
         return 1e3 * problem.bytes / rates.copy_bytes_per_second
     slower = min(H200.bytes_per_second, rates.copy_bytes_per_second)
@@ -68,5 +68,5 @@ def about_rates(card: Card) -> str:
 
 
 def _knows_products(rates: DeviceInfo) -> bool:
-    """Whether `H200` has the device's: Hopper's cards multiply at the same rates."""
+    """Whether the device's product rates are `H200`'s: Hopper's cards multiply at the same rates."""
     return rates.arch == "sm_90a"

@@ -1,8 +1,8 @@
-"""What a GPU offers: the figures the planner and the compiler need, known without a GPU present.
+"""Properties of GPUs that the planner and the compiler need, known without a GPU present.
 
-The rates serve the cost model alone: they rank candidates, and no result depends on them. The H200's are measured
-(`python -m polyphase bench` measures the ceilings of the machine it runs on); the others are the vendor's, bandwidths
-about six sevenths of it. Plans are made with the rates of an architecture; `Card` has a card's own for what is told.
+Only the cost model uses the rates: they rank candidates, and no result depends on them. The H200's rates are measured
+(`python -m polyphase bench` measures the ceilings of its machine); the others are the vendors', bandwidths about six
+sevenths of the vendors'. Plans use the rates of an architecture; `Card` has a card's own rates for reported times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-#: Of a multiprocessor, on every architecture.
+#: Registers of a multiprocessor, on every architecture.
 REGISTERS = 65536
 
 
@@ -39,17 +39,17 @@ class DeviceInfo:
 
     @property
     def has_wgmma(self) -> bool:
-        """Whether it has wgmma, Hopper's instruction for a warpgroup, which newer architectures lack."""
+        """Whether the device has wgmma, Hopper's instruction for a warpgroup, which newer architectures lack."""
         return self.arch == "sm_90a"
 
     @property
     def has_tma(self) -> bool:
-        """Whether it has the Tensor Memory Accelerator (TMA)."""
+        """Whether the device has the Tensor Memory Accelerator (TMA)."""
         return self.capability >= 90
 
     @property
     def is_cuda(self) -> bool:
-        """Whether own kernels run there."""
+        """Whether own kernels run on the device."""
         return self.arch.startswith("sm_")
 
     @staticmethod
@@ -67,7 +67,7 @@ class DeviceInfo:
 
     @staticmethod
     def of(device: torch.device) -> DeviceInfo:
-        """The device a tensor lives on. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
+        """The device of a tensor. Raises `UnsupportedError` for a GPU older than compute capability 7.5."""
         import torch
 
         if device.type != "cuda" or torch.version.cuda is None:
@@ -75,11 +75,11 @@ class DeviceInfo:
         return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
 
     def registers_of(self, threads: int) -> int:
-        """Registers that a thread can have where so many are to be resident on a multiprocessor together."""
+        """Most registers of a thread with ``threads`` resident on a multiprocessor."""
         return min(255, REGISTERS // threads // 8 * 8)
 
     def shared_bytes_of(self, resident: int) -> int:
-        """Shared memory of a block, in bytes, where so many are to be resident on a multiprocessor together."""
+        """Most bytes of shared memory of a block with ``resident`` blocks on a multiprocessor."""
         return min(self.shared_bytes_per_block, self.shared_bytes_per_multiprocessor // resident - 1024)
 
 
@@ -103,14 +103,14 @@ _TYPICAL = (
 #: Architectures with own kernels, as the compiler calls them.
 ARCHITECTURES = tuple(info.arch for info in _TYPICAL)
 
-#: Cards by the names that people give them, and their architectures.
+#: Architectures of cards, by the cards' usual names.
 CARDS = {
     "t4": "sm_75", "a100": "sm_80", "a10": "sm_86", "rtx3090": "sm_86", "l4": "sm_89", "l40s": "sm_89",
     "rtx4090": "sm_89", "h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a", "rtx5090": "sm_120",
 }  # fmt: skip
 
-#: Bytes per second of a copy on cards that are not like the typical device of their architecture. The H100's is
-#: measured (benchmarks/results/h100-80gb-hbm3.csv), the others are six sevenths of the vendor's.
+#: Bytes per second of a copy on cards that differ from the typical device of their architecture. The H100's is measured
+#: (benchmarks/results/h100-80gb-hbm3.csv), the others are six sevenths of the vendor's bandwidth.
 _COPY_BYTES_PER_SECOND = {"a10": 5.1e11, "l4": 2.6e11, "l40s": 7.4e11, "h100": 3.01e12}
 
 
@@ -120,9 +120,9 @@ def _card_name(text: str) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """What times are predicted for. Plans are those of ``device``, a typical one of its architecture.
+    """The card for which times are predicted. Plans are made for ``device``, a typical one of its architecture.
 
-    ``rates`` is the device with the card's own copy bandwidth: predicted times and floors are told at it.
+    ``rates`` is the device with the card's own copy bandwidth, which predicted times and floors assume.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Card:
 
     @staticmethod
     def of(what: str | DeviceInfo | Card) -> Card:
-        """By the name of a card or an architecture, or of a device with its own rates. Raises `UnsupportedError`."""
+        """From the name of a card or architecture, or a device with its own rates. Raises `UnsupportedError`."""
         if isinstance(what, Card):
             return what
         if isinstance(what, DeviceInfo):

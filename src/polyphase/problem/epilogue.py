@@ -1,4 +1,4 @@
-"""What a kernel applies to a sum after its bias, as data: elementwise operations in order.
+"""The elementwise operations that a kernel applies to a sum after its bias, as data, in order.
 
 The planner, the programs and the text of the kernels read this one description (docs/kernels/epilogue.md). Values are
 in the accumulator's type from the sum on, and are rounded once, after the last operation. A prologue applies the same
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-#: The activations, and a division, with the constants that each has, in order.
+#: The activations, and a division, with the constants of each, in order.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "relu": (),
     "leaky_relu": ("negative_slope",),
@@ -29,10 +29,10 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "divide": ("divisor",),
 }
 
-#: How many elements an operand has: one, one for each channel, for each sample and channel, or for each output.
+#: An operand's elements: one, one for each channel, for each sample and channel, or for each output.
 ONE, CHANNEL, SAMPLE, ELEMENT = "one", "channel", "sample", "element"
 
-# The operands of the operations that have some, those that may be missing in brackets.
+# The operands of operations, optional ones in brackets.
 _OPERANDS = {
     "scale_shift": ("[scale]", "[shift]", "[less]"),
     "normalize": ("mean", "variance", "[weight]", "[offset]"),
@@ -47,8 +47,8 @@ _CONSTANTS = {**{name: len(named) for name, named in ACTIVATIONS.items()}, "affi
 # Operations that do not map zero to zero: a prologue with one must not be applied to padding.
 _MOVE_ZERO = ("sigmoid", "softplus", "normalize", "layer_norm", "softmax", "add")
 
-#: The operations that read all channels of a pixel, and how many a kernel has at once: two row blocks. (Of four, what
-#: a thread reads of its rows takes too many registers.)
+#: The operations that read all channels of a pixel, and the most channels of a kernel with one: two row blocks. (With
+#: four, a thread's operands of its rows take too many registers.)
 OF_PIXELS = ("layer_norm", "softmax")
 MOST_CHANNELS = 128
 
@@ -56,7 +56,7 @@ MOST_CHANNELS = 128
 class Operand(NamedTuple):
     """A tensor that an operation reads: ``per`` is one of `ONE`, `CHANNEL`, `SAMPLE` and `ELEMENT`.
 
-    ``wide``: its elements have the accumulator's type, not the tensors'. One of `ELEMENT` lies as the output does.
+    ``wide``: its elements have the accumulator's type, not the tensors'. An `ELEMENT` operand has the output's layout.
     """
 
     role: str
@@ -130,9 +130,9 @@ class Operation:
 class Epilogue:
     """The operations on every output, in order; none by default.
 
-    ``channels``: those of the layer, which a kernel is told where operands are per sample. ``channel_parts``: channels
-    of a kernel's that are one of the layer's, where the layer is computed as another: neighbours, or with
-    ``channels_inner`` those ``channels`` apart.
+    ``channels``: the layer's, a kernel's constant if operands are per sample. ``channel_parts``: number of a kernel's
+    channels that are one channel of the layer, if the layer is computed as another one: neighbouring channels, or with
+    ``channels_inner`` channels that are ``channels`` apart.
     """
 
     operations: tuple[Operation, ...] = ()
@@ -151,14 +151,14 @@ class Epilogue:
         return bool(self.operations)
 
     def then(self, later: Epilogue) -> Epilogue:
-        """The operations, and behind them ``later``'s, whose values are counted from there on."""
+        """The operations, then ``later``'s, whose values are counted from there on."""
         count = len(self.operations)
         moved = (replace(each, of=each.of + count) if each.kind in _OF_VALUES else each for each in later.operations)
         return replace(self, operations=(*self.operations, *moved))
 
     @property
     def named_operands(self) -> dict[str, Operand]:
-        """All operands in order, by the names that programs and kernels have for them."""
+        """All operands in order, by their names in programs and kernels."""
         return {
             f"{operand.role}_{place}": operand
             for place, operation in enumerate(self.operations)
@@ -177,7 +177,7 @@ class Epilogue:
 
     @property
     def is_per_channel(self) -> bool:
-        """Whether it may be a prologue: what it does to a value depends on that and on its channel alone."""
+        """Whether it may be a prologue: its results depend on the value and its channel only."""
         per = {operand.per for operand in self.named_operands.values()}
         return not self.normalizes and per <= {ONE, CHANNEL}
 
@@ -188,7 +188,7 @@ class Epilogue:
 
     @property
     def planned(self) -> Epilogue:
-        """What plans know of it: whether it `normalizes`."""
+        """The epilogue as plans know it: only whether it `normalizes`."""
         return NORMALIZING if self.normalizes else NONE
 
     @property
@@ -202,19 +202,19 @@ class Epilogue:
 
 #: No operation: an output is its sum and its bias.
 NONE = Epilogue()
-#: All epilogues that `Epilogue.normalizes`, to plans.
+#: Stands in plans for all epilogues that `Epilogue.normalizes`.
 NORMALIZING = Epilogue((Operation("layer_norm", (0.0,)),))
 
 
 def of_input(name: str) -> str:
-    """What programs and kernels call the operand ``name`` of a prologue."""
+    """The name, in programs and kernels, of a prologue's operand ``name``."""
     return f"input_{name}"
 
 
 def encoded(epilogue: Epilogue, prologue: Epilogue = NONE, symbols: bool = False) -> str:
-    """The operations as text, which an operator of PyTorch's takes, those of a prologue first.
+    """The operations as text for an operator of PyTorch, a prologue's first.
 
-    Dynamo traces it, where numbers may be symbols.
+    Dynamo traces this function, with numbers that may be symbols.
     """
     behind = ";".join([_encoded(operation, symbols) for operation in epilogue.operations])
     before = ";".join([_encoded(operation, symbols) for operation in prologue.operations])
@@ -222,7 +222,7 @@ def encoded(epilogue: Epilogue, prologue: Epilogue = NONE, symbols: bool = False
 
 
 def _encoded(operation: Operation, symbols: bool) -> str:
-    # `__float__` makes a constant of a symbol of Dynamo's, as nothing else does.
+    # Only `__float__` makes a constant of a symbol of Dynamo.
     constants = ",".join([str(each.__float__() if symbols else each) for each in operation.constants])
     operands = ",".join([f"{role} {per} {'wide' if wide else ''}" for role, per, wide in operation.operands])
     return f"{operation.kind}:{constants}:{operands}:{operation.of}"
@@ -230,7 +230,7 @@ def _encoded(operation: Operation, symbols: bool) -> str:
 
 @lru_cache(maxsize=1024)
 def decoded(text: str) -> tuple[Epilogue, Epilogue]:
-    """The epilogue and the prologue that `encoded` was given."""
+    """The epilogue and the prologue of a text from `encoded`."""
     before, _, behind = text.rpartition("|")
     return _decoded(behind), _decoded(before)
 

@@ -1,4 +1,4 @@
-"""Integers: rounding, and sharing out."""
+"""Integers: rounding, and division into parts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 
 
 def parted(total: int, parts: int) -> tuple[int, int]:
-    """The length of each of about so many parts of ``total``, and how many of that length there are."""
+    """The length of each of about ``parts`` parts of ``total``, and the number of parts of this length."""
     length = max(1, math.ceil(total / parts))
     return length, max(1, math.ceil(total / length))
 
 
 def equal_parts(count: int) -> list[int]:
-    """What ``count`` comes to in equal parts, rounded up; the largest first."""
+    """The sizes of equal parts of ``count``, rounded up; the largest first."""
     return sorted({math.ceil(count / parts) for parts in range(1, count + 1)}, reverse=True)
 
 

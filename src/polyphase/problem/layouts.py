@@ -1,4 +1,4 @@
-"""How the tensors of a call lie in memory."""
+"""Memory layouts of a call's tensors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Strides = tuple[int, int, int, int, int]
 #: Bytes that the widest vector access needs a tensor to be aligned to: four doubles.
 ALIGNMENT = 32
 
-#: What memory is read and written in.
+#: Bytes of a sector, the unit of memory accesses.
 SECTOR_BYTES = 32
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """How the tensors of a call lie: the input's side and the output's side of the layer, and the weight.
+    """The layouts of a call's tensors: of the input's side and the output's side of the layer, and of the weight.
 
-    ``input`` are the strides of the input or its gradient, ``output`` those of the output or its gradient.
+    ``input``: strides of the input or its gradient, ``output``: strides of the output or its gradient.
     ``weight_channels_last``: the weight's memory order is ``(C_in, *kernel_size, C_out / groups)``, else as its shape.
-    ``aligned``: the tensors that are read start at a multiple of `ALIGNMENT` bytes. ``in_sums``: what is written stays
-    in the accumulator's type, for another step of the same program.
+    ``aligned``: the tensors that are read start at a multiple of `ALIGNMENT` bytes. ``in_sums``: the result stays in
+    the accumulator's type, for another step of the same program.
     """
 
     input: Strides
@@ -43,9 +43,9 @@ class Layouts:
 
     @classmethod
     def of_call(cls, problem: ConvTransposeProblem, pass_: Pass) -> Layouts:
-        """Tensors of a call that reads dense ones in the problem's memory format, and writes what PyTorch would.
+        """Layouts of a call that reads dense tensors in the problem's memory format, and writes PyTorch's format.
 
-        A weight's gradient is planned as if it were contiguous, whatever format it is given in the end.
+        A weight's gradient is planned as contiguous, also if it gets another format in the end.
         """
         read, written = cls.dense(problem), cls.dense(problem.of_pass(pass_))
         if pass_ is Pass.FORWARD:
@@ -93,7 +93,7 @@ def channels_innermost(channels: int, strides: Strides) -> bool:
 def five(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
     """A shape ``(N, C, *spatial)`` as ``(N, C, D, H, W)``."""
     batch, channels, *spatial = shape
-    if len(spatial) == 2:  # the most frequent by far
+    if len(spatial) == 2:  # by far the most frequent case
         return batch, channels, 1, spatial[0], spatial[1]
     depth, height, width = [1] * (3 - len(spatial)) + spatial
     return batch, channels, depth, height, width

@@ -14,8 +14,8 @@ Write ``o = q·s + u`` with ``0 ≤ u < s``. Tap ``t`` serves phase ``u = (t·d 
     y[q·s + u] = Σ over the taps t of phase u of   x[q - shift_t]·w[t]
 
 So the layer is ``s`` stride-1 correlations per dimension whose outputs interleave. Only ``s / gcd(s, d)`` phases own
-taps (fewer when the kernel is short); the others are bias alone. Phases are counted from the output, not from the
-padded output, so that phase 0 of a tile starts on an aligned element.
+taps (fewer if the kernel is short); outputs of the others are the bias. Phases are counted from the output, not from
+the padded output, so that phase 0 of a tile starts on an aligned element.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from polyphase.problem.epilogue import NONE, Epilogue, Operand, of_input
 #: The largest stride, dilation or padding that is not huge.
 LARGE = 2**15
 
-#: The stride, at least, of one whose outputs are frames.
+#: The least stride of a layer whose outputs are frames.
 LEAST_FRAME = 32
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def accumulator_bytes(dtype: str) -> int:
-    """Bytes of a sum: half types are summed in float32."""
+    """Bytes of an accumulator: half types are summed in float32."""
     return max(4, DTYPE_BYTES[dtype])
 
 
@@ -51,7 +51,7 @@ class Pass(Enum):
 
 @dataclass(frozen=True)
 class Axis:
-    """The layer along one spatial dimension, apart from its size."""
+    """The layer along one spatial dimension, without its size."""
 
     kernel: int
     stride: int = 1
@@ -59,7 +59,7 @@ class Axis:
     dilation: int = 1
 
     def output_size(self, input_size: int, output_padding: int = 0) -> int:
-        """Elements of the output for ``input_size`` elements of the input; not positive where the layer is illegal."""
+        """Elements of the output for ``input_size`` elements of the input; not positive if the layer is illegal."""
         reach = self.dilation * (self.kernel - 1)
         return (input_size - 1) * self.stride - 2 * self.padding + reach + output_padding + 1
 
@@ -73,24 +73,24 @@ class Axis:
         return (tap * self.dilation - self.padding) % self.stride
 
     def shift(self, tap: int) -> int:
-        """How many input positions tap ``tap`` reaches back from cell ``q``; negative where it reaches ahead."""
+        """Input positions by which tap ``tap`` reaches back from cell ``q``; negative if it reaches ahead."""
         return (tap * self.dilation - self.padding) // self.stride
 
     @property
     def tap_step(self) -> int:
-        """Every so many taps meet elements of the same residue of the stride, as in ``kernels/core/axis.cuh``."""
+        """The distance of taps of the same residue modulo the stride, as in ``kernels/core/axis.cuh``."""
         return self.stride // math.gcd(self.stride, self.dilation)
 
     @property
     def element_step(self) -> int:
-        """Positions from what one of these taps meets to what the next one does."""
+        """Cells from the element of such a tap to the element of the next."""
         return self.dilation // math.gcd(self.stride, self.dilation)
 
     @cached_property
     def taps_by_phase(self) -> dict[int, tuple[int, ...]]:
-        """The taps of each phase that owns any, in ascending order of phases and of taps; the others are bias alone.
+        """The taps of each phase that owns any, in ascending order of phases and of taps.
 
-        (There are as many phases as the stride, so that nothing may list them all: it has up to 63 bits.)
+        (There are as many phases as the stride, which has up to 63 bits, so that nothing may list all phases.)
         """
         taps: dict[int, list[int]] = {}
         for tap in range(self.kernel):
@@ -103,25 +103,25 @@ class Axis:
         return self.shift(0), self.shift(self.kernel - 1)
 
 
-#: Where TF32 is allowed, PyTorch's forward pass of one group stays exact with fewer channels on either side; and of
-#: images or signals with fewer positions of the input (over the batch), or fewer operations.
+#: If TF32 is allowed, PyTorch's forward pass of one group stays exact with fewer input or output channels than this;
+#: and for images or signals, with fewer input positions (over the batch), or fewer operations.
 FEW_CHANNELS = 16
 FEW_POSITIONS = 128
 LITTLE_WORK = 3e8
-#: Its weight gradient of one group and fewer than 12 output channels rounds where these have more taps in all.
+#: PyTorch's weight gradient of one group and fewer than 12 output channels rounds if these have more taps in all.
 FEW_COLUMNS = 128
 
 
 @dataclass(frozen=True)
 class ConvTransposeProblem:
-    """One call of the layer: its constants, and the sizes it meets.
+    """One call of the layer: its constants and its sizes.
 
     Shapes: input ``(batch, in_channels, *input_size)``, weight ``(in_channels, out_channels / groups, *kernel_size)``,
-    output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32`` says
-    that float32 operands may be rounded to TF32, and of a problem `of_pass` that they are; it is False in any other
-    dtype. ``tf32_as_pytorch``: the forward pass rounds them wherever PyTorch does, also where exact kernels are as
-    fast. ``channels_last`` is the memory format of the tensors that a call reads. ``epilogue``: what the forward pass
-    does to every output behind its bias; ``prologue``: what it does to every element of the input. The values are taken
+    output ``(batch, out_channels, *output_size)``. ``dtype`` is the name of a real floating-point type. ``tf32``:
+    float32 operands may be rounded to TF32, and in a problem of `of_pass` they are; False for any other dtype.
+    ``tf32_as_pytorch``: the forward pass rounds them whenever PyTorch does, even if exact kernels are as fast.
+    ``channels_last`` is the memory format of the tensors that a call reads. ``epilogue``: the forward pass's operations
+    on every output after its bias; ``prologue``: its operations on every element of the input. The values are assumed
     to be valid: `polyphase.torch_op.validate` raises the errors.
     """
 
@@ -167,7 +167,7 @@ class ConvTransposeProblem:
         channels_last: bool = False,
         tf32: bool = False,
     ) -> ConvTransposeProblem:
-        """A problem from an input shape ``(N, C_in, *spatial)`` and parameters as `torch.nn` takes them."""
+        """A problem from an input shape ``(N, C_in, *spatial)`` and the parameters of `torch.nn`."""
         dims = len(input_shape) - 2
 
         def per_dim(value: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -191,12 +191,12 @@ class ConvTransposeProblem:
         )
 
     def uses_tf32(self, pass_: Pass) -> bool:
-        """Whether rounding to TF32 is allowed, and PyTorch does it in this pass of such layers.
+        """Whether rounding to TF32 is allowed, and PyTorch rounds in this pass of such layers.
 
-        cuDNN's algorithms differ by pass and by size. It computes forward passes of few channels, of narrow groups, of
-        little work and of volumes with large strides or many taps in full float32, though not in groups without a
-        stride; fewer input gradients, and still fewer weight gradients. What was measured, and where these rules err:
-        benchmarks/experiments/011-where-pytorch-rounds, of weight gradients of few output channels
+        cuDNN's algorithms differ by pass and by size. It computes forward passes in full float32 if they have few
+        channels, narrow groups or little work, or are volumes with large strides or many taps (but not stride-1 layers
+        in groups); fewer input gradients, and still fewer weight gradients. Measurements, and where these rules err:
+        benchmarks/experiments/011-where-pytorch-rounds; for weight gradients of few output channels,
         020-gradients-that-lose.
         """
         if not self.tf32:
@@ -217,19 +217,19 @@ class ConvTransposeProblem:
         return few >= 8
 
     def _rounds_in_3d(self) -> bool:
-        """`uses_tf32` of a forward pass of volumes and many channels."""
+        """`uses_tf32` for a forward pass of volumes with many channels."""
         phases = math.prod(self.stride)
         return phases <= 3 or (phases <= 12 and self.taps <= 64)
 
     def _rounds_in_groups(self, pass_: Pass, few: int) -> bool:
-        """`uses_tf32` of a forward pass or an input gradient of volumes in groups, without a stride."""
+        """`uses_tf32` for a forward pass or an input gradient of volumes in groups, with stride 1."""
         if pass_ is Pass.FORWARD:
             return few >= 64 or (self.taps >= 27 and few >= 12) or (self.taps >= 216 and few >= 4)
         return few >= 8 and 1 < self.taps <= 27
 
     def _rounds_by_size(self) -> bool:
-        """`uses_tf32` of a forward pass of images, or signals, and many channels."""
-        if self.epilogue.normalizes:  # kernels of exact sums hold few channels, and these need all
+        """`uses_tf32` for a forward pass of images or signals with many channels."""
+        if self.epilogue.normalizes:  # such an epilogue needs all channels, and kernels with exact sums hold few
             return True
         return self.batch * math.prod(self.input_size) >= FEW_POSITIONS and self.flops >= LITTLE_WORK
 
@@ -245,7 +245,7 @@ class ConvTransposeProblem:
 
     @cached_property
     def axes3(self) -> tuple[Axis, Axis, Axis]:
-        """`axes` as depth, height and width; a dimension the layer does not have is a kernel of one tap."""
+        """`axes` as depth, height and width; a missing dimension is a kernel of one tap."""
         depth, height, width = (Axis(1),) * (3 - self.dims) + self.axes
         return depth, height, width
 
@@ -282,12 +282,12 @@ class ConvTransposeProblem:
         return (self.batch, self.out_channels, *self.output_size)
 
     def of_pass(self, pass_: Pass) -> ConvTransposeProblem:
-        """What schedules are asked about: gradients know no bias, and double precision no memory format.
+        """The problem that schedules get: gradients have no bias, and double precision has no memory format.
 
-        Whether the pass rounds to TF32 is decided here, by this problem's size; schedules go by ``tf32`` alone.
+        Whether the pass rounds to TF32 is decided here, by this problem's size; schedules only read ``tf32``.
 
-        Of an epilogue plans know whether it reads all channels of a pixel at once, of a prologue nothing. Both are put
-        into what they choose (`polyphase.program.epilogue`, `polyphase.program.prologue`).
+        Plans only know whether an epilogue reads all channels of a pixel at once, and nothing of a prologue. Both are
+        added to the chosen program (`polyphase.program.epilogue`, `polyphase.program.prologue`).
 
         (PyTorch's results in double precision are contiguous on a GPU, whatever the operands are.)
         """
@@ -306,7 +306,7 @@ class ConvTransposeProblem:
         return max(*self.stride, *self.dilation, *self.padding)
 
     def without_idle_constants(self) -> ConvTransposeProblem:
-        """The layer with 1 for a huge stride that only one input has, and a huge dilation that only one tap has."""
+        """The layer with 1 for a huge stride along a single input, and for a huge dilation of a single tap."""
         if self.largest_constant <= LARGE:
             return self
         stride = tuple(1 if n == 1 and s > LARGE else s for n, s in zip(self.input_size, self.stride))
@@ -314,10 +314,10 @@ class ConvTransposeProblem:
         return replace(self, stride=stride, dilation=dilation)
 
     def mirrored(self) -> ConvTransposeProblem | None:
-        """The layer whose forward pass is the gradient of this one's input, where there is one: the stride is 1.
+        """The layer whose forward pass is the input gradient of this layer, or None; the stride must be 1.
 
-        Its input is the gradient of this one's output, its weight this one's with the taps reversed and the channels
-        exchanged. What this one's output is padded by that one's is cut by.
+        Its input is this layer's output gradient. Its weight is this layer's, with taps reversed and channels
+        exchanged. Its output is cropped by this layer's output padding.
         """
         padding = tuple(d * (k - 1) - p for k, p, d in zip(self.kernel_size, self.padding, self.dilation))
         if set(self.stride) != {1} or min(padding) < 0:
@@ -328,17 +328,17 @@ class ConvTransposeProblem:
             out_channels=self.in_channels,
             input_size=self.output_size,
             padding=padding,
-            output_padding=tuple(-extra for extra in self.output_padding),  # no element of the input lies there
+            output_padding=tuple(-extra for extra in self.output_padding),  # the input has no element there
             bias=False,
         )
 
     def of_lone_pixels(self) -> ConvTransposeProblem | None:
-        """The layer of one tap that this one is where images are single pixels, as a generator's first are.
+        """An equivalent layer of one tap, if images are single pixels, as the first ones of a generator are.
 
-        Taps do not meet then: the batch is a row of pixels, and every output of an image a channel of its pixel. Dense
-        tensors lie the same for both in either format, with the channels last for the one returned. None where images
-        are larger, where outputs are missing or bias alone, with groups, and with a bias, which is one for several of
-        those channels.
+        Taps do not overlap then: the batch becomes a row of pixels, and every output of an image a channel of its
+        pixel. Dense tensors of either format equal in memory the channels_last tensors of the returned layer. None if
+        images are larger, if outputs are cropped or without taps, with groups, and with a bias, which several of these
+        channels would share.
         """
         whole = not any(self.padding) and not any(self.output_padding) and self.batch > 0
         gaps = any(d > 1 and k > 1 for d, k in zip(self.dilation, self.kernel_size))
@@ -358,11 +358,11 @@ class ConvTransposeProblem:
         )
 
     def of_frames(self) -> ConvTransposeProblem | None:
-        """The layer without a stride that this one is where one channel of outputs is rows of whole frames of a stride.
+        """An equivalent stride-1 layer, if the single output channel is a row of whole frames, each one stride long.
 
-        Frames are pixels, and the outputs of a frame its channels: the same memory, as is a weight whose channels are
-        innermost. Long kernels become short ones of many channels. None where outputs have a bias, which is one for
-        several of those channels, or where the kernel, the padding or the output are no whole frames.
+        Frames become pixels, and the outputs of a frame its channels: the same memory, also for a weight whose channels
+        are innermost. Long kernels become short ones of many channels. None if outputs have a bias, which several of
+        these channels would share, or if the kernel, the padding or the output are not whole frames.
         """
         stride, *others = self.stride
         whole = all(size % stride == 0 for size in (*self.kernel_size, *self.padding, *self.output_size))
@@ -374,7 +374,7 @@ class ConvTransposeProblem:
             kernel_size=(self.kernel_size[0] // stride,),
             stride=(1,),
             padding=(self.padding[0] // stride,),
-            output_padding=(self.output_padding[0] // stride,),  # none, but where the output is cropped
+            output_padding=(self.output_padding[0] // stride,),  # not 0 only if the output is cropped
             channels_last=True,
         )
 
@@ -397,19 +397,19 @@ class ConvTransposeProblem:
     def bytes(self) -> int:
         """The fewest bytes a pass can move: input, weight and output once each, the same for all three passes.
 
-        With an epilogue those of the forward pass: its residuals are read once.
+        With an epilogue, the bytes of the forward pass: its residuals are read once.
         """
         return sum(self.elements) * DTYPE_BYTES[self.dtype] + self.residual_bytes
 
     @property
     def residual_bytes(self) -> int:
-        """Those of what the epilogue reads for every output."""
+        """Bytes of the tensors that the epilogue reads for every output."""
         count = len(self.epilogue.residuals) if self.epilogue else 0
         return count * self.elements[2] * DTYPE_BYTES[self.dtype]
 
     @property
     def named_operands(self) -> dict[str, Operand]:
-        """What epilogue and prologue read, by the names that programs have for it, in the order of a call's."""
+        """The operands of prologue and epilogue, by their names in programs, in the order of a call's."""
         before = {of_input(name): operand for name, operand in self.prologue.named_operands.items()}
         return before | self.epilogue.named_operands
 

@@ -1,7 +1,7 @@
-"""What follows a layer that no epilogue computes, as data: pooling, then a reduction or a norm over groups of values.
+"""Operations after a layer that no epilogue computes, as data: pooling, then a reduction or norm over groups of values.
 
-One step computes it, ``kernels/steps/reduce_groups.cu``, with operations of an epilogue before and behind
-(docs/kernels/reductions.md). Values are in the accumulator's type from what is read on, and rounded once.
+One step computes them, ``kernels/steps/reduce_groups.cu``, with operations of an epilogue before and after
+(docs/kernels/reductions.md). Values are widened to the accumulator's type when they are read, and rounded once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from polyphase.problem.epilogue import NONE, Epilogue, Operand, of_input
 
-#: What leaves one value of a group, and what leaves all.
+#: Operations with one result per group (reductions), and with one per value (norms).
 REDUCTIONS = ("sum", "mean", "amax", "amin", "logsumexp")
 NORMS = ("norm", "softmax")
 POOLS = ("max", "avg")
@@ -22,14 +22,14 @@ class Reduction:
     """Windows of a tensor are pooled, then values of a group reduced or normalised together.
 
     Attributes:
-        shape: of the tensor that is read, ``(N, C, *spatial)``, contiguous.
-        pool: one of `POOLS`, or "" for none; ``window``: its sizes and strides. What fills no window is left out.
-        before: operations on what is pooled, which `Epilogue.is_per_channel`.
+        shape: the shape of the source, ``(N, C, *spatial)``, contiguous.
+        pool: one of `POOLS`, or "" for none; ``window``: its sizes and strides. Incomplete windows are left out.
+        before: operations on the pooled values, with `Epilogue.is_per_channel`.
         over: one of `REDUCTIONS` and `NORMS`, or "": pooling alone, or nothing.
-        first, last: the dimensions of a group. The first is shared out to ``groups``.
-        epsilon: of a norm.
-        after: operations on the result. Operands have an element for each channel, or ``by_position`` for each position
-            in a group.
+        first, last: the dimensions of a group, of which the first is divided into ``groups``.
+        epsilon: a norm's.
+        after: operations on the result. Operands have an element for each channel, or if ``by_position``, for each
+            position in a group.
     """
 
     shape: tuple[int, ...]
@@ -46,14 +46,14 @@ class Reduction:
 
     @property
     def pooled(self) -> tuple[int, ...]:
-        """The shape of what is pooled."""
+        """The shape after pooling."""
         if not self.pool:
             return self.shape
         return (*self.shape[:2], *(size // step for size, step in zip(self.shape[2:], self.window)))
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """What is pooled as (outer, length, inner), of which `length` values are a group."""
+        """The pooled shape as (outer, length, inner); the `length` values are a group."""
         if not self.over:
             return 1, math.prod(self.pooled), 1
         shape = self.pooled
@@ -62,19 +62,19 @@ class Reduction:
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        """Dimensions that are reduced have one element."""
+        """The result's shape: reduced dimensions have one element."""
         if self.over not in REDUCTIONS:
             return self.pooled
         return tuple(1 if self.first <= i <= self.last else size for i, size in enumerate(self.pooled))
 
     @property
     def named_operands(self) -> dict[str, Operand]:
-        """What operations read, by the names that kernels have for it: those behind, then those before."""
+        """The operations' operands, by their names in kernels: operations after, then operations before."""
         before = {of_input(name): each for name, each in self.before.named_operands.items()}
         return {**self.after.named_operands, **before}
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the result is what is read."""
+        """Whether the result equals the source."""
         alone = self.over in REDUCTIONS and self.sizes[1] == 1
         return not self.pool and not self.before and not self.after and (not self.over or alone)
