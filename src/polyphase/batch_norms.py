@@ -1,8 +1,8 @@
-"""Batch and instance norms in training behind a layer, with the activation behind them, by kernels of their own.
+"""Batch and instance norms in training after a layer, with the activation after them, in their own kernels.
 
-A batch norm and an activation of PyTorch's read and write the layer's output in passes of their own, five forward and
-eight backward. Here it is three and five: of the layer's output the moments, then norm and activation at once; of the
-gradient the sums, then that of the layer's output. What lies between norm and activation is never in memory.
+PyTorch's batch norm and activation read and write tensors of the layer's output size five times forward and eight
+times backward; these kernels do so three and five times. Forward, one kernel computes the moments, and one the norm
+with its activation; backward, one the sums, and one the gradient. Values between norm and activation are not in memory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _PLACES = {name: place for place, name in enumerate(BUFFERS)}
 
 
 def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
-    """What a norm of a chain (`polyphase.fuse.Chain`) gives in training: where an activation is behind it that is
-    computed with it, what this module passes on. None where the norm computes for itself.
+    """The result of a norm of a chain (`polyphase.fuse.Chain`) in training: if an activation after it is computed with
+    it, the object that this module passes on. None if the norm module computes itself.
 
-    Every line is host time of every call: what depends on types alone is in `_prepared`.
+    Every line is host time of every call: whatever depends only on types is in `_prepared`.
     """
     if torch.compiler.is_compiling() or "running_mean" not in module._buffers:
         return None
@@ -47,7 +47,7 @@ def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
         return None
     if torch._C._is_tracing() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
-    if torch._C._len_torch_dispatch_stack():  # what follows or counts the dispatcher's calls sees no launches
+    if torch._C._len_torch_dispatch_stack():  # modes that follow or count the dispatcher's calls see no launches
         return None
     if x.dim() != len(chain.layer.stride) + 2:
         return None
@@ -66,7 +66,7 @@ def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
     given: list[int] = []
 
     def computed(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
-        """The norm with its activation; alone, where that is read before the activation is called."""
+        """The norm with its activation; without, if it is read before the activation is called."""
         if steps and not given:
             given.append(result._version)
             return result
@@ -81,12 +81,12 @@ def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
     waiting = Waiting(computed, (), behind, lambda: tuple(x.shape), x.dtype, x.device, records, alone)
     if records:
         return Pending.of(waiting, [], [])
-    # A reentrant checkpoint may be told of the norm's result, and needs a tensor.
+    # A reentrant checkpoint may get the norm's result, and needs a tensor.
     return Marked.of(result, waiting, (step,))
 
 
 def _behind(parts: Sequence[Any], norm: Any) -> Sequence[Any]:
-    """The module behind a norm, or none."""
+    """The module after a norm, or none."""
     for place, part in enumerate(parts):
         if part is norm:
             behind = parts[place + 1 : place + 2]
@@ -95,7 +95,7 @@ def _behind(parts: Sequence[Any], norm: Any) -> Sequence[Any]:
 
 
 def _prepared(module: Any, x: Tensor, step: fused.Step | None) -> Prepared | None:
-    """What computes a norm of a tensor with an activation, from memory; None where nothing does."""
+    """The `Prepared` of a norm with an activation, cached; None if no kernel computes it."""
     own = (*module._buffers.values(), *module._parameters.values())
     about = tuple([each is None or (type(each), each.dtype, each.numel(), each.is_contiguous(), each.get_device())
                    for each in own])  # fmt: skip
@@ -117,10 +117,10 @@ def _prepared(module: Any, x: Tensor, step: fused.Step | None) -> Prepared | Non
 
 
 def _shape(module: Any, x: Tensor) -> tuple[int, ...]:
-    """A tensor as one whose channels are normalised together; none where a module does something else.
+    """The shape of a tensor as a batch norm's, whose channels are normalised; empty if a module is not supported.
 
-    A batch norm averages the statistics of batches, with a fixed share. An instance norm has neither statistics nor
-    parameters: each channel of an image is one of a single image.
+    A batch norm must average the statistics of batches with a fixed momentum. An instance norm must have neither
+    statistics nor parameters: each channel of an image counts as a channel of a single image.
     """
     kind = type(module)._stands_for
     shape: tuple[int, ...] = ()
@@ -133,7 +133,7 @@ def _shape(module: Any, x: Tensor) -> tuple[int, ...]:
         shape = tuple(x.shape)
     elif kind in _INSTANCE and module.running_mean is None and module.weight is None:
         shape = (1, x.shape[0] * x.shape[1], *x.shape[2:])
-    # One value of a channel is PyTorch's error.
+    # With one value per channel PyTorch raises an error.
     return shape if shape and shape[1] < x.numel() <= MOST_ELEMENTS else ()
 
 
@@ -154,12 +154,12 @@ def _fits(module: Any, x: Tensor) -> bool:
 
 
 def is_on_gpu(x: Tensor) -> bool:
-    """Whether it is on a GPU for which kernels can be compiled."""
+    """Whether ``x`` is on a GPU for which kernels can be compiled."""
     return x.is_cuda and torch.version.cuda is not None
 
 
 def _run(module: Any, x: Tensor, prepared: Prepared, waits: bool) -> tuple[Tensor, Tensor | None]:
-    """What `_Function` gives, or that and None; moves the running statistics, as the module does."""
+    """The two results of `_Function`, or its one and None; updates the running statistics, as the module does."""
     buffers, parameters = module._buffers, module._parameters
     if (count := buffers.get("num_batches_tracked")) is not None:
         count.add_(1)
@@ -170,9 +170,9 @@ def _run(module: Any, x: Tensor, prepared: Prepared, waits: bool) -> tuple[Tenso
 
 
 class Prepared:
-    """A norm of tensors that lie as one did: its programs, each compiled when it is called first.
+    """A norm for tensors of one layout: its programs, each compiled at its first call.
 
-    What the kernel needs for itself is one tensor: means, factors and partial results.
+    The kernels' scratch memory is one tensor: means, factors and partial results.
     """
 
     def __init__(self, norm: BatchNorm, like: Tensor, aligned: bool) -> None:
@@ -185,13 +185,13 @@ class Prepared:
         self._bytes = self._stats_bytes + self.programs[0].buffers[0].bytes
 
     def forward(self, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any) -> tuple[Tensor, Tensor]:
-        """The result, and what `backward` is given of it."""
+        """The result, and the scratch memory for `backward`."""
         result, scratch = torch.empty_like(x), torch.empty(self._bytes, dtype=torch.uint8, device=x.device)
         self._launch(0, (x, None, weight, bias, mean, variance), scratch, (None, None, result))
         return result, scratch
 
     def backward(self, x: Tensor, grad: Tensor, weight: Any, bias: Any, scratch: Tensor) -> tuple[Any, Any, Any]:
-        """The gradients. Who keeps saved tensors elsewhere may bring them back with other strides and alignment."""
+        """The gradients. Hooks of saved tensors may restore these with other strides and alignment."""
         x, grad = self._as_read(x), self._as_read(grad)
         if scratch.data_ptr() % ALIGNMENT:
             scratch = scratch.clone()
@@ -205,7 +205,7 @@ class Prepared:
         return tensor.clone() if self._aligned and tensor.data_ptr() % ALIGNMENT else tensor
 
     def _launch(self, way: int, reads: Sequence[Any], scratch: Tensor, writes: Sequence[Any]) -> None:
-        """Forward (0) or backward (1), of tensors in the order of `BUFFERS`."""
+        """Launches forward (0) or backward (1), with tensors in the order of `BUFFERS`."""
         if current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self._launch(way, reads, scratch, writes)
@@ -235,7 +235,7 @@ class _Function(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, of: Prepared, waits: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Two launches; ``mean`` and ``variance`` are changed. ``waits``: also what stands for the norm alone."""
+        """Two launches; ``mean`` and ``variance`` change. ``waits``: returns also a tensor in place of the norm."""
         result, scratch = of.forward(x, weight, bias, mean, variance)
         if mean is not None:
             torch.autograd.graph.increment_version(mean)
@@ -243,13 +243,13 @@ class _Function(torch.autograd.Function):
         ctx.of = of
         ctx.save_for_backward(x, weight, bias, scratch)
         ctx.set_materialize_grads(False)
-        return (result, result.detach()) if waits else result  # as compilers see it, it lies as the norm's would
+        return (result, result.detach()) if waits else result  # to compilers, with the strides of the norm's result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, of_norm: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Two launches; tensor operations where derivatives of it are asked for, or several gradients at once.
+        """Two launches; tensor operations if derivatives of the gradients or several gradients at once are needed.
 
-        ``of_norm``: what the gradient of the norm alone is besides.
+        ``of_norm``: a further gradient of the norm's own result.
         """
         if grad is None and of_norm is None:
             return (None,) * 7
@@ -260,13 +260,13 @@ class _Function(torch.autograd.Function):
 
 
 def _normalized(norm: BatchNorm, x: Tensor, weight: Any, bias: Any) -> Tensor:
-    """The norm by PyTorch's function, which counts no statistics."""
+    """The norm by PyTorch's function, without running statistics."""
     v = F.batch_norm(x.reshape(norm.shape), None, None, weight, bias, True, 0.0, norm.epsilon)
     return v.reshape(x.shape)
 
 
 def _activated(norm: BatchNorm, v: Tensor) -> Tensor:
-    """The activation behind the norm by PyTorch's function, with a module's derivative where that jumps."""
+    """The activation after the norm by PyTorch's function, with the module's derivative at discontinuities."""
     if norm.activation is None:
         return v
     if norm.activation.kind == "clamp":
@@ -278,15 +278,15 @@ def _activated(norm: BatchNorm, v: Tensor) -> Tensor:
 def _differentiable(
     norm: BatchNorm, tensors: Sequence[Tensor | None], grads: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients, with derivatives of their own; ``grads``: of the activation and of the norm.
+    """The gradients, which are differentiable; ``grads``: of the activation's and of the norm's result.
 
-    They are taken of views: hooks of the tensors are called by the graph that they are in, and no second time here.
+    They are taken with respect to views, so that hooks of the tensors are not called a second time here.
     """
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         x, weight, bias = tensors = [None if each is None else each.view_as(each) for each in tensors]
         for each, wanted in zip(tensors, needed):
-            if wanted and each is not None and not each.requires_grad:  # it was frozen since
+            if wanted and each is not None and not each.requires_grad:  # it has been frozen since
                 each.requires_grad_()
         assert x is not None
         v = _normalized(norm, x, weight, bias)

@@ -1,4 +1,4 @@
-"""What a fused layer gives while PyTorch traces or compiles a model (`polyphase.pending`)."""
+"""The output of a fused layer while PyTorch traces or compiles a model (`polyphase.pending`)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-#: What a tensor that has no values yet is asked for, as methods or attributes.
+#: Properties that are known of a tensor without values, as methods or attributes.
 SIZES = ("shape", "size", "dtype")
 
-#: What to do about outputs that are read too early.
+#: The remedy, in error messages, for outputs that are read too early.
 REMEDY = "call the whole of what was fused, or polyphase.restore(model) first"
 
 
 class Between:
-    """A tensor that is traced, to which modules that are to be called yet have been applied already.
+    """A traced tensor to which modules have been applied before they are called.
 
-    A plain object, which Dynamo follows. Who reads it otherwise gets an error; what Dynamo may leave to Python is
-    computed there, by `Pending` or `Marked`.
+    It is a plain object, which Dynamo follows. Any other use raises an error; calls that Dynamo leaves to Python are
+    computed by `Pending` or `Marked`.
     """
 
     def __init__(self, value: Tensor, expected: Sequence[Any], place: int = 0) -> None:
@@ -27,7 +27,7 @@ class Between:
         self.place = place
 
     def pass_through(self, module: Any) -> Tensor | Between | None:
-        """What a module gives of it; None if it is not the next one."""
+        """The result of a module's call with it; None if it is not the next module."""
         if self.expected[self.place] is not module:
             return None
         last = self.place + 1 == len(self.expected)
@@ -44,11 +44,11 @@ class Between:
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What PyTorch's functions call for it."""
+        """Raises, for any function of PyTorch."""
         next(each for each in flat((*args, *(kwargs or {}).values())) if type(each) is Between).tensor()
 
     def __getattr__(self, name: str) -> Any:
-        """A tensor's attribute; sizes and the type are those of what the modules give."""
+        """A tensor's attribute; sizes and the type are those of the modules' result."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.value, name) if name in SIZES else self.tensor()
@@ -59,7 +59,7 @@ def flat(values: Any) -> list[Any]:
     return [each for value in values for each in (flat(value) if type(value) in (list, tuple) else (value,))]
 
 
-# Python looks operators up in the class, past `__getattr__`.
+# Python looks operators up in the class, without `__getattr__`.
 for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "radd", "rsub", "rmul", "rtruediv", "iadd", "isub",
               "imul", "itruediv", "neg", "getitem", "setitem", "len", "iter", "bool", "float", "lt", "gt"):  # fmt: skip
     setattr(Between, f"__{_name}__", lambda self, *args: self.tensor())

@@ -1,4 +1,4 @@
-"""`freeze` a model for inference: its transposed convolutions keep their weights packed as their kernels want them."""
+"""`freeze` a model for inference: its transposed convolutions keep their weights packed in their kernels' order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 @dataclass(frozen=True, repr=False)
 class Frozen:
-    """What `freeze` did: ``layers`` are the names of the layers whose weights are kept, ``model`` the model.
+    """The result of `freeze`: ``layers`` are the names of the layers whose weights are kept, ``model`` the model.
 
-    ``skipped`` are the others that are polyphase's, each with a reason.
+    ``skipped``: the other polyphase layers, each with a reason.
     """
 
     model: Module

@@ -1,17 +1,17 @@
-"""What a layer gives of which modules and functions are expected to be called that the layer can compute too.
+"""Outputs of a layer after which calls of modules and functions are expected that the layer can compute too.
 
-Where `polyphase.fuse` has traced a model and found such calls behind a layer, the layer returns no plain tensor:
+If `polyphase.fuse` has traced a model and found such calls after a layer, the layer does not return a plain tensor:
 
-- where modules alone follow, or where derivatives are recorded, a `Marked`: a tensor that has been computed with them;
-- where functions follow a `Pending`, which is not computed yet. It records the calls that were found, in order, and
-  behind the last of them computes layer and calls as one. Functions are seen by ``__torch_function__``: no swapped
-  module can stand for ``F.relu(self.up(x))``;
-- while PyTorch traces or compiles a `Between`, which holds such a tensor as a `Marked` is.
+- if only modules follow, or derivatives are recorded, a `Marked`: a tensor that has been computed with the modules;
+- if functions follow, a `Pending`, which is not computed yet. It records the calls that were found, in order, and
+  after the last of them computes layer and calls as one. ``__torch_function__`` intercepts functions: no swapped
+  module can replace ``F.relu(self.up(x))``;
+- while PyTorch traces or compiles, a `Between`, which holds such a tensor as a `Marked` is.
 
-An activation before a layer returns a `Pending`, too, which the layer reads through.
+An activation before a layer also returns a `Pending`, from which the layer reads the activation's input.
 
-Modules that are called in the order that was found pass it on, and the last gives the tensor. Any other use computes
-what was asked for so far, and goes on with that, or is an error: values are never those of calls that were not made.
+Modules that are called in the order that was found pass it on, and the last one returns the tensor. Any other use
+computes the calls made so far and continues with their result, or is an error: calls that were not made have no effect.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from polyphase.torch_op.memory_format import is_channels_last, output_channels_l
 from polyphase.versions import check_versions, versions_of
 
 _CONSTANTS = (int, float, bool, str)
-_READ: dict[Any, Reading | None] = {}  # calls that were read before
+_READ: dict[Any, Reading | None] = {}  # cached readings of calls
 _MOST_READ = 1024
 
 
 class Waiting(NamedTuple):
-    """What a layer is to compute, and when.
+    """A layer's computation that waits for expected calls.
 
-    ``compute`` gives the tensor of the steps behind the layer, in ``out`` if there is one, from tensors that must not
-    change before, ``reads`` and those of the steps; ``expected``: the kinds of the calls in order, or
-    modules, which tell by ``pass_through`` that they are called; what the tensor will be. ``records``: autograd records
-    what is computed, as it would have when the layer was called; ``graph``: a tensor that is then where the first
-    output is in the graph, of other values, for what does not ask for values, such as an `autograd.Function`.
+    ``compute`` returns the tensor of the steps after the layer, in ``out`` if there is one, from ``reads`` and the
+    steps' tensors, which must not change before; ``expected``: the kinds of the calls in order, or modules, which call
+    ``pass_through``; ``size``, ``dtype`` and ``device``: the tensor's. ``records``: autograd records the computation,
+    as it would have when the layer was called; ``graph``: then a tensor at the first output's position in the graph,
+    with other values, for uses that do not need values, such as an `autograd.Function`.
     """
 
     compute: Callable[..., Tensor]
@@ -70,17 +70,17 @@ class Waiting(NamedTuple):
     graph: Tensor | None = None
 
 
-#: What a tensor that has no values yet is a view of: C++ code that reads it past the dispatcher finds nothing.
+#: The base of tensors without values: C++ code that reads them without the dispatcher finds no elements.
 _NOTHING = torch.empty(0, device="meta")
 
 
 class Pending(Tensor):
-    """A layer's output of which further calls are expected, not computed yet: PyTorch's functions ask what it is."""
+    """A layer's output that further calls are expected to read, not computed yet; intercepts PyTorch's functions."""
 
     _waiting: Waiting
     _steps: list[fused.Step]
     _versions: list[int]
-    _place: int  # how many of those expected have been called
+    _place: int  # number of expected calls that were made
     _found: Arranged  # how the steps are computed
     _value: Tensor | None = None
 
@@ -88,34 +88,34 @@ class Pending(Tensor):
     def of(
         cls, waiting: Waiting, steps: list[fused.Step], versions: list[int], place: int = 0, found: Arranged = PLAIN
     ) -> Pending:
-        """An output of the first ``place`` calls that are expected, ``steps``, which are computed as ``found`` says."""
+        """An output after the first ``place`` expected calls, whose ``steps`` are computed as ``found`` says."""
         pending = (_NOTHING if waiting.graph is None else waiting.graph).as_subclass(cls)
         pending._waiting, pending._steps, pending._versions = waiting, steps, versions
         pending._place, pending._found = place, found
         return pending
 
     def tensor(self) -> Tensor:
-        """What it stands for so far, computed once."""
+        """The result of the calls so far, computed once."""
         if self._value is None:
             self._value = self.compute()
         return self._value
 
     def compute(self, out: Tensor | None = None) -> Tensor:
-        """The same anew, written to ``out`` where that is given."""
+        """The result of the calls so far, computed again, in ``out`` if there is one."""
         check_versions(self._waiting.reads, self._steps, self._versions)
         records = self._waiting.records
         if records == torch.is_grad_enabled():
             return compute(self._waiting, self._found, self._steps, out)
         with torch.inference_mode(not records and torch.is_inference_mode_enabled()), torch.set_grad_enabled(records):
-            # as it was before
+            # with autograd's mode at the layer's call
             return compute(self._waiting, self._found, self._steps, out)
 
     def _size(self) -> tuple[int, ...]:
-        """The shape of what it stands for."""
+        """The shape of the result of the calls so far."""
         return self._waiting.size() if self._found is PLAIN else self._found.shape
 
     def pass_through(self, module: Any) -> Pending | Tensor | None:
-        """What a module gives of it; None if another call is expected, or without the derivatives that it has."""
+        """The result of a module's call; None if another call is expected, or derivatives are no longer recorded."""
         if not self._expects(module) or (self._waiting.records and not torch.is_grad_enabled()):
             return None
         step, dims = step_of_module(module, len(self._size())), (len(self._size()), len(self._waiting.size()))
@@ -123,7 +123,7 @@ class Pending(Tensor):
         return None if found is None else self._next(step, bool(vars(module).get("inplace")), found)
 
     def read_by(self, layer: Any) -> tuple[Tensor, list[fused.Step]] | None:
-        """What a layer is given that is to compute the steps itself, which are of its input; None where it is not."""
+        """The input and steps for a layer that computes the steps itself, on its input; None if it cannot."""
         if not self._expects(layer) or torch.is_grad_enabled():
             return None
         check_versions(self._waiting.reads, self._steps, self._versions)
@@ -136,7 +136,7 @@ class Pending(Tensor):
         return expected[self._place] is part or (type(part) is str and expected[self._place] == part)
 
     def _follow(self, step: fused.Step | None) -> Arranged | None:
-        """How it is computed with a further step, or nothing; None where a kernel would give something else."""
+        """How it is computed with a further step, if any; None if a kernel's result would differ."""
         if step is None or not step.kind or (self._found is PLAIN and not step.tensors and step.kind not in WIDER):
             return self._found
         return following(self._waiting, self._found, self._steps, step)
@@ -151,7 +151,7 @@ class Pending(Tensor):
         return later if later._place < len(self._waiting.expected) else later.tensor()
 
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A function of it: recorded if it is the next one expected, else computed of tensors."""
+        """A function's call with it: recorded if it is the next one expected, else computed with tensors."""
         name = (own := name_of(function)) or reduction_steps.name_of(function)
         if (part := self._sliced(function, args, kwargs)) is not None:
             return part
@@ -159,7 +159,7 @@ class Pending(Tensor):
         if copied and not self._waiting.records and self._read(name, args, kwargs) is not None:
             if name == "clone":
                 return Pending.of(self._waiting, self._steps, self._versions, self._place, self._found)
-            return self  # detached: who changes the one in place changes the other
+            return self  # detach: in-place changes of one change the other
         if name and self._expects(name) and not changes_other(function, self, args, kwargs):
             reading = self._read(name, args, kwargs) if own else None
             other = None if reading else reduction_steps.read(function, self, args, kwargs, len(self._size()))
@@ -171,7 +171,7 @@ class Pending(Tensor):
         return function(*_computed(args), **_computed(kwargs))
 
     def _sliced(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending | Tensor | None:
-        """A slice that is expected, or a contiguous copy, which it is already; None where it is computed otherwise."""
+        """An expected slice, or a contiguous copy if it is contiguous already; None if it is computed otherwise."""
         waiting, plain = self._waiting, self._found is PLAIN and self._value is None
         name = crops.name_of(function)
         if not name or not plain or kwargs or waiting.records or torch.is_grad_enabled():
@@ -187,7 +187,7 @@ class Pending(Tensor):
         return later if later._place < len(waiting.expected) else later.tensor()
 
     def _with_indices(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], values: Tensor) -> Any:
-        """What ``min`` or ``max`` returns: indices, which nothing read in the trace, are computed if something does."""
+        """The result of ``min`` or ``max``; indices, which nothing read in the trace, are computed only if read."""
         given = Pending.of(self._waiting, self._steps, self._versions, self._place, self._found)
 
         def indices(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
@@ -200,7 +200,7 @@ class Pending(Tensor):
         return kind((values, Pending.of(waiting, [], versions_of(waiting.reads))))
 
     def _read(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading | None:
-        """`read`, from memory where all but the value are plain constants."""
+        """`read`, cached if all arguments but the value are plain constants."""
         if not (args and args[0] is self):
             return read(name, self, args, kwargs)
         key = (name, *args[1:], *kwargs.items())
@@ -216,7 +216,7 @@ class Pending(Tensor):
         return found
 
     def _step(self, reading: Reading) -> fused.Step | None:
-        """The step of a call that gives what it gives of the tensor: of its dtype and shape, without derivatives."""
+        """The step of a call; None if its result has another dtype or shape, or derivatives."""
         other, waiting = reading.other, self._waiting
         if other is None:
             return fused.Step(reading.kind, reading.constants)
@@ -236,22 +236,22 @@ class Pending(Tensor):
         return step_of(reading, other if shape is None else other.reshape(shape), found)
 
     def _follows(self, other: Pending) -> bool:
-        """Whether it is what later calls of the same output have made of ``other``."""
+        """Whether it is the result of later calls on ``other``, of the same output."""
         return len(other._steps) <= len(self._steps) and all(map(is_, self._steps, other._steps))
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What PyTorch's functions call for it."""
+        """Handles every call of a function of PyTorch with it."""
         kwargs = kwargs or {}
         first = args[0] if args and type(args[0]) is Pending else None
         if function in _KNOWN and first is not None and not kwargs:
             return _KNOWN[function](first, *args[1:])
         for each in (*args[1:], *kwargs.values()) if args else kwargs.values():
             if type(each) is Pending and (first is None or each._place > first._place):
-                first = each  # which the other, an earlier value, may be read with
-        if first is None:  # within a list, as of torch.cat
+                first = each  # the latest value, whose call may also read an earlier one
+        if first is None:  # within a list, as for torch.cat
             joined = _joined(args, kwargs) if function in CONCATENATIONS else None
             return joined if joined is not None else function(*_computed(args), **_computed(kwargs))
         return first._call(function, args, kwargs)
@@ -261,7 +261,7 @@ def _property(name: str) -> Any:
     return getattr(Tensor, name).__get__
 
 
-#: What tells `SIZES` of a tensor that has no values yet.
+#: Functions that return the `SIZES` of a tensor without values.
 _KNOWN: dict[Any, Callable[..., Any]] = {
     _property("shape"): lambda pending, *_: torch.Size(pending._size()),
     Tensor.size: lambda pending, *dim: torch.empty(pending._size(), device="meta").size(*dim),
@@ -270,7 +270,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
 
 
 class _Mark(NamedTuple):
-    """What a `Marked` is of: its ``output`` as a plain tensor, and the steps, one for each module that is expected."""
+    """The data of a `Marked`: its ``output`` as a plain tensor, and the steps, one for each expected module."""
 
     output: Tensor
     waiting: Waiting
@@ -279,16 +279,16 @@ class _Mark(NamedTuple):
 
 
 class Marked(Tensor):
-    """A layer's output, to which modules that are to be called yet have been applied already.
+    """A layer's output to which modules have been applied before they are called.
 
-    A tensor, for those who look for tensors to hand gradients back to: reentrant checkpointing, for one. Who reads it
-    otherwise reads what it is called for, which is computed then.
+    It is a tensor, for code that looks for tensors to return gradients to, such as reentrant checkpointing. Any other
+    use reads the result of the calls so far, which is computed then.
     """
 
     _mark: _Mark
-    _place: int = 0  # how many of the modules have been called
-    _value: Tensor | None = None  # what was called for so far, if that was read
-    _is_given: bool = False  # the output itself, which its reader may have changed
+    _place: int = 0  # number of modules that have been called
+    _value: Tensor | None = None  # the result of the calls so far, if it was read
+    _is_given: bool = False  # whether the output itself was returned, which its reader may have changed
 
     @classmethod
     def of(cls, output: Tensor, waiting: Waiting, steps: Sequence[fused.Step | None]) -> Marked:
@@ -301,12 +301,12 @@ class Marked(Tensor):
         return marked
 
     def _is_recorded(self) -> bool:
-        """Whether it has derivatives. (A checkpoint gives them to what it has computed without.)"""
+        """Whether it has derivatives. (A checkpoint sets ``requires_grad`` of results that it computed without.)"""
         with torch._C.DisableTorchFunctionSubclass():
             return self.requires_grad
 
     def pass_through(self, module: Any) -> Tensor | None:
-        """What a module gives of it; None if it is not the next one, or is to have derivatives that were not."""
+        """The result of a module's call; None if it is not the next, or needs derivatives that were not recorded."""
         mark, place = self._mark, self._place
         expected = mark.waiting.expected
         if self._value is not None or self._is_given or expected[place] is not module:
@@ -317,7 +317,7 @@ class Marked(Tensor):
             if any(each.requires_grad for each in parameters):
                 return None
         in_place = vars(module).get("inplace")
-        if place + 1 == len(expected):  # as a view where a checkpoint gives it another place in the graph
+        if place + 1 == len(expected):  # a view if a checkpoint gives it another position in the graph
             self._is_given = not (recorded or mark.output.requires_grad)
             last = mark.output if self._is_given else self.as_subclass(Tensor)
             self._value = last if in_place else None
@@ -327,7 +327,7 @@ class Marked(Tensor):
         return marked
 
     def tensor(self) -> Tensor:
-        """What has been called for so far, computed once."""
+        """The result of the calls so far, computed once."""
         if self._value is None:
             recorded = self._is_recorded()
             if recorded and not torch.is_grad_enabled():
@@ -347,7 +347,7 @@ class Marked(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What PyTorch's functions call for it."""
+        """Handles every call of a function of PyTorch with it."""
         self = next((each for each in flat(args) if type(each) is Marked), None)
         own = function in _THE_SAME or (function in _OF_CHECKPOINTS and not torch.is_grad_enabled())
         if own and self is not None and self._value is None:
@@ -361,7 +361,7 @@ class Marked(Tensor):
 
 
 def _joined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """A concatenation along channels, where layers wait for it: each writes its slice of the result. None elsewhere."""
+    """A concatenation along channels for which layers wait: each writes its slice of the result. None for others."""
     given = args[0] if args else kwargs.get("tensors", ())
     waiting = next((each._waiting for each in given if _is_to_be_joined(each)), None)
     if waiting is None:
@@ -373,7 +373,7 @@ def _joined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     channels = [_channels(each, size, waiting) for each in parts]
     if None in channels:
         return None
-    last = all(map(_is_channels_last, parts))  # as PyTorch decides it
+    last = all(map(_is_channels_last, parts))  # PyTorch's rule
     if not last and _is_channels_last(waiting):
         return None
     format = (torch.channels_last if len(size) == 4 else torch.channels_last_3d) if last else torch.contiguous_format
@@ -392,7 +392,7 @@ def _joined(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 
 def _is_channels_last(part: Any) -> bool:
-    """Whether a tensor of four or five dimensions, or what a layer is to compute, is channels_last."""
+    """Whether a tensor of four or five dimensions, or a waiting layer's output, is channels_last."""
     if type(part) is Tensor:
         return part.dim() > 3 and is_channels_last(part)
     reads = (part._waiting if type(part) is Pending else part).reads
@@ -400,12 +400,12 @@ def _is_channels_last(part: Any) -> bool:
 
 
 def _is_to_be_joined(part: Any) -> bool:
-    """Whether it waits for a concatenation that is called next, and the layer's own kernel computes it."""
+    """Whether a part waits for a concatenation as its next call, and the layer's own kernel computes it."""
     return type(part) is Pending and part._found is PLAIN and part._expects("cat")
 
 
 def _channels(part: Any, size: tuple[int, ...], waiting: Waiting) -> Any:
-    """The channels of what is otherwise as a layer's output is, a tensor or to be joined itself; None elsewhere."""
+    """The channels of a tensor or a waiting layer that otherwise equals the output of ``waiting``; None for others."""
     kind: Any
     if type(part) is Pending:
         kind = part._waiting
@@ -418,24 +418,24 @@ def _channels(part: Any, size: tuple[int, ...], waiting: Waiting) -> Any:
     return found[1] if alike and found[:1] + found[2:] == size[:1] + size[2:] else None
 
 
-#: What is the same of a layer's output and of what the modules behind it give.
+#: Properties that a layer's output shares with the results of the modules after it.
 _THE_SAME = {
     _property(name) for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "is_nested")
 }
 _THE_SAME |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.get_device, Tensor.is_floating_point}
 
-#: What reentrant checkpointing does to what it is given and gives, while no derivatives are recorded.
+#: Functions that reentrant checkpointing calls with its inputs and outputs while no derivatives are recorded.
 _OF_CHECKPOINTS = {Tensor.detach, _property("grad"), torch.autograd.backward}
 _OF_CHECKPOINTS |= {getattr(Tensor, "requires_grad").__set__}  # noqa: B009
 
 
 def computed(value: Any) -> Any:
-    """A tensor in the place of what is expected to be read otherwise."""
+    """The tensor of a `Pending`, `Marked` or `Between`; other values unchanged."""
     return value.tensor() if type(value) in (Pending, Marked, Between) else value
 
 
 def _computed(values: Any) -> Any:
-    """Tensors in the place of what is not plain, in lists and dictionaries too."""
+    """`Pending` and `Marked` replaced by their tensors, in lists and dictionaries too."""
     if type(values) in (Pending, Marked):
         return values.tensor()
     if isinstance(values, Mapping):

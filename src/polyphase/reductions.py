@@ -1,8 +1,8 @@
-"""Steps behind a layer that no epilogue computes (`polyphase.reduction_steps`), computed by kernels of their own.
+"""Steps after a layer that no epilogue computes (`polyphase.reduction_steps`), computed by their own kernels.
 
-`arranged` makes a list of such steps, and of operations between them, into as few `Reduction`s as there can be:
-pooling, then operations, then one reduction or norm, then operations. Each is a kernel that reads what the one before
-has written.
+`_arranged` makes a list of such steps, and of operations between them, into as few `Reduction`s as possible: pooling,
+then operations, then one reduction or norm, then operations. Each is a kernel that reads the result of the kernel
+before it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from polyphase.torch_op.steps import checked
 
 
 class Arranged(NamedTuple):
-    """How steps behind a layer are computed: the first ``own`` by its epilogue, others by ``parts``.
+    """How steps after a layer are computed: the first ``own`` by its epilogue, the others by ``parts``.
 
-    ``reads``: of each part the place and role of the tensors that its operations read. ``shape``: the result's.
+    ``reads``: for each part the step and role of the tensors that its operations read. ``shape``: the result's.
     """
 
     own: int
@@ -40,21 +40,21 @@ class Arranged(NamedTuple):
     shape: tuple[int, ...]
 
 
-#: Of steps without any of `KINDS`.
+#: For steps without any of `KINDS`.
 PLAIN = Arranged(-1, (), (), ())
 
 #: Steps whose results are float32 on a GPU under autocast.
 WIDER = frozenset(("softplus", *OF_PIXELS, *KINDS))
 _FOUND: dict[Any, tuple[Arranged, Arranged | None]] = {}
 _MOST_FOUND = 4096
-_MOST_IN_EPILOGUE = 64  # channels of a softmax: one row block
+_MOST_IN_EPILOGUE = 64  # most channels of a softmax in an epilogue: one row block
 
 
 def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step: fused.Step) -> Arranged | None:
-    """How a further step and those before are computed behind a layer that waits (`polyphase.pending.Waiting`).
+    """How a further step and the earlier ones are computed after a layer that waits (`polyphase.pending.Waiting`).
 
-    None where it would not give what its call gives now: autograd would record some steps of a value without
-    derivatives, and no reduction is computed of channels_last. ``before``: how those before are computed.
+    None if the result would differ from the step's own call (autograd would record some steps of a value without
+    derivatives), or for a reduction of channels_last. ``before``: how the earlier steps are computed.
     """
     kind, tensors = step.kind, step.tensors
     if kind in WIDER and torch._C._is_any_autocast_enabled():
@@ -66,7 +66,7 @@ def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step:
     read = ((role, type(each), each.shape, each.dtype, each.device) for role, each in tensors)
     about = (kind, step.constants, step.of, *read)
     key: Any = (id(before), *about)
-    if before is PLAIN:  # of steps of its own an epilogue needs the number alone
+    if before is PLAIN:  # of the epilogue's own steps only the number matters
         if output_channels_last(*waiting.reads[:2]):
             return None
         key = (waiting.size(), waiting.dtype, waiting.device, len(steps), *about)
@@ -81,7 +81,7 @@ def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step:
 
 
 def _is_apart(waiting: Any) -> bool:
-    """Whether a softmax over channels is faster behind a layer than in its kernel, or no kernel has all channels."""
+    """Whether a softmax over channels is faster after a layer than in its kernel, or no kernel has all channels."""
     size, (input, weight, *_) = waiting.size(), waiting.reads
     if size[1] > MOST_CHANNELS or size[1] != weight.shape[1]:
         return True
@@ -91,7 +91,7 @@ def _is_apart(waiting: Any) -> bool:
 def _arranged(size: tuple[int, ...], own: int, steps: Sequence[fused.Step], like: Any) -> Arranged | None:
     try:
         return _arrange(size, own, steps, like)
-    except (RuntimeError, TypeError, ValueError):  # operands that no operation takes
+    except (RuntimeError, TypeError, ValueError):  # operands that no operation supports
         return None
 
 
@@ -116,7 +116,7 @@ def _arrange(size: tuple[int, ...], own: int, steps: Sequence[fused.Step], like:
 
 
 def _add(parts: list[_Part], place: int, step: fused.Step, like: Any) -> bool:
-    """Have the last part compute a step, or a further one; whether one can."""
+    """Adds a step to the last part, or to a new one; whether that is possible."""
     shape = parts[-1].output_shape(like)
     if step.kind in REDUCTIONS and set(shape[int(step.constants[0]) : int(step.constants[1]) + 1]) == {1}:
         parts[-1].pass_over(place)
@@ -131,21 +131,21 @@ def _is_over(step: fused.Step) -> bool:
 
 
 class _Part:
-    """What one kernel computes of a tensor of ``shape``; ``place``: of the first of its steps."""
+    """The steps of one kernel, which reads a tensor of ``shape``; ``place``: the index of its first step."""
 
     def __init__(self, shape: tuple[int, ...], place: int) -> None:
         self._shape = shape
         self._pool, self._window = "", (1,) * (len(shape) - 2)
         self._over: dict[str, Any] = {}
-        self._viewed: tuple[int, ...] = ()  # what its result is seen as
+        self._viewed: tuple[int, ...] = ()  # the shape of a view of the result
         self._before: list[fused.Step] = []
-        self._after: list[fused.Step] = []  # or before, as long as there is nothing between
+        self._after: list[fused.Step] = []  # operations before as well, as long as there is no reduction or norm
         self._reads_before: list[tuple[int, str]] = []
         self.reads: list[tuple[int, str]] = []
-        self._numbers = [place]  # those that its values have among the values of all steps
+        self._numbers = [place]  # its values' indices among the values of all steps
 
     def takes(self, step: fused.Step, like: Any) -> bool:
-        """Whether a step can be a part of it."""
+        """Whether the part can have a further step."""
         if step.kind == "view":
             return True
         if self._viewed and (_is_over(step) or step.kind == "add"):
@@ -157,11 +157,11 @@ class _Part:
         return not (step.tensors and self._over.get("by_position"))
 
     def pass_over(self, place: int) -> None:
-        """A step that leaves the last value as it is."""
+        """Adds a step that does not change the last value."""
         self._numbers[-1] = place + 1
 
     def add(self, place: int, step: fused.Step, shape: tuple[int, ...]) -> bool:
-        """With a step that it takes; whether it can be computed of its result so far, of ``shape``."""
+        """Adds a step that it `takes`; whether the step can be computed from the result so far, of ``shape``."""
         if step.kind == "view":
             return self._add_view(place, step, shape)
         if step.kind in ("max_pool", "avg_pool"):
@@ -180,7 +180,7 @@ class _Part:
         return True
 
     def _add_view(self, place: int, step: fused.Step, shape: tuple[int, ...]) -> bool:
-        """Seen as another number of spatial dimensions."""
+        """Adds a view with another number of spatial dimensions."""
         sizes = [shape[i] if not size and i < len(shape) else int(size) for i, size in enumerate(step.constants)]
         rest, known = math.prod(shape), math.prod(size for size in sizes if size != -1)
         sizes = [rest // max(1, known) if size == -1 else size for size in sizes]
@@ -216,12 +216,12 @@ class _Part:
         if positions:
             self._over["by_position"] = True
             wanted = shape[first:]
-        if step.tensors:  # a norm's own, which makes a value more
+        if step.tensors:  # the operands of a norm, which add a value
             roles = {"weight": "scale", "offset": "shift"}
             tensors = tuple((roles[role], each.reshape(-1)) for role, each in step.tensors)
             self._after, self._numbers = [fused.Step("scale_shift", (), tensors)], [-1, place + 1]
             self.reads = [(place, role) for role, _ in step.tensors]
-        sizes = step.constants[1:-1] if step.kind == "position_norm" else shape[first:]  # those that it is for
+        sizes = step.constants[1:-1] if step.kind == "position_norm" else shape[first:]  # the norm's own sizes
         fits = all(tuple(each.shape) == wanted for _, each in step.tensors) and shape[first] % groups == 0
         fits &= shape[first:] == tuple(sizes)
         return fits and (kind != "norm" or math.prod(shape[first : last + 1]) > groups)
@@ -231,7 +231,7 @@ class _Part:
         return Reduction(self._shape, self._pool, self._window if self._pool else ())
 
     def reduction(self, like: Any) -> Reduction:
-        """As data; operands that are read first are those behind."""
+        """The part as data."""
         before = checked("before", self._before, like, self._pooled.pooled, True)
         plain = replace(self._pooled, before=before, **self._over)
         shape = plain.output_shape
@@ -242,11 +242,11 @@ class _Part:
         return replace(plain, after=checked("after", self._after, like, shape, True))
 
     def output_shape(self, like: Any) -> tuple[int, ...]:
-        """What its result is seen as."""
+        """The shape of the result, or of a view of it."""
         return self._viewed or self.reduction(like).output_shape
 
     def all_reads(self) -> tuple[tuple[int, str], ...]:
-        """Of operations behind, then of those before."""
+        """The `reads` of operations after, then of operations before."""
         return (*self.reads, *self._reads_before)
 
 
@@ -255,7 +255,7 @@ _MOST_CALLS = 1024
 
 
 def compute(waiting: Any, found: Arranged, steps: Sequence[fused.Step], out: Tensor | None = None) -> Tensor:
-    """What a layer that waits gives with the steps behind it; in ``out``, where there is no reduction among them."""
+    """The result of a layer that waits with the steps after it; in ``out``, if there is no reduction among them."""
     if found is PLAIN:
         result: Tensor = waiting.compute(steps, out)
         return result
@@ -263,7 +263,7 @@ def compute(waiting: Any, found: Arranged, steps: Sequence[fused.Step], out: Ten
 
 
 def _compute(found: Arranged, steps: Sequence[fused.Step], value: Tensor) -> Tensor:
-    """The reductions of what the layer gives."""
+    """The reductions of the layer's result."""
     for reduction, reads in zip(found.parts, found.reads):
         tensors = [dict(steps[place].tensors)[role] for place, role in reads]
         by, value = _by_kernels if _has_kernels(value) else _by_functions, value.reshape(reduction.shape)
@@ -293,7 +293,7 @@ def _by_kernels(reduction: Reduction, value: Tensor, tensors: Sequence[Tensor]) 
 
 
 def _by_functions(reduction: Reduction, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """The same by PyTorch's functions, half types in float32."""
+    """`_by_kernels` by PyTorch's functions, half types in float32."""
     count = len(reduction.after.named_operands)
     wide = value.to(torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype)
     if reduction.pool:
