@@ -1,14 +1,14 @@
 """Chains of a built model that a transposed convolution computes in its own kernel: ``accelerate(model, fuse=True)``.
 
-A chain is a transposed convolution and what reads its output, where nothing else does, one after the other: batch
-norms, layer norms over channels, activations, dropouts, sums, slices, and products and sums with an earlier value of
-the chain, as modules or as calls of PyTorch's functions; and an activation, as a module, whose output the layer alone
-reads. It is found by symbolic tracing (`torch.fx`) of the model, or of the parts of it that can be traced, as they run
-in evaluation mode. Nothing is copied, no parameter moves and no code is rewritten: the layer keeps a list of what
-follows it and reads parameters at every call. What it returns says what is expected of it (`polyphase.pending`): a
-module passes on what expects it, and computes its own operation of anything else. All of that holds while the whole
-chain is in evaluation mode and without hooks; else each computes what it always did, but for norms in training
-(`polyphase.batch_norms`).
+A chain is a transposed convolution and the operations that read its output, each the only reader of the one before:
+batch norms, layer norms over channels, activations, dropouts, sums, slices, and products and sums with an earlier value
+of the chain, as modules or as calls of PyTorch's functions; and an activation, as a module, whose output only the layer
+reads. It is found by symbolic tracing (`torch.fx`) of the model, or of the parts of it that can be traced, in
+evaluation mode. Nothing is copied, no parameter moves and no code is rewritten: the layer keeps a list of the modules
+and calls after it and reads parameters at every call. Its output knows the expected calls (`polyphase.pending`): a
+module passes on an output that expects it, and computes its own operation on any other input. This holds while the
+whole chain is in evaluation mode and without hooks; otherwise each module computes its own operation, except norms in
+training (`polyphase.batch_norms`).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from polyphase.versions import versions_of
 
 _FUSED = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}
 _PLAIN = (Tensor, torch.nn.Parameter)
-#: Those whose derivative a layer takes from their result, and PyTorch from what they are given.
+#: Modules whose derivative a layer computes from their result, and PyTorch from their input.
 _KEEP_RESULT = (torch.nn.ELU, torch.nn.LeakyReLU, torch.nn.Hardtanh)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A transposed convolution and what it computes of what follows it.
+    """A transposed convolution and the operations around it that it computes.
 
     Attributes:
         name: the layer's qualified name.
-        before: the module of which it computes the operation on its input, or "".
-        fused: what it computes, in order: modules by their qualified names, calls as ``relu()``.
-        reason: why there are no more.
-        classes: names of modules among these, and of their classes.
-        function_before: a function that it does not compute of its input, and would if it were a module.
+        before: the module whose operation it computes on its input, or "".
+        fused: the operations after it, in order: modules by their qualified names, calls as ``relu()``.
+        reason: why no further operation is fused.
+        classes: names of the fused modules, and of their classes.
+        function_before: a function of its input that is not fused, but would be as a module.
     """
 
     name: str
@@ -79,17 +79,17 @@ class Block:
 
 
 class Chain:
-    """What follows a layer and is computed by it. The layer and each module of it keep it.
+    """The operations around a layer that it computes. The layer and each module of the chain refer to it.
 
-    ``modules``: those right behind the layer. ``then``: the kinds of the calls that follow
-    (`polyphase.elementwise.name_of`), and modules behind them, which only a layer that waits computes. ``before``: the
-    activation of the layer's input, where there is one; without derivatives the layer computes it.
-    ``places``: where the model had each, the module that holds it and its name there; copies of a chain have none.
-    ``changed``: a function changes in place what the last of ``modules`` gives, which is then not to be kept for
-    derivatives: with these that module computes for itself.
-    ``shared``: modules of ``then`` that are called elsewhere too, of which no chain is the only one.
-    ``normalizes``: one of ``modules`` is a layer norm, which gives float32 under autocast: all are then computed by
-    themselves. So they are of an input without a batch where one has a tensor: its channels are another dimension.
+    ``modules``: the modules right after the layer. ``then``: the kinds of the calls that follow
+    (`polyphase.elementwise.name_of`), and modules after them, which only a layer that waits computes. ``before``: the
+    activation of the layer's input, or None; the layer computes it if no derivatives are recorded.
+    ``places``: for each module of the model its parent and its name there; copies of a chain have none.
+    ``changed``: a function changes the result of the last of ``modules`` in place, so that it must not be saved for
+    derivatives: if these are recorded, that module computes itself.
+    ``shared``: modules of ``then`` that are called elsewhere too, and so belong to no single chain.
+    ``normalizes``: one of ``modules`` is a layer norm, whose result is float32 under autocast: then modules compute
+    themselves. So they do for an input without a batch if one has a tensor: channels are another dimension there.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Chain:
         self._recorded = modules[:-1] if changed else modules
         self.then = then
         self._shared = shared
-        #: Its modules in order, without the layer.
+        #: All modules of the chain in order, without the layer.
         first = () if before is None else (before,)
         self.all_modules = (*first, *modules, *(each for each in then if isinstance(each, Module)))
         self._normalizes = normalizes
@@ -120,7 +120,7 @@ class Chain:
         return {**vars(self), "_places": ()}
 
     def is_active(self) -> bool:
-        """Whether the layer computes all of it now. Every line is host time of every call, as in `is_whole`."""
+        """Whether the layer computes the whole chain now. Every line is host time of every call, as in `is_whole`."""
         if self.layer.training:
             return False
         for module in self.all_modules:
@@ -129,11 +129,11 @@ class Chain:
         return self.is_whole()
 
     def is_whole(self) -> bool:
-        """Whether none of it was restored or replaced, and no hook would see what is not computed."""
+        """Whether no module was restored or replaced, and no hook would see a value that is not computed."""
         for holder, name, module in self._places:
             if (found := holder()) is not None and found._modules.get(name) is not module:
                 return False
-        hooks: Any = torch.nn.modules.module  # of all modules
+        hooks: Any = torch.nn.modules.module  # global hooks
         if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
             return False
         if hooks._global_backward_hooks or hooks._global_backward_pre_hooks:
@@ -148,20 +148,20 @@ class Chain:
             return False
         return layer.__dict__.get("_chain") is self
 
-    # To Dynamo a constant, as `torch.compiler.assume_constant_result` marks it (which would import Dynamo): its guards
-    # took longer than all others of a model, and `restore` changes classes, which are guarded in any case.
+    # A constant to Dynamo, as `torch.compiler.assume_constant_result` would mark it (but importing Dynamo): its guards
+    # took longer than all others of a model, and `restore` changes classes, which Dynamo always guards.
     is_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _shares(self, module: Module) -> bool:
-        """Whether a module is shared, and computed by layers still."""
+        """Whether a module is shared, and layers still compute it."""
         return module in self._shared and hasattr(type(module), "_reader")
 
     def begin(self, input: Any) -> Any:
-        """What the activation of the layer's input returns: what stands for it, for the layer; else None."""
+        """The result of the activation of the layer's input: a `Pending` that the layer reads, or None."""
         layer: Any = self.layer
         if type(input) not in _PLAIN or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
             return None
-        if input.requires_grad or sees_input(layer):  # for the first see `run`
+        if input.requires_grad or sees_input(layer):  # the first: see `run`
             return None
         if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
             return None
@@ -179,7 +179,7 @@ class Chain:
         return Pending.of(waiting, [], versions_of(waiting.reads)).pass_through(before)
 
     def run(self, input: Any, output_padding: Any) -> Any:
-        """The layer and what is around it: a tensor, or what knows of the modules and functions that are to follow."""
+        """The layer and its chain: a tensor, or an object that knows the modules and functions expected next."""
         layer: Any = self.layer
         before: Sequence[fused.Step] = ()
         if type(input) is Pending and self.before is not None and (found := input.read_by(layer)) is not None:
@@ -188,14 +188,14 @@ class Chain:
         tensors = (input, layer.weight, layer.bias)
         apart = self._normalizes and torch._C._is_any_autocast_enabled()
         apart |= self._has_channels and input.dim() != len(layer.stride) + 2
-        if apart or not input.is_floating_point():  # no epilogue takes complex numbers
+        if apart or not input.is_floating_point():  # no epilogue supports complex numbers
             return self._run(tensors, output_padding, (), before)
         tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
         if tracing and self.modules:
             return Between(self._run(tensors, output_padding, self._steps(), before), self.modules)
         if tracing or type(input) not in _PLAIN or torch._C._are_functorch_transforms_active():
             return self._run(tensors, output_padding, (), before)
-        # A reentrant checkpoint records nothing, and gives what a layer returns derivatives: it must be a tensor.
+        # A reentrant checkpoint records nothing, and sets requires_grad of a layer's output: it must be a tensor.
         recorded = torch.is_grad_enabled() or input.requires_grad
         if self.then and not recorded and input.dim() == len(layer.stride) + 2:
             waiting = self._waiting(tensors, output_padding, (*self.modules, *self.then), before)
@@ -208,7 +208,7 @@ class Chain:
         return Marked.of(self._run(tensors, output_padding, steps, before), waiting, steps)
 
     def _steps(self) -> list[fused.Step | None]:
-        """The operations right behind the layer, one for each module, of the parameters as they are now."""
+        """The operations right after the layer, one for each module, with its current parameters."""
         return [step_of_module(module) for module in self.modules]
 
     def _run(
@@ -248,7 +248,7 @@ class Chain:
                 return self._run(tensors, output_padding, steps, before, out)
 
         def size() -> tuple[int, ...]:
-            paddings = layer.padding, tuple(output_padding)  # a list where an output size was asked for
+            paddings = layer.padding, tuple(output_padding)  # a list if an output size was requested
             known = _output_size(
                 input.shape[2:], layer.kernel_size, layer.stride, *paddings, layer.dilation, layer.groups
             )
@@ -267,7 +267,7 @@ def _output_size(size: tuple[int, ...], *layer: Any) -> tuple[int, ...]:
 def _forward(module: Any, input: Any) -> Any:
     if type(input) is not Tensor and isinstance(input, torch.fx.Proxy):
         tracer: Any = input.tracer
-        if getattr(tracer, "root", module) is not module:  # a node of its own, as `torch.nn`'s modules are
+        if getattr(tracer, "root", module) is not module:  # a single node, as for modules of `torch.nn`
             node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), {})
             return node
     kind = type(input)
@@ -293,14 +293,14 @@ def _extra_repr(module: Any) -> str:
 
 
 def _taken(cls: type[Module], reader: Any) -> Any:
-    """The class of modules that a layer computes: equal to ``cls`` for who asks for exact types."""
+    """The class of modules that a layer computes; comparisons of exact types see ``cls``."""
     namespace = {
         "__module__": __name__,
         "__qualname__": f"Taken{cls.__name__}",
         "__doc__": f"A `{cls.__name__}` that returns its input, of which the layer before has computed it.",
         "_stands_for": cls,
         "_reader": staticmethod(reader),
-        # Who merges modules by their types would merge a norm that the layer computes already.
+        # Tools that merge modules by their types would merge a norm that the layer computes already.
         "_apart_for": (*APART_FOR, "torch.ao.", "torch.fx."),
         "_chain": None,
         "_get_name": lambda module: cls.__name__,
@@ -311,7 +311,7 @@ def _taken(cls: type[Module], reader: Any) -> Any:
 
 
 def _taken_class(cls: type[Module], reader: Any = layer_norm) -> Any:
-    """The class of modules that a layer computes for ``cls``, made here where it is a layer norm's or a snake's."""
+    """The class of modules that a layer computes for ``cls``; created here for layer norms and snakes."""
     found = next((taken for other, taken in _TAKEN.items() if other is cls), None)
     if found is None:
         found = _TAKEN[cls] = _taken(cls, reader)
@@ -325,7 +325,7 @@ def _new(cls: type[Module], reader: Any) -> Any:
 
 
 def _reduced(module: Any, protocol: Any) -> tuple[Any, ...]:
-    """What is pickled: no module has its class under a name."""
+    """The pickled form, for classes without a name in a module."""
     kind = type(module)
     return (_new, (kind._stands_for, kind._reader), *object.__reduce_ex__(module, max(2, protocol))[2:])
 
@@ -336,7 +336,7 @@ globals().update({taken.__name__: taken for taken in _TAKEN.values()})
 
 
 def fuse(model: Module) -> tuple[Block, ...]:
-    """Have the transposed convolutions of ``model`` that are polyphase's compute what follows them, in place."""
+    """Makes polyphase's transposed convolutions in ``model`` compute the operations around them, in place."""
     blocks: list[Block] = []
     seen: set[int] = set()
     traced: list[str] = []
@@ -354,7 +354,7 @@ def fuse(model: Module) -> tuple[Block, ...]:
                 blocks.append(Block(f"{prefix}{node.target}", (), "it has been already, by an earlier call"))
                 continue
             found.append((node, *trace.chain_of(node)))
-        # What a layer computes of its output, no other does of its input.
+        # An operation that a layer computes on its output is not computed by another on its input.
         blocks += [_block(prefix, root, trace, node, chain, reason) for node, chain, reason in found]
     missing = (
         (name, each) for name, each in model.named_modules() if isinstance(each, LAYERS) and id(each) not in seen
@@ -370,7 +370,7 @@ def _block(
     chain: Sequence[torch.fx.Node],
     reason: str,
 ) -> Block:
-    """Have the layer of a node compute the nodes of its chain, and tell it."""
+    """Makes the layer of a node compute the nodes of its chain; returns the description."""
     before = trace.before(layer)
     if chain or before is not None:
         _join(root, [layer, *chain], before, {str(each.target) for each in chain if trace.is_shared(each)})
@@ -387,11 +387,11 @@ def _block(
 
 
 def unfuse(model: Module) -> None:
-    """Have every module of ``model`` compute for itself again."""
+    """Makes every module of ``model`` compute itself again."""
     for module in model.modules():
         if isinstance(module, LAYERS):
             chain = vars(module).pop("_chain", None)
-            for each in () if chain is None else chain.all_modules:  # also those that are no part of the model
+            for each in () if chain is None else chain.all_modules:  # also modules that are not part of the model
                 _free(each)
         else:
             _free(module)
@@ -405,20 +405,20 @@ def _free(module: Module) -> None:
 
 
 def _place(root: Module, path: str) -> tuple[weakref.ref[Module], str, Module]:
-    """The module that holds another one, the name there, and the module itself."""
+    """The parent of a module, the name there, and the module itself."""
     holder, _, name = path.rpartition(".")
     return weakref.ref(root.get_submodule(holder)), name, root.get_submodule(path)
 
 
 def _is_changed(module: Module, value: torch.fx.Node) -> bool:
-    """Whether a function changes in place what a module gives, of which a layer would keep it for derivatives."""
+    """Whether a function changes a module's result in place, which a layer would save for derivatives."""
     return isinstance(module, _KEEP_RESULT) and any(is_in_place(each.target, each.kwargs) for each in value.users)
 
 
 def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | None, names: set[str]) -> None:
-    """Have a layer, the module of the first of these nodes of ``root``, compute what the others call behind it.
+    """Makes a layer, the module of the chain's first node in ``root``, compute the calls of the further nodes.
 
-    ``before``: the node of the activation that it computes of its input; ``names``: of modules that are shared.
+    ``before``: the node of the activation of its input, which it computes too; ``names``: of shared modules.
     """
     nodes = [*chain] if before is None else [before, *chain]
     places = [_place(root, str(each.target)) for each in nodes if each.op == "call_module"]
@@ -438,7 +438,7 @@ def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | 
         known = snake_of(module) if module is activation else None
         if known is not None:
             vars(module)["_snake"] = known
-        if not hasattr(type(module), "_reader"):  # else it is shared
+        if not hasattr(type(module), "_reader"):  # otherwise it is shared, and done
             module.__class__ = _taken_class(type(module), layer_norm if known is None else snake)
         if module not in shared:
             vars(module)["_chain"] = joined

@@ -20,7 +20,7 @@ LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
 class _Proxy(torch.fx.Proxy):
-    """One whose ``x += y`` is a node that changes x; of PyTorch's it is a sum, and the change is in no graph."""
+    """A proxy whose ``x += y`` is a node that changes x; PyTorch's proxies record a sum, without the change."""
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -35,17 +35,17 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 
 
 class InPlaceTracer(torch.fx.Tracer):
-    """Changes by operators are nodes."""
+    """A tracer that records in-place operators as nodes."""
 
     def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
-        """What stands for a node's value while a model is traced."""
+        """The proxy of a node's value while a model is traced."""
         return _Proxy(node, self)
 
 
 class _Tracer(InPlaceTracer):
-    """Modules of a chain are nodes, also polyphase's, layer norms over channels and snakes, which PyTorch has not.
+    """A tracer that makes modules of chains nodes, also polyphase's, layer norms over channels, and snakes.
 
-    ``known``: such norms and snakes. ``opaque``: further modules that are nodes; nobody knows what they do.
+    ``known``: these norms and snakes, which PyTorch lacks. ``opaque``: further modules that are nodes, of unknown kind.
     """
 
     def __init__(self, known: Collection[Module], opaque: Sequence[Module] = ()) -> None:
@@ -58,7 +58,7 @@ class _Tracer(InPlaceTracer):
         return isinstance(m, LAYERS) or id(m) in self._known or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module's call gives: a node of one that is opaque says so."""
+        """The result of a module's call; an opaque module's node is marked."""
         result = super().call_module(m, forward, args, kwargs)
         if id(m) in self._opaque:
             result.node.meta[OPAQUE] = True
@@ -68,14 +68,14 @@ class _Tracer(InPlaceTracer):
 def graphs(
     model: Module, prefix: str = "", known: Collection[Module] | None = None, opaque: dict[Module, bool] | None = None
 ) -> Iterator[tuple[str, torch.fx.Graph, Module]]:
-    """Graphs of the model in evaluation mode, or of the largest parts of it that can be traced, with their prefixes.
+    """Graphs of the model in evaluation mode, or of its largest parts that can be traced, with their prefixes.
 
-    ``known``: its norms over channels and its snakes. ``opaque``: whether modules cannot be traced, as far as that was
-    found.
+    ``known``: the model's norms over channels and snakes. ``opaque``: for modules examined so far, whether they cannot
+    be traced.
     """
     if not any(isinstance(module, LAYERS) for module in model.modules()) or isinstance(model, LAYERS):
         return
-    if known is None:  # found once: a vocoder has a hundred snakes, each traced to be known
+    if known is None:  # found once: a vocoder has a hundred snakes, each recognised by tracing
         known = _norms_and_snakes(model)
     graph, opaque = _traced(model, known), {} if opaque is None else opaque
     if graph is None and (leaves := _opaque(model, known, opaque)):
@@ -89,8 +89,8 @@ def graphs(
 
 @contextmanager
 def _left_as_it_is(model: Module) -> Iterator[None]:
-    """Modules keep no attributes that are set meanwhile, and their lists and dictionaries no items."""
-    modes = [(module, module.training) for module in model.modules()]  # of scripted modules no attribute of Python's
+    """A context after which modules' attributes, and items of their lists and dictionaries, are restored."""
+    modes = [(module, module.training) for module in model.modules()]  # not a Python attribute of scripted modules
     held: list[Any] = [vars(module) for module in model.modules()]
     held += [each for own in held for each in own.values() if type(each) in (dict, OrderedDict, list)]
     before = [each.copy() for each in held]
@@ -105,32 +105,32 @@ def _left_as_it_is(model: Module) -> Iterator[None]:
 
 
 def _norms_and_snakes(model: Module) -> list[Module]:
-    """Modules that PyTorch has not: layer norms over channels, and snakes."""
+    """Modules that PyTorch lacks: layer norms over channels, and snakes."""
     found = []
     with _left_as_it_is(model):
         for module in model.modules():
             module.training = False
         for module in model.modules():
-            with suppress(Exception):  # a scripted one, say, which has no attributes of Python's
+            with suppress(Exception):  # for example a scripted module, which has no Python attributes
                 found += [module] * bool(normalized_dims(module) or snake_of(module))
     return found
 
 
 def _traced(model: Module, known: Collection[Module], opaque: Sequence[Module] = ()) -> torch.fx.Graph | None:
-    """The graph of a module in evaluation mode; None where it cannot be traced."""
+    """The graph of a module in evaluation mode; None if it cannot be traced."""
     with _left_as_it_is(model):
         try:
             for module in model.modules():
                 module.training = False
             return _Tracer(known, opaque).trace(model)
-        except Exception:  # whatever a model does with a proxy
+        except Exception:  # a model may do anything with a proxy
             return None
 
 
 def _opaque(model: Module, known: Collection[Module], opaque: dict[Module, bool]) -> list[Module]:
-    """The modules without layers within that cannot be traced, none of them a part of another.
+    """The modules without layers inside that cannot be traced, the outermost ones.
 
-    ``opaque``: whether modules are, as far as that was found.
+    ``opaque``: for modules examined so far, whether they cannot be traced.
     """
     found: list[Module] = []
     for child in model.children():

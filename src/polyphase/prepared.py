@@ -1,6 +1,6 @@
 """A pass of a layer, or both its gradients, ready to run: a warm call is a few allocations and a launch for each step.
 
-What prepares them is `polyphase.runtime`.
+`polyphase.runtime` prepares them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Empty = Callable[["tuple[int, ...]", "tuple[int, ...]", torch.dtype], torch.Tens
 #: Fills every output with NaN before the launch, so that tests see what a kernel does not write.
 POISON = False
 
-# An uninitialised tensor of a shape, strides and dtype on the current device, past the dispatcher: what Inductor's code
-# allocates by. CPU tensors stand for a GPU's in tests.
+# An uninitialised tensor of a shape, strides and dtype on the current device, without the dispatcher: Inductor's code
+# allocates by this. Tests use CPU tensors instead.
 empty_on_cuda: Empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 empty_on_cpu: Empty = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]
 
-# Where a call's tensors stand among the addresses that a program is launched with. A pass has not all of them.
+# Indices of a call's tensors among the addresses of a launch. No pass has all of them.
 _ADDRESSES = {SRC: 0, X: 0, WEIGHT: 1, GRAD: 1, BIAS: 2, DST: 3}
 _COUNT = 4
-# The same for both gradients: input, weight, gradient of the output, no bias, and the results.
+# Indices for both gradients: input, weight, gradient of the output, no bias, and the results.
 _OF_INPUT_GRAD = {WEIGHT: 1, SRC: 2, BIAS: 3, DST: 4}
 _OF_WEIGHT_GRAD = {X: 0, GRAD: 2, DST: 5}
 _COUNT_FOR_BOTH = 6
@@ -42,8 +42,8 @@ _BUFFER_ALIGNMENT = 256  # bytes; TMA asks for 128
 
 
 def _buffers(program: Program, place: int) -> tuple[dict[str, int], list[int], int]:
-    """A program's buffers in one piece of memory: their places among the addresses, from ``place`` on, the bytes ahead
-    of each, and those of all."""
+    """A program's buffers in one piece of memory: their indices among the addresses, from ``place`` on, the offset of
+    each in bytes, and the bytes of all."""
     places: dict[str, int] = {}
     offsets: list[int] = []
     total = 0
@@ -55,11 +55,11 @@ def _buffers(program: Program, place: int) -> tuple[dict[str, int], list[int], i
 
 
 class Call:
-    """One pass of one problem, ready to run on tensors that lie as those it was made for: see `runtime.forward_call`.
+    """One pass of one problem, ready to run on tensors of the layouts it was made for: see `runtime.forward_call`.
 
-    The addresses of the program's buffers come behind those of `_ADDRESSES` and of ``operands``, those of prologue and
-    epilogue, of which residuals lie as the result does. ``final_strides``: those of what is returned, where that is a
-    copy.
+    The addresses of the program's buffers follow those of `_ADDRESSES` and those of ``operands``, of prologue and
+    epilogue; residuals have the result's layout. ``final_strides``: the strides of the returned tensor, if it is a copy
+    of the result.
     """
 
     __slots__ = (
@@ -101,10 +101,10 @@ class Call:
         operands: Sequence[torch.Tensor] = (),
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The pass of the two tensors that it reads. What is returned is no view: autograd may change it.
+        """Runs the pass on the two tensors that it reads. The result is not a view: autograd may change it.
 
-        ``operands``: those of prologue and epilogue. ``out``: what it is written to, of the strides that the call was
-        made for.
+        ``operands``: of prologue and epilogue. ``out``: the tensor to write the result to, with the strides that the
+        call was made for.
         """
         if current_device() != self.index:
             with torch.cuda.device(self.index):
@@ -132,7 +132,7 @@ class Call:
         return result if self.final_strides is None else _with_strides(result, self.final_strides)
 
     def _launch_of_kept(self, kept: Kept) -> Callable[[int, list[int]], None]:
-        """What launches the pass with a weight that is kept packed; the ordinary launch where that cannot be."""
+        """The launch of the pass with a weight that is kept packed; the ordinary launch if that is not possible."""
         if self._kept is None:
             parts = kept_program(self.program)
             self._kept = parts is not None and _KeptLaunch(parts, self.arch, self.index, self._places)
@@ -158,12 +158,12 @@ def _poison(*tensors: torch.Tensor | None) -> None:
 
 
 def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A copy of the tensor that lies so."""
+    """A copy of the tensor with these strides."""
     return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 class _KeptLaunch:
-    """Launches a program with a packed weight that is kept; packs it where it has changed."""
+    """Launches a program with a packed weight that is kept; packs the weight if it has changed."""
 
     def __init__(self, parts: KeptProgram, arch: str, index: int, places: Mapping[str, int]) -> None:
         self._pack = Executable(Program((parts.pack,)), arch, index, places)
@@ -173,10 +173,10 @@ class _KeptLaunch:
         (self._bytes,) = (buffer.bytes for buffer in parts.program.buffers if buffer.name == WORKSPACE)
 
     def packed_of(self, kept: Kept, weight: torch.Tensor, stream: int) -> Packed | None:
-        """Where the weight is packed, or is to be, for launches on a stream.
+        """The memory of the packed weight for launches on a stream.
 
-        A graph takes what an earlier call has packed on any stream for its own: calls after its capture pack again, and
-        share no counters with its replays. None where there is nothing to take: what is captured is not computed yet.
+        A graph takes over memory that an earlier call has packed on any stream: calls after its capture pack again, and
+        share no counters with its replays. None if there is none to take: captured work is not computed yet.
         """
         if torch.cuda.is_current_stream_capturing():
             state = state_of(weight)
@@ -189,13 +189,13 @@ class _KeptLaunch:
             return taken
         packed = kept.packed.get((self, stream))
         if packed is None:
-            with torch.inference_mode(False):  # it may be written in other modes, too
+            with torch.inference_mode(False):  # it may be written in other modes as well
                 workspace = torch.empty(self._bytes, dtype=torch.uint8, device=weight.device)
             packed = kept.packed[self, stream] = Packed(workspace)
         return packed
 
     def __call__(self, packed: Packed, state: tuple[int, int] | None, stream: int, addresses: list[int]) -> None:
-        """``addresses`` are those of an ordinary launch, but for the workspace; ``state`` is the weight's."""
+        """``addresses``: of an ordinary launch, except the workspace's; ``state``: the weight's."""
         addresses[self._place] = packed.workspace.data_ptr()
         if state is None or packed.state != state:
             self._pack(stream, addresses)
@@ -206,8 +206,8 @@ class _KeptLaunch:
 
 
 class BothGradients:
-    """The gradients of a layer's input and weight, made of a call for each: all steps are launched in a row, and all
-    buffers lie in one piece of memory."""
+    """The gradients of a layer's input and weight, made from a call for each: all steps are launched in a row, and all
+    buffers share one piece of memory."""
 
     __slots__ = ("_launch", "_of_input", "_of_weight", "_offsets", "_scratch_bytes")
 
@@ -224,7 +224,7 @@ class BothGradients:
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both gradients. They are no views: autograd may change them."""
+        """Both gradients. They are not views: autograd may change them."""
         of_input, of_weight = self._of_input, self._of_weight
         if current_device() != of_input.index or (KEPT and kept_of(weight) is not None):
             return of_input(grad_output, weight), of_weight(input, grad_output)

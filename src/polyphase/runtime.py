@@ -1,8 +1,8 @@
-"""From tensors on a GPU to a prepared call (`polyphase.prepared`), by one look-up where there was a call like it.
+"""From tensors on a GPU to a prepared call (`polyphase.prepared`), by one look-up if there was an equal call before.
 
-Arguments are valid already (`polyphase.torch_op.validate`): batched tensors of one real floating dtype on one CUDA
-device, of any strides. Weights are ``(C_in, C_out / groups, *kernel_size)``. Outputs come in the memory format that
-PyTorch would give.
+Arguments are already validated (`polyphase.torch_op.validate`): batched tensors of one real floating dtype on one CUDA
+device, of any strides. Weights are ``(C_in, C_out / groups, *kernel_size)``. Outputs have the memory format that
+PyTorch would give them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _weight_grad_calls: dict[tuple[object, ...], Call] = {}
 
 
 def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *constants: Any) -> torch.Tensor:
-    """The layer's output ``(N, C_out, *output_size)``; ``constants`` are those that `forward_call` takes."""
+    """The layer's output ``(N, C_out, *output_size)``; ``constants``: as for `forward_call`."""
     return forward_call(input, weight, bias, *constants)(input, weight, bias)
 
 
 def forward_call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *constants: Any) -> Call:
-    """What computes the output; ``constants``: stride, padding, output_padding and dilation as tuples, and groups.
+    """The call that computes the output; ``constants``: stride, padding, output_padding, dilation (tuples), groups.
 
-    It serves all tensors of the same shapes, strides, dtype and device whose input is as well aligned, while PyTorch's
-    flags allow TF32 as they do now.
+    It serves all tensors of the same shapes, strides, dtype, device and alignment of the input, while PyTorch's flags
+    for TF32 stay the same.
     """
     return epilogue_call(input, weight, bias, "", *constants)
 
@@ -70,11 +70,11 @@ def epilogue_call(
     *constants: Any,
     out_strides: Strides | None = None,
 ) -> Call:
-    """What computes the output with the operations that `encoded` gave, none where that is "".
+    """The call that computes the output with ``epilogue``, operations as text (`encoded`); "" for none.
 
-    It serves tensors as `forward_call`'s does.
+    It serves the same tensors as `forward_call`'s.
 
-    ``out_strides``: those of what the output is written to (`polyphase.torch_op.into`); by default it has no gaps.
+    ``out_strides``: of the tensor that the output is written to (`polyphase.torch_op.into`); without gaps by default.
     """
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     key = (input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
@@ -112,7 +112,7 @@ def input_grad_call(
     dilation: tuple[int, ...],
     groups: int,
 ) -> Call:
-    """What computes the gradient of the input; it serves tensors as `forward_call`'s does, both as well aligned."""
+    """The call that computes the input's gradient; it serves tensors like `forward_call`'s, both equally aligned."""
     constants = stride, padding, output_padding, dilation, groups
     tf32 = grad_output.dtype == torch.float32 and tf32_allowed()
     alignment = (grad_output.data_ptr() | weight.data_ptr()) % ALIGNMENT
@@ -134,7 +134,7 @@ def weight_grad(
 ) -> torch.Tensor:
     """The gradient of the layer's weight, ``(C_in, C_out / groups, *kernel_size)``.
 
-    Blocks on different parts of the batch and the image leave partial sums, which are added in a fixed order (split-K).
+    Blocks on different parts of the batch and the image write partial sums, which are added in a fixed order (split-K).
     """
     return weight_grad_call(input, grad_output, kernel_size, *constants)(input, grad_output)
 
@@ -149,7 +149,7 @@ def weight_grad_call(
     dilation: tuple[int, ...],
     groups: int,
 ) -> Call:
-    """What computes the gradient of the weight; it serves tensors as `forward_call`'s does, both as well aligned."""
+    """The call that computes the weight's gradient; it serves tensors like `forward_call`'s, both equally aligned."""
     constants = stride, padding, output_padding, dilation, groups
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     alignment = (input.data_ptr() | grad_output.data_ptr()) % ALIGNMENT
@@ -168,7 +168,7 @@ def weight_grad_call(
 
 
 def forget_prepared_calls() -> None:
-    """Has every later call planned and prepared anew."""
+    """Makes every later call be planned and prepared again."""
     for calls in (_forward_calls, _input_grad_calls, _weight_grad_calls):
         calls.clear()
 
@@ -201,9 +201,9 @@ def _prepare(
     weight: torch.Tensor | None,
     out_strides: Strides | None = None,
 ) -> Call:
-    """Plans and compiles a call that was not seen before; a missing ``input`` or ``output`` is what it computes.
+    """Plans and compiles a new call; a missing ``input`` or ``output`` is the one that it computes.
 
-    ``out_strides``: those of the forward pass's output, where it has gaps.
+    ``out_strides``: of the forward pass's output, if it has gaps.
     """
     tensor = input if input is not None else output
     assert tensor is not None
@@ -221,7 +221,7 @@ def _prepare(
     else:
         shape, strides5 = problem.input_shape, layouts.input
     strides, final = _of_dims(problem, strides5), None
-    if pass_ is Pass.WEIGHT_GRAD and problem.channels_last:  # it may come contiguous; PyTorch's does not
+    if pass_ is Pass.WEIGHT_GRAD and problem.channels_last:  # it may be contiguous; PyTorch's is not
         wanted = _of_dims(problem, dense_strides(shape, channels_last=True))
         final = None if wanted == strides else wanted
     copies_weight = weight is not None and not layouts.weight_channels_last and not weight.is_contiguous()
@@ -239,7 +239,7 @@ def _layouts(
     output: torch.Tensor | None,
     weight: torch.Tensor | None,
 ) -> Layouts:
-    """How the tensors of a call lie; what it computes is dense. The forward pass packs its weight, aligned or not."""
+    """The layouts of a call's tensors; the result is dense. The forward pass packs its weight, aligned or not."""
     read = (input,) if pass_ is Pass.FORWARD else (input, output, weight)
     dense = Layouts.dense(problem)
     return Layouts(
@@ -251,7 +251,7 @@ def _layouts(
 
 
 def _first_to_run(chosen: Plan, arch: str, index: int) -> Program:
-    """The program of a plan to run now: amid a graph's capture one whose kernels are loaded, for nothing is then."""
+    """The program of a plan to run now: in graph capture one with loaded kernels, since none can be loaded then."""
     programs = [soonest(each, arch, index) for each in chosen.programs]
     if len(programs) > 1 and torch.cuda.is_current_stream_capturing():
         there = (each for each in programs if all(is_loaded(source, arch, index) for source in each.sources))
