@@ -1,4 +1,4 @@
-"""Complex layers as real ones of twice the channels, for devices whose kernels know real numbers alone.
+"""Complex layers as real ones of twice the channels, for devices whose kernels support only real numbers.
 
 Each group's channels become real parts, then imaginary parts. With ``w = wr + i·wi`` the real weight of a group is::
 
@@ -7,7 +7,7 @@ Each group's channels become real parts, then imaginary parts. With ``w = wr + i
     imaginary in   [    -wi           wr      ]
 
 These are the passes as the operators define them, without conjugation: `polyphase.torch_op.derivatives` conjugates
-where a derivative asks for it. ``real_pass`` is the same pass of the real layer.
+if a derivative needs it. ``real_pass`` is the same pass of the real layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RealPass = Callable[..., Tensor]
 
 
 def forward(real_pass: RealPass, input: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any) -> Tensor:
-    """The complex layer."""
+    """The complex forward pass."""
     groups = constants[-1]
     real_bias = None if bias is None else _parts(bias[None], groups).flatten()
     output = real_pass(_as_channels(input, groups), _real_weight(weight, groups), real_bias, *constants)
@@ -32,7 +32,7 @@ def forward(real_pass: RealPass, input: Tensor, weight: Tensor, bias: Tensor | N
 
 
 def input_grad(real_pass: RealPass, grad_output: Tensor, weight: Tensor, *constants: Any) -> Tensor:
-    """The complex input gradient. The real pass transposes the matrix above, so that of conj(w) is what it needs."""
+    """The complex input gradient. The real pass transposes the matrix above, so it gets the matrix of conj(w)."""
     groups = constants[-1]
     result = real_pass(_as_channels(grad_output, groups), _real_weight(weight.conj(), groups), *constants)
     return _from_channels(result, groups, grad_output, weight)

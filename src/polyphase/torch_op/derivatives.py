@@ -1,4 +1,4 @@
-"""The derivatives of the three passes, and how they meet vmap: one table for eager autograd and for torch.compile.
+"""The derivatives of the three passes, and their vmap rules: one table for eager autograd and for torch.compile.
 
 With input x, weight w and gradient of the output g, the layer is one trilinear form ``T(x, w, g) = <g, layer(x, w)>``.
 Each pass is T with one of its three slots left open::
@@ -7,8 +7,8 @@ Each pass is T with one of its three slots left open::
     input_grad(g, w)  = T(·, w, g)      the input slot is open
     weight_grad(x, g) = T(x, ·, g)      the weight slot is open
 
-So the derivative of a pass with respect to one of its operands is T again: the cotangent takes the open slot, and the
-operand's slot is opened. That holds for derivatives of any order. Complex operands that stay are conjugated.
+So the derivative of a pass with respect to one of its operands is T again: the cotangent fills the open slot, and the
+operand's slot is opened. This holds for derivatives of any order. The other operands, if complex, are conjugated.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def run_operator(operands: Operands, bias: Tensor | None, layer: Layer) -> Tenso
 
 
 def run_below_autograd(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
-    """The same without derivatives."""
+    """`run_operator` without derivatives."""
     operator, arguments = _open(operands, bias, layer)
     return operators.call_below_autograd(operator, *arguments)
 
 
 def run(operands: Operands, bias: Tensor | None, layer: Layer, call: Call | None = None) -> Tensor:
-    """The same in eager mode, differentiable in backward and forward mode, any number of times.
+    """The pass in eager mode, differentiable in backward and forward mode, any number of times.
 
-    ``call`` computes it past the dispatcher, where that is known.
+    ``call``: computes it without the dispatcher, or None.
     """
     if call is not None:
         return _apply(*operands, bias, layer, call)
@@ -75,9 +75,9 @@ def run(operands: Operands, bias: Tensor | None, layer: Layer, call: Call | None
 def gradients(
     run: Run, operands: Operands, cotangent: Tensor, layer: Layer, needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of input, weight, output and bias, those that are ``needed``, from that of the result.
+    """The gradients of input, weight, output and bias, if ``needed``, from the gradient of the result.
 
-    ``operands`` are what `_to_save` has left of them: the slots of None that it adds are those that are opened here.
+    ``operands``: those that `_to_save` kept; the slots that it set to None are opened here.
     """
     x, w, g = [cotangent if operand is None else operand.conj() for operand in operands]
     return (
@@ -92,17 +92,17 @@ _ALL_BUT_CHANNELS = {3: (0, 2), 4: (0, 2, 3), 5: (0, 2, 3, 4)}
 
 
 def _bias_grad(cotangent: Tensor, needed: Sequence[bool]) -> Tensor | None:
-    """PyTorch's sum reads the gradient once and is deterministic: a kernel of our own could do no better."""
+    """The bias's gradient. PyTorch's sum reads the cotangent once and is deterministic: no kernel would be better."""
     return cotangent.sum(_ALL_BUT_CHANNELS[cotangent.dim()]) if needed[BIAS] else None
 
 
 def _records() -> bool:
-    """Whether a backward pass is traced or differentiated itself."""
+    """Whether a backward pass is itself traced or differentiated."""
     return torch.compiler.is_compiling() or torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
 def _to_save(operands: Sequence[Tensor | None], needed: Sequence[bool]) -> Operands:
-    """The operands without those that no gradient needs: an input is not kept alive for a frozen weight."""
+    """The operands that a gradient needs, the others None: a frozen weight keeps no input alive."""
     x, w, g = operands
     for_x, for_w, for_g = needed[:3]
     return x if for_w or for_g else None, w if for_x or for_g else None, g if for_x or for_w else None
@@ -114,12 +114,12 @@ def _replace(operands: Sequence[Tensor | None], slot: int, tensor: Tensor | None
 
 
 def _unwrap(tensor: Tensor | None) -> Tensor | None:
-    """The tensor itself, where it has got out of a transform of `torch.func` that is over."""
+    """The tensor itself, if it left a transform of `torch.func` that has ended."""
     return None if tensor is None else torch._C._functorch.unwrap_if_dead(tensor)
 
 
 def _remember(ctx: Any, operands: Operands, layer: Layer, call: Call | None) -> None:
-    """For the backward pass."""
+    """Saves what the backward pass needs."""
     ctx.layer = layer
     ctx.call = call
     ctx.set_materialize_grads(False)
@@ -127,7 +127,7 @@ def _remember(ctx: Any, operands: Operands, layer: Layer, call: Call | None) -> 
 
 
 def _remember_forward(ctx: Any, operands: Operands, output: Tensor) -> None:
-    """For forward mode, beside that."""
+    """Saves what forward mode needs in addition."""
     ctx.shape, ctx.dtype = output.shape, output.dtype
     ctx.save_for_forward(*operands)
 
@@ -179,12 +179,12 @@ class Contraction(torch.autograd.Function):
         return sum(terms[1:], terms[0]) if terms else None
 
 
-# PyTorch's `apply` in C++: the one in Python looks for transforms once more.
+# PyTorch's `apply` in C++: the Python version checks for transforms again.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, Contraction).apply
 
 
 class TransformedContraction(Contraction):
-    """The same in the form that `torch.func` asks for. Calls of this form take PyTorch 10 µs longer."""
+    """`Contraction` in the form that `torch.func` requires. PyTorch takes 10 µs longer for calls of this form."""
 
     @staticmethod
     def forward(x: Any, w: Any, g: Any, bias: Any, layer: Any, call: None) -> Tensor:  # type: ignore[override]
@@ -193,7 +193,7 @@ class TransformedContraction(Contraction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep what derivatives will ask for."""
+        """Saves what derivatives need."""
         *operands, _, layer, _ = inputs
         _remember(ctx, (*operands,), layer, None)
         _remember_forward(ctx, (*operands,), output)
@@ -208,9 +208,9 @@ class TransformedContraction(Contraction):
 def batched(
     run: Run, size: int, in_dims: Sequence[int | None], operands: Operands, bias: Tensor | None, layer: Layer
 ) -> tuple[Tensor, int]:
-    """``size`` calls as one: more images where they share a weight, else more groups. Result and its batch dimension.
+    """``size`` calls as one: more images if they share a weight, else more groups. Result and its batch dimension.
 
-    ``in_dims`` are the batch dimensions of input, weight, output and bias; None where all calls share the tensor.
+    ``in_dims``: the batch dimensions of input, weight, output and bias; None if all calls share the tensor.
     """
     moved = [
         tensor if tensor is None or dim is None else tensor.movedim(dim, 0)
@@ -219,7 +219,7 @@ def batched(
     own_bias = in_dims[BIAS] is not None
     if operands[WEIGHT] is not None and in_dims[WEIGHT] is None:
         shared_bias = None if own_bias else bias
-        if in_dims[INPUT] is None and in_dims[OUTPUT] is None:  # the bias is all that differs
+        if in_dims[INPUT] is None and in_dims[OUTPUT] is None:  # only the bias differs
             result = run(operands, shared_bias, layer).unsqueeze(0)
         else:
             slot = INPUT if operands[OUTPUT] is None else OUTPUT

@@ -1,10 +1,10 @@
 """Epilogue and prologue in PyTorch's terms: as an operator of the dispatcher, as tensor operations, and derivatives.
 
-``polyphase::conv_transpose_epilogue`` is the layer with its prologue and epilogue, whose operations come as a string
-(`polyphase.problem.epilogue.encoded`) and whose operands as a list, those of the prologue first. Derivatives follow the
-chain rule, an operation after the other, in tensor operations that have derivatives themselves. The last operation's is
-taken from the output where that suffices; the values before it are computed again, and only where a derivative asks for
-them. So are those of the prologue, of which the input alone is kept.
+``polyphase::conv_transpose_epilogue`` is the layer with its prologue and epilogue. Their operations are a string
+(`polyphase.problem.epilogue.encoded`), their operands a list, the prologue's first. Derivatives follow the chain rule,
+one operation after the other, in tensor operations that have derivatives themselves. The last operation's derivative is
+computed from the output if that suffices. Values before it are computed again, and only if a derivative needs them. So
+are the prologue's values: only the input is saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _aten: Any = torch.ops.aten
 
 
 def named(epilogue: Epilogue, operands: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The operands by the names that the epilogue has for them."""
+    """The operands by their names in the epilogue."""
     return dict(zip(epilogue.named_operands, operands))
 
 
@@ -57,7 +57,7 @@ _ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def apply(operation: Operation, place: int, values: Callable[[int], Tensor], of: dict[str, Tensor]) -> Tensor:
-    """The value behind operation ``place``, by tensor operations."""
+    """The value after operation ``place``, by tensor operations."""
     v, kind, constants = values(place), operation.kind, operation.constants
     read = {each.role: shaped(each, of[f"{each.role}_{place}"], v) for each in operation.operands}
     if kind in _ACTIVATIONS:
@@ -89,7 +89,7 @@ def apply(operation: Operation, place: int, values: Callable[[int], Tensor], of:
 
 
 def _snake(operation: Operation, read: dict[str, Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
-    """What the sine's angle and its square are multiplied by."""
+    """The factors of the sine's angle and of its square."""
     frequency, beta = (read[role].to(v.dtype) for role in ("alpha", "beta" if "beta" in read else "alpha"))
     if operation.constants[1]:
         frequency, beta = frequency.exp(), beta.exp()
@@ -97,9 +97,9 @@ def _snake(operation: Operation, read: dict[str, Tensor], v: Tensor) -> tuple[Te
 
 
 class Values:
-    """The values before each operation and behind the last, each computed when it is asked for.
+    """The values before each operation and after the last, computed lazily.
 
-    ``start`` gives the first; ``output``, where it is known, is the last.
+    ``start`` computes the first; ``output`` is the last, or None if it is not known.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Values:
         self._known: dict[int, Tensor] = {} if output is None else {len(self._operations): output}
 
     def __call__(self, place: int) -> Tensor:
-        """Value ``place``, 0 for the sums."""
+        """The value before operation ``place``; 0: the sums."""
         found = self._known.get(place)
         if found is None:
             found = self._start() if place == 0 else apply(self._operations[place - 1], place - 1, self, self._of)
@@ -119,22 +119,22 @@ class Values:
         return found
 
     def knows(self, place: int) -> bool:
-        """Whether a value is there already."""
+        """Whether a value is already computed."""
         return place in self._known
 
 
 def by_tensor_operations(epilogue: Epilogue, operands: Sequence[Tensor], sums: Tensor) -> Tensor:
-    """The epilogue on sums that have their bias."""
+    """The epilogue on sums that include their bias."""
     return Values(epilogue, operands, lambda: sums)(len(epilogue.operations))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What values are computed in."""
+    """The dtype in which values are computed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def split(prologue: Epilogue, operands: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The operands of a prologue, and those of an epilogue."""
+    """The operands of a prologue, and the operands of an epilogue."""
     count = len(prologue.named_operands)
     return operands[:count], operands[count:]
 
@@ -147,7 +147,7 @@ def behind_prologue(prologue: Epilogue, operands: Sequence[Tensor], input: Tenso
 
 
 def separate(input: Tensor) -> Tensor:
-    """The input, or a copy where several elements may share memory: a prologue has a value for each."""
+    """The input, or a copy if several elements may share memory: a prologue has a value for each."""
     if input.is_contiguous():
         return input
     reach = 0
@@ -159,7 +159,7 @@ def separate(input: Tensor) -> Tensor:
 
 
 class Apart:
-    """A layer whose epilogue no kernel has: these functions compute it behind the layer's call."""
+    """A layer whose epilogue no kernel supports: tensor operations compute it after the layer's call."""
 
     def __init__(self, layer: Callable[..., Tensor], epilogue: Epilogue, prologue: Epilogue = NONE) -> None:
         self._layer, self._epilogue, self._prologue = layer, epilogue, prologue
@@ -172,7 +172,7 @@ class Apart:
         operands: Sequence[Tensor] = (),
         out: Tensor | None = None,
     ) -> Tensor:
-        """The output, as `polyphase.prepared.Call` gives it."""
+        """The output, as `polyphase.prepared.Call` returns it."""
         before, operands = split(self._prologue, operands)
         sums = self._layer(input, weight, bias, before)
         with torch.autocast(input.device.type, enabled=False):
@@ -181,7 +181,7 @@ class Apart:
 
 
 def _activated(operation: Operation, place: int, values: Values, g: Tensor) -> Tensor:
-    """The gradient of an activation's argument: from its result where that is there, else from the argument."""
+    """The gradient of an activation's argument: from its result if that is known, else from the argument."""
     kind, constants = operation.kind, operation.constants
     of_result = kind in ("tanh", "sigmoid")
     if values.knows(place + 1):
@@ -191,10 +191,10 @@ def _activated(operation: Operation, place: int, values: Values, g: Tensor) -> T
     return backward(g, values(place + of_result), of_result, *constants)
 
 
-#: Operations whose derivative is taken from their result, where that is the output.
+#: Operations whose derivative is computed from their result, if that is the output.
 _OF_RESULT = ("relu", "leaky_relu", "elu", "tanh", "sigmoid", "clamp", "softmax")
 
-# Of the gradient of the result, the result or the argument, whether it is the result, and the constants.
+# Functions of: the result's gradient, the result or the argument, whether it is the result, and the constants.
 _BACKWARD: dict[str, Callable[..., Tensor]] = {
     "relu": lambda g, v, _: _aten.threshold_backward(g, v, 0),
     "leaky_relu": lambda g, v, of_result, slope: _aten.leaky_relu_backward(g, v, slope, of_result),
@@ -213,7 +213,7 @@ _BACKWARD: dict[str, Callable[..., Tensor]] = {
 
 
 def _silu_backward(g: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's own has no derivative."""
+    """SiLU's backward; PyTorch's own has no derivative."""
     if not torch.is_grad_enabled():
         return _aten.silu_backward(g, v)  # type: ignore[no-any-return]
     sigmoid = v.sigmoid()
@@ -221,7 +221,7 @@ def _silu_backward(g: Tensor, v: Tensor) -> Tensor:
 
 
 def _mish_backward(g: Tensor, v: Tensor) -> Tensor:
-    """The same."""
+    """Mish's backward; PyTorch's own has no derivative."""
     if not torch.is_grad_enabled():
         return _aten.mish_backward(g, v)  # type: ignore[no-any-return]
     tanh = torch.nn.functional.softplus(v).tanh()
@@ -229,7 +229,7 @@ def _mish_backward(g: Tensor, v: Tensor) -> Tensor:
 
 
 def _normal(operation: Operation, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What a layer norm makes of ``v`` before its weight, and one over the standard deviation of each pixel."""
+    """A layer norm's result before its weight, and one over the standard deviation of each pixel."""
     variance, mean = torch.var_mean(v, 1, correction=0, keepdim=True)
     factor = (variance + operation.constants[0]).rsqrt()
     return (v - mean) * factor, factor
@@ -246,7 +246,7 @@ def _of_shape(gradient: Tensor, operand: Operand, tensor: Tensor) -> Tensor:
 def _of_operands(
     operation: Operation, place: int, values: Values, g: Tensor, of: dict[str, Tensor], needed: dict[str, bool]
 ) -> dict[str, Tensor]:
-    """The gradients of an operation's operands that are needed, as large as the output."""
+    """The needed gradients of an operation's operands, in the output's shape."""
     found: dict[str, Tensor] = {}
     kind = operation.kind
     wanted = {each.role for each in operation.operands if needed[f"{each.role}_{place}"]}
@@ -277,7 +277,7 @@ def _of_operands(
 
 
 def _of_snake(operation: Operation, v: Tensor, g: Tensor, of: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """The gradients of a snake's operands, as large as the output."""
+    """The gradients of a snake's operands, in the output's shape."""
     read = {each.role: shaped(each, tensor, v) for each in operation.operands if (tensor := of[each.role]) is not None}
     frequency, amplitude = _snake(operation, read, v)
     angle = v * frequency
@@ -290,7 +290,7 @@ def _of_snake(operation: Operation, v: Tensor, g: Tensor, of: dict[str, Tensor |
 
 
 def _before(operation: Operation, place: int, values: Values, g: Tensor, of: dict[str, Tensor]) -> Tensor:
-    """The gradient of what an operation reads, except for the earlier value of `add_value` and `multiply_value`."""
+    """The gradient of an operation's value, without that of the earlier value of `add_value` and `multiply_value`."""
     kind = operation.kind
     if kind in _ACTIVATIONS:
         return _activated(operation, place, values, g)
@@ -321,7 +321,7 @@ def _before(operation: Operation, place: int, values: Values, g: Tensor, of: dic
 def pulled_back(
     epilogue: Epilogue, operands: Sequence[Tensor], values: Values, cotangent: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The gradient of the sums, and of the operands, those that are ``needed``, from that of the output."""
+    """The gradients of the sums, and of the operands that are ``needed``, from the output's gradient."""
     of, names = named(epilogue, operands), list(epilogue.named_operands)
     wanted = dict(zip(names, needed))
     gradients: dict[int, Tensor] = {len(epilogue.operations): cotangent}
@@ -394,7 +394,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.layer = Layer(tuple(weight.shape[2:]), *constants)
     ctx.biased = bias is not None
     epilogue, _ = decoded(ctx.text)
-    # Who changes the output in place changes what is kept: as PyTorch's own, most norms and sums keep none.
+    # In-place changes of the output change the saved tensor: like PyTorch's, most norms and sums save none.
     ctx.of_output = bool(epilogue) and epilogue.operations[-1].kind in _OF_RESULT
     kept = (output,) if ctx.of_output else ()
     ctx.save_for_backward(input, weight, *(() if bias is None else (bias,)), *operands, *kept)

@@ -1,4 +1,4 @@
-"""`torch.func.functionalize`: PyTorch has no rule for autograd.Function. Ours, which changes no operand, has one."""
+"""`torch.func.functionalize`: PyTorch has no rule for autograd.Function. Ours, which changes no operand, get one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @functools.cache
 def give_rule(function: type[torch.autograd.Function]) -> None:
-    """Has ``functionalize`` take an autograd.Function that changes none of its operands, and returns one tensor."""
+    """Makes ``functionalize`` support an autograd.Function that changes none of its operands and returns one tensor."""
     from torch._C._functorch import TransformType
     from torch._functorch.autograd_function import custom_function_call
     from torch._functorch.eager_transforms import _maybe_unwrap_functional_tensor, _maybe_wrap_functional_tensor
@@ -34,6 +34,6 @@ def give_rule(function: type[torch.autograd.Function]) -> None:
 
 
 def functionalizes() -> bool:
-    """Whether ``functionalize`` is among the transforms that are active."""
+    """Whether ``functionalize`` is among the active transforms."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(each.key() == torch._C._functorch.TransformType.Functionalize for each in stack)

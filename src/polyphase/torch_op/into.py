@@ -1,4 +1,4 @@
-"""``out=``: a layer's output written to a tensor that is there, a slice of channels of a larger one say."""
+"""``out=``: a layer's output written to an existing tensor, for example a slice of a larger tensor's channels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyphase.torch_op.validate import Layer, output_size
 
 
 def check(name: str, out: Any, tensors: Sequence[Tensor | None], layer: Layer, batched: bool) -> None:
-    """Raise TypeError or RuntimeError where ``out`` is not what a layer's output can be written to.
+    """Raises TypeError or RuntimeError if a layer's output cannot be written to ``out``.
 
     ``tensors``: input, weight, bias and the operands of an epilogue; the input as the user gave it.
     """
@@ -43,9 +43,9 @@ def check(name: str, out: Any, tensors: Sequence[Tensor | None], layer: Layer, b
 def call_for(
     out: Tensor, tensors: tuple[Tensor, Tensor, Tensor | None], epilogue: str, layer: Layer
 ) -> Callable[..., Tensor] | None:
-    """What computes the output in ``out`` itself, and in others of its shape and strides that `is_free` allows.
+    """The call that writes the output to ``out`` itself, and to others of its shape and strides that are `is_free`.
 
-    ``out`` and the input have a batch. None where kernels cannot write to it.
+    ``out`` and the input have a batch. None if kernels cannot write to ``out``.
     """
     from polyphase import runtime
 
@@ -85,10 +85,10 @@ def slice_strides(
     itemsize: int,
     equal: Callable[[Any, Any], bool] = operator.eq,
 ) -> Strides | None:
-    """The strides of a tensor to which kernels can write a layer's output: it lies as a new output would.
+    """The strides of a tensor to which kernels can write a layer's output; None if they cannot.
 
-    But for gaps between images, as a slice of channels has, or where outputs are channels_last, between pixels: their
-    vectors of channels stay aligned. None where it lies otherwise. Sizes may be symbolic; ``equal`` compares two.
+    It must have a new output's layout, except for gaps between images, as a slice of channels has, or in channels_last
+    between pixels, if vectors of channels stay aligned. Sizes may be symbolic; ``equal`` compares two.
     """
     images, channels, *spatial = shape
     pixel = channels
@@ -105,17 +105,17 @@ def slice_strides(
 
 
 def is_writable(part: Tensor, channels_last: bool) -> bool:
-    """Whether kernels can write to a slice of a new tensor, where outputs are channels_last or not."""
+    """Whether kernels can write to a slice of a new tensor, with outputs in channels_last or not."""
     itemsize = part.dtype.itemsize
     lies_so = slice_strides(part.shape, part.stride(), channels_last, itemsize) is not None
     return lies_so and part.storage_offset() * itemsize % ALIGNMENT == 0
 
 
-_COPIED_AT_ONCE = 1 << 18  # elements: the host takes longer for views than the GPU for fewer
+_COPIED_AT_ONCE = 1 << 18  # most elements of a plain copy: for fewer, views take longer on the host than it on the GPU
 
 
 def copy_to_slice(part: Tensor, out: Tensor) -> None:
-    """Copy a tensor to a slice of channels, by elements of 16 bytes: PyTorch copies slices one element at a time."""
+    """Copies a tensor to a slice of channels, by elements of 16 bytes: PyTorch copies slices one element at a time."""
     if part.numel() > _COPIED_AT_ONCE:
         pair = [part, out] if part.is_contiguous() else [part.movedim(1, -1), out.movedim(1, -1)]
         if pair[0].is_contiguous() and pair[1][0].stride() == pair[0][0].stride():
@@ -124,6 +124,6 @@ def copy_to_slice(part: Tensor, out: Tensor) -> None:
             source, target = (each.view(torch.complex128) for each in pair)
             target.copy_(source)
             return
-        except RuntimeError:  # no multiples of 16 bytes
+        except RuntimeError:  # not multiples of 16 bytes
             pass
     out.copy_(part)

@@ -1,7 +1,7 @@
-"""``polyphase::conv_transpose_into``: a layer, with what is around it, whose output goes to a tensor that is there.
+"""``polyphase::conv_transpose_into``: a layer with prologue and epilogue that writes its output to an existing tensor.
 
-The code that Inductor makes calls it (`polyphase.inductor`), where a layer writes its slice of a concatenation. It is
-for nobody else: it has no derivatives, and checks nothing.
+Inductor's generated code calls it (`polyphase.inductor`), if a layer writes its slice of a concatenation. It is for no
+other use: it has no derivatives, and checks nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from polyphase.torch_op import epilogue, into
 from polyphase.torch_op.operators import CONSTANTS, LIBRARY, conv_transpose
 from polyphase.torch_op.validate import FLOATING, Layer
 
-#: The operator's. It is no overload of a layer's own, which PyTorch would take for what computes that with ``out=``.
+#: The operator's name. An overload of a layer's operator would count for PyTorch as its variant with ``out=``.
 NAME = "conv_transpose_into"
 
 
 def arguments_of(operator: Callable[..., Tensor], given: Sequence[Any]) -> list[Any]:
-    """Its arguments but for ``out``, from those of ``conv_transpose`` or ``conv_transpose_epilogue``."""
+    """The operator's arguments except ``out``, from those of ``conv_transpose`` or ``conv_transpose_epilogue``."""
     return [*given[:3], [], "", *given[3:]] if operator is conv_transpose else [*given]
 
 
@@ -39,7 +39,7 @@ def _on_cuda(
     *constants: Any,
     out: Tensor,
 ) -> None:
-    """For CUDA tensors: by kernels that write to ``out`` themselves, where they can."""
+    """The operator for CUDA tensors: by kernels that write to ``out`` themselves, if they can."""
     if input.numel() == 0 or input.dtype not in FLOATING:
         _portably(input, weight, bias, operands, text, *constants, out=out)
         return

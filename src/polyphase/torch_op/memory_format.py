@@ -1,4 +1,4 @@
-"""Which memory format a result takes: PyTorch's rule, decided from sizes and strides alone."""
+"""The memory format of a result: PyTorch's rule, decided from sizes and strides alone."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Where PyTorch computes outside the libraries that know channels_last, results stay contiguous: double precision on
-# CUDA, and three dimensions of anything but these types on the CPU. There PyTorch also looks at the processor (oneDNN
-# computes bfloat16 where there is AVX-512, and float16 where there is AVX-512 FP16), the number of threads and the size
-# of the problem. This rule looks at none of them, so that a model exported on one machine lies the same on another:
+# If PyTorch computes outside the libraries that support channels_last, results stay contiguous: double precision on
+# CUDA, and three dimensions of all types but these on the CPU. There PyTorch's choice also depends on the processor
+# (oneDNN computes bfloat16 with AVX-512, and float16 with AVX-512 FP16), the number of threads and the size of the
+# problem. This rule depends on none of them, so that a model exported on one machine has the same formats on another:
 # float32 and bfloat16 are channels_last_3d everywhere, float16 nowhere.
 _DOUBLE = (torch.float64, torch.complex128)
 _CPU_CHANNELS_LAST_3D = (torch.float32, torch.bfloat16, torch.complex64)
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether PyTorch takes ``tensor`` to be channels_last (4-D; 3-D is one row of 4-D) or channels_last_3d (5-D).
+    """Whether PyTorch considers ``tensor`` channels_last (4-D; 3-D is one row of 4-D) or channels_last_3d (5-D).
 
     The rule is that of C++'s ``Tensor::suggest_memory_format``, which has no public Python form: strides must ascend in
     the order channel, last spatial dimension, ..., first spatial dimension, batch. Sizes of 1 leave the strides
@@ -43,8 +43,8 @@ def is_channels_last(tensor: Tensor) -> bool:
 def output_channels_last(first: Tensor, second: Tensor) -> bool:
     """Whether the result of ``first`` and ``second``, the two operands of any of the three passes, is channels_last.
 
-    In one dimension that is for ``second`` alone to say: PyTorch makes a signal contiguous first, but not the weight.
-    (A signal of one element may be contiguous as it lies, and yet have the strides of channels_last.)
+    In one dimension only ``second`` decides: PyTorch makes a signal contiguous first, but not the weight.
+    (A signal of one element may be contiguous already, and yet have the strides of channels_last.)
     """
     dims = first.dim()
     if not (is_channels_last(second) or (is_channels_last(first) and (dims != 3 or first.is_contiguous()))):
@@ -55,7 +55,7 @@ def output_channels_last(first: Tensor, second: Tensor) -> bool:
 
 
 def empty_output(shape: Sequence[int], first: Tensor, second: Tensor) -> Tensor:
-    """An uninitialised result of the operands ``first`` and ``second``, in the memory format that PyTorch gives it."""
+    """An uninitialised result of the operands ``first`` and ``second``, in PyTorch's memory format for it."""
     if not output_channels_last(first, second):
         return first.new_empty(shape)
     row = len(shape) == 3

@@ -1,11 +1,11 @@
 """The three passes as operators of PyTorch's dispatcher: schemas, implementations per device, and fakes.
 
 ``polyphase::conv_transpose``, ``polyphase::conv_transpose_input_grad`` and ``polyphase::conv_transpose_weight_grad``
-take batched tensors of one dtype and one device and one integer per spatial dimension, and take them to be valid: users
-call `polyphase.conv_transpose2d` and its kin, which check first. Derivatives and vmap rules are in
+take batched tensors of one dtype and one device and one integer per spatial dimension, and assume that they are valid:
+users call functions like `polyphase.conv_transpose2d`, which check first. Derivatives and vmap rules are in
 `polyphase.torch_op.derivatives`.
 
-All constants may be symbolic under ``torch.compile`` and ``torch.export``, as those that follow from shapes are.
+All constants may be symbolic under ``torch.compile`` and ``torch.export``; constants computed from shapes are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _on_cuda(name: str) -> Callable[..., Tensor]:
     def implementation(first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
         if first.numel() == 0:  # an empty batch, of any size
             return without_kernels(first, second, *arguments)
-        # The dispatcher makes lists of tuples.
+        # The dispatcher turns tuples into lists.
         arguments = tuple(tuple(each) if isinstance(each, list) else each for each in arguments)
         real: Callable[..., Tensor] = getattr(_runtime(), name)
         if first.dtype in FLOATING:
@@ -71,23 +71,23 @@ def _portably(name: str) -> Callable[..., Tensor]:
     def implementation(first: Tensor, *arguments: Any) -> Tensor:
         if not torch._C._is_any_autocast_enabled():
             return portable_pass(first, *arguments)
-        with torch.autocast(first.device.type, enabled=False):  # it would take the float32 products in half precision
+        with torch.autocast(first.device.type, enabled=False):  # it would compute float32 products in half precision
             return portable_pass(first, *arguments)
 
     return implementation
 
 
 def pass_autograd(library: torch.library.Library, name: str, implementation: Callable[..., Tensor], key: str) -> None:
-    """Have an operator of ``library`` whose derivatives are registered call what computes it, where none are asked for.
+    """Makes an operator of ``library`` with registered derivatives call its implementation, if no derivative is needed.
 
-    Compiled code calls operators with derivatives switched off. What is registered in Python would dispatch them once
-    more, which takes the host as long as all the rest. ``key``: of the dispatcher, that of ``implementation``.
+    Compiled code calls operators with derivatives switched off. Derivatives registered in Python would dispatch again,
+    which takes as much host time as the rest of the call. ``key``: the dispatch key of ``implementation``.
     """
     operator, wanted = getattr(getattr(torch.ops, library.ns), name).default, getattr(torch._C.DispatchKey, key)
 
     def call(keys: Any, *arguments: Any) -> Any:
         below = keys & _AFTER_AUTOGRAD
-        if not torch.is_grad_enabled() and below.highestPriorityTypeId() == wanted:  # nothing is between
+        if not torch.is_grad_enabled() and below.highestPriorityTypeId() == wanted:  # no other key is in between
             return implementation(*arguments)
         return operator.redispatch(below | _AUTOGRAD, *arguments)
 
@@ -119,7 +119,7 @@ def input_grad_shape(
     dilation: Sequence[int],
     groups: int,
 ) -> tuple[int, ...]:
-    """The input's, whose gradient the operator gives."""
+    """The shape of the input, whose gradient the operator computes."""
     axes = map(Axis, weight.shape[2:], stride, padding, dilation)
     size = [axis.input_size(n, extra) for axis, n, extra in zip(axes, grad_output.shape[2:], output_padding)]
     return grad_output.shape[0], weight.shape[0], *size
@@ -128,7 +128,7 @@ def input_grad_shape(
 def weight_grad_shape(
     input: Tensor, grad_output: Tensor, kernel_size: Sequence[int], *constants: Any
 ) -> tuple[int, ...]:
-    """The weight's, whose gradient the operator gives."""
+    """The shape of the weight, whose gradient the operator computes."""
     return input.shape[1], grad_output.shape[1] // constants[-1], *kernel_size
 
 
@@ -144,7 +144,7 @@ LIBRARY = torch.library.Library("polyphase", "DEF")
 _AFTER_AUTOGRAD: Any = torch._C._after_autograd_keyset
 _AUTOGRAD: Any = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradOther)
 
-#: Tensors of any strides are taken as they lie, and the fakes follow: Inductor need not copy them for their strides.
+#: Operators and fakes support tensors of any strides: Inductor need not copy tensors to give them other strides.
 TAGS = (torch.Tag.flexible_layout,) if hasattr(torch.Tag, "flexible_layout") else ()
 
 for _name, _pass, _fake in (
@@ -154,7 +154,7 @@ for _name, _pass, _fake in (
 ):
     LIBRARY.define(_name + _SCHEMAS[_name], tags=TAGS)
     LIBRARY.impl(_name, _portably(_pass), "CompositeExplicitAutograd")
-    if torch.version.cuda is not None:  # ROCm's tensors are of the key CUDA too, and take the portable path
+    if torch.version.cuda is not None:  # ROCm's tensors have the key CUDA too, and use the portable path
         _implementation = _on_cuda(_pass)
         LIBRARY.impl(_name, _implementation, "CUDA")
         pass_autograd(LIBRARY, _name, _implementation, "CUDA")
@@ -165,13 +165,13 @@ conv_transpose: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose.defau
 conv_transpose_input_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_input_grad.default
 conv_transpose_weight_grad: Callable[..., Tensor] = torch.ops.polyphase.conv_transpose_weight_grad.default
 
-# What computes passes without a bias past the dispatcher.
+# Calls that compute passes without a bias, without the dispatcher.
 _operator_calls: CallCache[Callable[..., Tensor]] = CallCache()
 
 
 def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: Tensor, *arguments: Any) -> Tensor:
-    """One of the three operators without its derivatives; past the dispatcher (4 µs) where nothing listens to it."""
-    plain = type(first) in _PLAIN and type(second) in _PLAIN  # others may have sizes that are no key
+    """One of the three operators without derivatives; without the dispatcher (4 µs) if nothing observes its calls."""
+    plain = type(first) in _PLAIN and type(second) in _PLAIN  # sizes of others may not be hashable
     if plain and not isinstance(arguments[0], Tensor) and not is_heard():
         key = (id(operator), first.shape, second.shape, arguments, tf32_allowed())  # hashing an operator takes longer
         call = _operator_calls.find(key, first, second)
@@ -188,7 +188,7 @@ def call_below_autograd(operator: Callable[..., Tensor], first: Tensor, second: 
 
 
 def is_heard() -> bool:
-    """Whether a mode, a transform or a profiler may want to hear of every operator."""
+    """Whether a mode, a transform or a profiler may observe every operator's call."""
     return (
         torch._C._len_torch_dispatch_stack() != 0
         or torch._C._are_functorch_transforms_active()
@@ -199,9 +199,9 @@ def is_heard() -> bool:
 def find_call(
     operator: Callable[..., Tensor], first: Tensor, second: Tensor, *arguments: Any
 ) -> Callable[..., Tensor] | None:
-    """What computes an operator of tensors like these past the dispatcher: call it with the tensors alone.
+    """The call that computes an operator for tensors like these without the dispatcher; it takes only the tensors.
 
-    None where only the dispatcher does: it knows other devices, wrappers, and dtypes without kernels.
+    None if only the dispatcher can: for other devices, wrappers, and dtypes without kernels.
     """
     tensors = (first, second, arguments[0]) if isinstance(arguments[0], Tensor) else (first, second)
     if not first.is_cuda or torch.version.cuda is None or not all(map(is_plain, tensors)):
@@ -214,14 +214,14 @@ def find_call(
 
 GradientsCall = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-# What computes the gradients of input and weight together, by the call that has computed the layer.
+# Calls that compute the gradients of input and weight together, by the call that has computed the layer.
 _gradients_calls: CallCache[GradientsCall] = CallCache()
 
 
 def find_both_gradients(call: object, x: Tensor, w: Tensor, g: Tensor, layer: Layer) -> GradientsCall | None:
-    """What computes both gradients past the dispatcher; None where only that does, or where something listens to it.
+    """The call that computes both gradients without the dispatcher; None if only the dispatcher can, or if `is_heard`.
 
-    ``call`` is what `find_call` has found for the layer.
+    ``call``: the layer's, from `find_call`.
     """
     if is_heard():
         return None
@@ -242,7 +242,7 @@ def find_both_gradients(call: object, x: Tensor, w: Tensor, g: Tensor, layer: La
 
 
 def as_one(of_input: Any, of_weight: Any) -> GradientsCall:
-    """Both calls of `find_call` as one."""
+    """Two calls of `find_call` as one."""
     from polyphase.prepared import BothGradients
 
     return BothGradients(of_input, of_weight)
@@ -253,7 +253,7 @@ FURTHER_CALLS: list[CallCache[Any]] = []
 
 
 def forget_operator_calls() -> None:
-    """Has every later call of an operator looked up in `polyphase.runtime`, and prepared anew there."""
+    """Makes every later call of an operator be looked up in `polyphase.runtime`, and prepared again there."""
     caches: tuple[CallCache[Any], ...] = (_operator_calls, _gradients_calls, *FURTHER_CALLS)
     for calls in caches:
         calls.clear()
@@ -264,10 +264,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is what lies at its address."""
+    """Whether a tensor's values are the memory at its address."""
     return (
         type(tensor) in _PLAIN
-        and torch._C._has_storage(tensor)  # a vmap of old that functorch does not know of wraps tensors too
+        and torch._C._has_storage(tensor)  # the legacy vmap, which is not functorch's, wraps tensors too
         and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
     )
 

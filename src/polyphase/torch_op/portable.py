@@ -8,11 +8,11 @@ reaches back ``shift = (t·d - p) div s`` (see `polyphase.problem`)::
     weight gradient  gw[t]       =  Σ over all positions i of         x[i] · g[(i + shift_t)·s + u_t]
 
 The phases of several dimensions are the combinations of the phases of each. Every sum over channels, and that over
-positions, is a matrix product: ``(N, C, *spatial)`` is seen as ``(groups, C/groups, N, *spatial)``, so that a run of
+positions, is a matrix product: ``(N, C, *spatial)`` is viewed as ``(groups, C/groups, N, *spatial)``, so that a run of
 images is one matrix of channels × pixels per group. Half types are computed in float32 and rounded once.
 
-Where ``q - shift_t`` falls outside the input, the forward pass adds nothing: an infinite weight does not meet a zero
-that is not there. The gradients read zeros outside ``g``, and there it does. PyTorch does the same on both counts.
+If ``q - shift_t`` is outside the input, the forward pass adds nothing: it multiplies no infinite weight by a padding
+zero. The gradients read zeros outside ``g``, and do multiply by them. PyTorch does the same in both cases.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ COMPUTE_DTYPE = {
     torch.complex32: torch.complex64,
 }
 
-# Images are taken in runs whose intermediate results have about this many elements. They stay in a CPU's cache (the
+# Images are computed in runs whose intermediate results have about this many elements. These stay in a CPU's cache (the
 # depthwise layer of the benchmark runs 4 times faster than without), and memory does not grow with the batch.
 ELEMENTS_AT_A_TIME = 1 << 20
 
-# Taps are multiplied in blocks whose products have at least about this many elements, where there are as many. Every
-# product may be shared out among threads, and on a busy machine threads that wait for one another take milliseconds.
+# Taps are multiplied in blocks whose products have at least about this many elements, if there are as many. Threads may
+# split every product, and on a busy machine threads that wait for one another take milliseconds.
 ELEMENTS_OF_A_BLOCK = 1 << 20
 
 _T = TypeVar("_T")
@@ -50,7 +50,7 @@ ALL = (slice(None),) * 3  # groups, channels, images
 
 @dataclass(frozen=True)
 class Tap:
-    """One tap of the kernel: where it lies, and which input positions meet which cells of its phase's plane."""
+    """One tap of the kernel: its index, the input positions that it reads, and their cells in its phase's plane."""
 
     index: tuple[int, ...]
     inputs: Box
@@ -59,7 +59,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase that has taps: its outputs ``q·s + u``, how many cells ``q`` that is, and the taps that reach any."""
+    """A phase that has taps: its outputs ``q·s + u``, the number of cells ``q``, and the taps that reach any cell."""
 
     outputs: Box
     cells: tuple[int, ...]
@@ -67,11 +67,11 @@ class Phase:
 
 
 def phases(axes: Sequence[Axis], input_size: Sequence[int], output_size: Sequence[int]) -> list[Phase]:
-    """Every phase that has taps and an output: of a large stride few have, and the others' outputs are bias alone."""
+    """Every phase with taps and an output. With a large stride there are few; outputs of the others are the bias."""
     result = []
     served = ([u for u in axis.taps_by_phase if u < size] for axis, size in zip(axes, output_size))
     for phase in product(*served):
-        # A longer step than the side would do as well, but not once it is multiplied by what lies between two elements.
+        # A step longer than the side would have the same result, but its product with a tensor's stride may overflow.
         steps = (min(axis.stride, size) for axis, size in zip(axes, output_size))
         outputs = tuple(slice(u, None, step) for u, step in zip(phase, steps))
         cells = tuple(len(range(size)[part]) for part, size in zip(outputs, output_size))
@@ -82,7 +82,7 @@ def phases(axes: Sequence[Axis], input_size: Sequence[int], output_size: Sequenc
 
 
 def _tap(index: tuple[int, ...], axes: Sequence[Axis], input_size: Sequence[int], cells: Sequence[int]) -> Tap | None:
-    """The tap at ``index``, or None where the padding has cropped all that it reaches."""
+    """The tap at ``index``, or None if the padding has cropped all cells that it reaches."""
     shifts = [axis.shift(tap) for tap, axis in zip(index, axes)]
     starts = [max(0, -shift) for shift in shifts]
     stops = [min(size, count - shift) for size, count, shift in zip(input_size, cells, shifts)]
@@ -186,7 +186,7 @@ def _terms(pixels: Tensor, matrices: Tensor, taps: Sequence[Tap]) -> Iterator[Te
 
 
 def _columns(gradients: Tensor, planes: Sequence[Phase], shape: Sequence[int]) -> Iterator[tuple[list[Tap], Tensor]]:
-    """Taps, a block at a time, with what each input position meets through them, zero outside the output.
+    """Taps, a block at a time, with the gradients that each input position reads at them, zero outside the output.
 
     ``gradients`` is ``(groups, C_out/groups, images, *output_size)``, ``shape`` is ``(groups, C_in/groups, images,
     *input_size)``; the columns are ``(groups, taps·C_out/groups, images·Πinput_size)``.
@@ -202,17 +202,17 @@ def _columns(gradients: Tensor, planes: Sequence[Phase], shape: Sequence[int]) -
 
 
 def _blocks(taps: Sequence[_T], rows_per_tap: int, rows: int, columns: int) -> Iterator[Sequence[_T]]:
-    """The taps in blocks, one matrix product each; a row of it has ``columns`` elements, those of all groups.
+    """The taps in blocks, one matrix product each; a row of it has ``columns`` elements, for all groups.
 
     One tap's product has as many rows as a group has output channels, often too few to be fast. A block has no more
-    than a group has input channels, or 8, so that what it holds is about as large as the input, unless that is little.
+    rows than a group has input channels, or 8, so that its result is about as large as the input, unless that is small.
     """
     count = max(1, max(8, rows) // rows_per_tap, ELEMENTS_OF_A_BLOCK // max(1, rows_per_tap * columns))
     return (taps[start : start + count] for start in range(0, len(taps), count))
 
 
 def _stack(matrices: Tensor, taps: Sequence[Tap]) -> Tensor:
-    """The matrices of the taps below one another: ``(groups, taps·C_out/groups, C_in/groups)``."""
+    """The matrices of the taps stacked along rows: ``(groups, taps·C_out/groups, C_in/groups)``."""
     return torch.cat([matrices[tap.index] for tap in taps], 1)
 
 

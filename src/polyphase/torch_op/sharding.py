@@ -1,8 +1,8 @@
-"""How DTensors may be sharded in each pass, one mesh dimension at a time.
+"""Sharding strategies for DTensors in each pass, one mesh dimension at a time.
 
-Images are independent; so are output channels where there is one group. The sum over input channels, or over images for
-the gradient of the weight, may be left to the processes (``Partial``). Groups stay together: a process would have to be
-told of how many it has.
+Images are independent; so are output channels if there is one group. The sum over input channels, or over images for
+the gradient of the weight, may be split over processes (``Partial``). Groups are not sharded: a process would have to
+know its number of groups.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-#: Operands and result of a pass by their letters: images, input channels, output channels.
+#: Dimensions of operands and results as letters: images (n), input channels (i), output channels (o).
 _TENSORS = {"x": "ni", "w": "io", "b": "o", "g": "no"}
 
 
 @functools.cache
 def give_strategies() -> None:
-    """Has `torch.distributed.tensor` know the operators. Imports it."""
+    """Registers the operators with `torch.distributed.tensor`, which it imports."""
     try:
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
@@ -34,28 +34,28 @@ def give_strategies() -> None:
     ):
         operator = getattr(torch.ops.polyphase, name).default
         register_sharding(operator)(_strategy(result, operands))
-        # All constants decide the shape of the result. By itself PyTorch would take lists of them for what does not.
+        # All constants decide the shape of the result. By default PyTorch assumes that lists of them do not.
         known = RuntimeSchemaInfo(len(operands), needs_pytree=True)
         DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[operator] = known
 
 
-#: Whether PyTorch has them under a public name; in 2.4, which has not, Dynamo may fail at what is marked below.
+#: Whether PyTorch's DTensors have a public name; in 2.4 they do not, and Dynamo may fail at the function marked below.
 DTENSORS = torch.__version__ >= "2.5"
 
 
 def know_dtensors() -> bool:
-    """Gives the strategies where DTensors are in use; Dynamo calls it when it meets it, and traces nothing."""
+    """Registers the strategies if DTensors are in use; Dynamo calls it at trace time, without tracing it."""
     if "torch.distributed.tensor" in sys.modules:
         give_strategies()
     return True
 
 
-# What `torch.compiler.assume_constant_result` does, without importing Dynamo.
+# As `torch.compiler.assume_constant_result` does, without importing Dynamo.
 know_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _strategy(result: str, operands: str) -> Callable[..., list[tuple[list[Any], list[Any]]]]:
-    """What a pass may be given, and what it then gives, as ``register_sharding`` asks for it."""
+    """The placements of a pass's operands, each with that of its result, in the form of ``register_sharding``."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def strategy(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:

@@ -1,4 +1,4 @@
-"""The operations of an epilogue or a prologue with their tensors, and these as data (`polyphase.problem.epilogue`)."""
+"""The operations of an epilogue or a prologue with their tensors, and as data (`polyphase.problem.epilogue`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Step(NamedTuple):
 def checked(
     name: str, steps: Sequence[Step], input: Tensor, shape: tuple[int, ...], batched: bool, which: str = "epilogue"
 ) -> Epilogue:
-    """The epilogue as data, or the prologue; ``shape`` is that of the output, or of the input.
+    """The epilogue, or the prologue, as data; ``shape``: of the output, or of the input.
 
     Raises:
         TypeError, RuntimeError, ValueError: as `conv_transpose1d` says.
@@ -50,7 +50,7 @@ def checked(
 
 
 def _per(what: str, role: str, tensor: Tensor, shape: tuple[int, ...]) -> str:
-    """How many elements an operand has."""
+    """The kind of an operand by its number of elements: `ONE`, `CHANNEL`, `SAMPLE` or `ELEMENT`."""
     size = tuple(tensor.shape)
     if role == "residual":
         if size != shape:
@@ -67,7 +67,7 @@ def _per(what: str, role: str, tensor: Tensor, shape: tuple[int, ...]) -> str:
 
 
 def _is_wide(what: str, per: str, tensor: Tensor, input: Tensor) -> bool:
-    """Whether an operand has float32's elements beside an input of a half type."""
+    """Whether an operand is float32 with an input of a half type."""
     if tensor.device != input.device:
         raise RuntimeError(f"{what} must be on {input.device} as the input is, got {tensor.device}")
     if tensor.dtype == input.dtype:

@@ -1,4 +1,4 @@
-"""What PyTorch's own flags allow in float32."""
+"""Whether PyTorch's flags allow TF32 for float32."""
 
 from __future__ import annotations
 

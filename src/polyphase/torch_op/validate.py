@@ -1,8 +1,8 @@
 """Every argument is checked here, before anything runs.
 
-Bad arguments raise the exception type that PyTorch's own function raises for them: ``TypeError`` for something that is
-no tensor or no integer, ``ValueError`` for an integer beyond 64 bits, ``RuntimeError`` for the rest. The message says
-what was given and what is allowed.
+Bad arguments raise the exception type that PyTorch's own function raises for them: ``TypeError`` for an argument that
+should be a tensor or an integer, ``ValueError`` for an integer beyond 64 bits, ``RuntimeError`` for the rest. The
+message says what was given and what is allowed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 
 
 class Layer(NamedTuple):
-    """The layer's constants, one value per spatial dimension (``groups`` apart)."""
+    """The layer's constants, one value per spatial dimension, except ``groups``."""
 
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -102,9 +102,9 @@ def _check_tensors(name: str, input: Any, weight: Any, bias: Any) -> None:
 
 
 def _goes_beside(bias: Tensor, input: Tensor) -> bool:
-    """Whether this bias of another dtype is taken: float32 beside half types, except on CUDA, where PyTorch refuses it.
+    """Whether a bias of another dtype is accepted: float32 with half types, except on CUDA, where PyTorch refuses it.
 
-    On the CPU PyTorch takes it or not, by its build, the processor and the number of dimensions.
+    On the CPU it depends on PyTorch's build, the processor and the number of dimensions whether PyTorch accepts it.
     """
     return bias.dtype == torch.float32 and input.dtype in (torch.float16, torch.bfloat16) and not input.is_cuda
 
@@ -159,7 +159,7 @@ def _check_sizes(name: str, dims: int, input: Tensor, layer: Layer) -> None:
 
 
 def check_sizes(name: str, input_size: tuple[int, ...], layer: Layer) -> None:
-    """Raise RuntimeError where the output would have no elements, or too many."""
+    """Raises RuntimeError if the output would have no elements, or too many."""
     sizes = output_size(input_size, layer)
     for size in sizes:
         if size < 1:
@@ -173,7 +173,7 @@ def check_sizes(name: str, input_size: tuple[int, ...], layer: Layer) -> None:
 
 
 def output_size(input_size: tuple[int, ...], layer: Layer) -> tuple[int, ...]:
-    """The spatial size of the output for that of the input."""
+    """The spatial size of the output, from that of the input."""
     return tuple(
         Axis(k, s, p, d).output_size(n, extra)
         for n, k, s, p, extra, d in zip(
@@ -187,7 +187,7 @@ def _per_dim(name: str, argument: str, value: Any, dims: int, least: int) -> tup
     if isinstance(value, (tuple, list)):
         values = tuple([_integer(name, argument, element) for element in value])
         if len(values) == 1:
-            values = values * dims  # not in place: older Dynamos cannot
+            values = values * dims  # not in place: older versions of Dynamo do not support that
         if len(values) != dims:
             raise RuntimeError(f"{name}: {argument} must be one integer or {dims} of them, got {argument}={value}")
     else:
@@ -204,7 +204,7 @@ def _integer(name: str, argument: str, value: Any) -> int:
             raise ValueError(f"{name}: {argument} must fit 64 bits, got {value}")
         return value  # type: ignore[return-value]
     if not isinstance(value, bool) and hasattr(value, "__index__"):
-        with suppress(TypeError):  # an array, or a tensor, of several
+        with suppress(TypeError):  # an array or a tensor of several elements
             return operator.index(value)
     allowed = "an integer" if argument == "groups" else "an integer or a tuple of integers"
     raise TypeError(f"{name}: {argument} must be {allowed}, not {type(value).__name__}")
