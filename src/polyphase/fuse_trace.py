@@ -1,4 +1,4 @@
-"""Which nodes of a traced model a transposed convolution can compute, and why there are no more (`polyphase.fuse`)."""
+"""The nodes of a traced model that a transposed convolution can compute, and why not more (`polyphase.fuse`)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _WAITING = (torch.nn.Softplus, torch.nn.Softmax, torch.nn.Softmax2d)
 
 
 def shared_modules(model: Module) -> set[int]:
-    """Modules that have several names."""
+    """Modules with several names, by id."""
     names: dict[int, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         names[id(module)] = names.get(id(module), 0) + 1
@@ -52,15 +52,15 @@ def shared_modules(model: Module) -> set[int]:
 
 
 def is_waited_for(part: Any) -> bool:
-    """Whether a layer waits for a module, as it does for calls, which are given by their names."""
+    """Whether a layer waits for a part: a call, given by its name, or one of certain modules."""
     return isinstance(part, (str, *_WAITING)) or reduction_steps.is_module(part)
 
 
 def before_waiting(nodes: Sequence[torch.fx.Node], parts: Sequence[Any], shared: Sequence[Module]) -> int:
-    """How many of the parts behind a layer, of ``nodes``, are modules that it computes with derivatives too.
+    """The number of parts right after a layer, of ``nodes``, that are modules it computes with derivatives too.
 
-    These end at a value that is read twice, and at modules for which it waits as for calls: shared ones, and those
-    that may have to compute for themselves under autocast, or of an input without a batch something else.
+    They end at a value that is read twice, and at modules for which it waits as for calls: shared modules, and modules
+    that may have to compute themselves under autocast, or whose result differs for an input without a batch.
     """
     waits = [place for place, part in enumerate(parts) if is_waited_for(part) or part in shared]
     again = [place for place, value in enumerate(nodes[:-1]) if len(value.users) > 1]
@@ -68,12 +68,12 @@ def before_waiting(nodes: Sequence[torch.fx.Node], parts: Sequence[Any], shared:
 
 
 def is_layer(module: Any) -> bool:
-    """Whether a module is a layer of polyphase's, and no subclass."""
+    """Whether a module is one of polyphase's layers, not of a subclass."""
     return any(type(module) is cls for cls in LAYERS)
 
 
 def why_missing(name: str, layer: Module, traced: Sequence[str]) -> str:
-    """Why a layer is in no graph that was searched."""
+    """Why none of the searched graphs contains a layer."""
     if is_parametrized(layer):
         return (
             "its weight is computed at every call by a parametrization: call "
@@ -96,12 +96,12 @@ def call_name(node: torch.fx.Node) -> str:
 
 
 def is_copy(node: torch.fx.Node) -> bool:
-    """Whether a node's value is the one that it is given."""
+    """Whether a node's value equals its argument."""
     return call_name(node) in (*COPIES, crops.CONTIGUOUS)
 
 
 def _forget_sizes(graph: torch.fx.Graph) -> None:
-    """Have no node of a graph that nobody runs read a tensor for its size or type, which are known before."""
+    """Removes reads of a tensor's size or type, which are known before, from a graph that is never run."""
     for node in graph.nodes:
         of_attribute = node.op == "call_function" and node.target is getattr and node.args[1] in SIZES
         if of_attribute or (node.op == "call_method" and node.target in SIZES):
@@ -109,7 +109,7 @@ def _forget_sizes(graph: torch.fx.Graph) -> None:
 
 
 def _without_indices(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Calls of ``min`` and ``max`` of a graph that nobody runs whose values alone are read: they stand for these."""
+    """Calls of ``min`` and ``max`` of which only values are read; they replace these, in a graph that is never run."""
     found = set()
     for node in list(graph.nodes):
         users = list(node.users)
@@ -122,17 +122,17 @@ def _without_indices(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _is_first(node: torch.fx.Node) -> bool:
-    """Whether a node reads the values that ``min`` or ``max`` gives, or nobody reads it, as in ``values, _ = ...``."""
+    """Whether a node reads the values of ``min`` or ``max``, or nothing reads the node, as in ``values, _ = ...``."""
     if node.op != "call_function" or node.target not in (operator.getitem, getattr):
         return False
     return node.args[1:] in ((0,), ("values",)) or not node.users
 
 
 class Trace:
-    """A graph of what a module calls, and which of its nodes a layer computes already.
+    """The graph of a module's calls, and the nodes that layers already compute.
 
-    ``name``: that module's in the model; "" is the model itself. ``reduces``: pooling, reductions and norms behind a
-    layer's own epilogue count as computed by it (`polyphase.reductions`).
+    ``name``: the module's name in the model; "" is the model itself. ``reduces``: pooling, reductions and norms after a
+    layer's own epilogue count as computed by the layer (`polyphase.reductions`).
     """
 
     def __init__(
@@ -161,17 +161,17 @@ class Trace:
         return self._module(node) if node.op == "call_module" else None
 
     def is_shared(self, node: torch.fx.Node) -> bool:
-        """Whether a node's module is called by others too, or has several names."""
+        """Whether other nodes call a node's module too, or it has several names."""
         called = node.op == "call_module"
         return called and (self._calls.count(node.target) > 1 or id(self._module(node)) in self._shared)
 
     def _parents(self, node: torch.fx.Node) -> list[Module]:
-        """The modules within the root that hold a node's module."""
+        """The parents, within the root, of a node's module."""
         path = str(node.target).split(".")
         return [self._module_at(".".join(path[:depth])) for depth in range(1, len(path))]
 
     def chain_of(self, layer: torch.fx.Node) -> tuple[list[torch.fx.Node], str]:
-        """The nodes behind a layer's that it can compute, and why there are no more."""
+        """The nodes after a layer's that it can compute, and why not more."""
         found: list[torch.fx.Node] = []
         if self.is_shared(layer):
             return found, "it is called more than once"
@@ -197,7 +197,7 @@ class Trace:
         return found, reason
 
     def before(self, layer: torch.fx.Node) -> torch.fx.Node | None:
-        """The node of an activation that the layer alone reads, and can compute of its input; None if there is none."""
+        """The node of an activation that only the layer reads, and can compute on its input; None if there is none."""
         given = layer.args[0] if layer.args else None
         if not isinstance(given, torch.fx.Node) or given.op != "call_module" or given in self._taken:
             return None
@@ -216,29 +216,29 @@ class Trace:
         return given if change_between(between, (), self._module_of) is None else None
 
     def function_before(self, layer: torch.fx.Node) -> str:
-        """The kind of a call whose result the layer alone reads, and which it could compute were it a module; or ""."""
+        """The kind of a call whose result only the layer reads, and which it could compute as a module; or ""."""
         given = layer.args[0] if layer.args else None
         if not isinstance(given, torch.fx.Node) or given.op == "call_module" or given in self._taken:
             return ""
         return name if (name := call_name(given)) in ACTIVATIONS and list(given.users) == [layer] else ""
 
     def _is_seen(self, given: torch.fx.Node, layer: torch.fx.Node) -> bool:
-        """Whether a hook sees what a module gives a layer."""
+        """Whether a hook sees the result of a module that a layer reads."""
         if any(each._forward_hooks for each in self._parents(given)):
             return True
         return any(each._forward_pre_hooks for each in self._parents(layer)) or sees_input(self._module(layer))
 
     def _is_read_once(self, value: Any) -> bool:
-        """Whether a node makes a new tensor, which one node reads: nobody sees whether that changes it."""
+        """Whether a node makes a new tensor that one node reads: no other reader sees in-place changes."""
         if not isinstance(value, torch.fx.Node) or len(value.users) != 1:
             return False
         module = self._module_of(value)
         return value.target in CONCATENATIONS if module is None else isinstance(module, MAKE_NEW)
 
     def _why_no_reader(self, numbers: dict[torch.fx.Node, int], reader: torch.fx.Node | None) -> str:
-        """Why the next node that reads a value of a chain cannot be a part of it, or "".
+        """Why the next node that reads a value of a chain cannot be a part of the chain, or "".
 
-        ``numbers``: of the values of its nodes, as `read_next` has them.
+        ``numbers``: the numbers of its nodes' values, as in `read_next`.
         """
         layer, value = next(iter(numbers)), next(reversed(numbers))
         if reader is None:
@@ -270,7 +270,7 @@ class Trace:
         return reason
 
     def _is_reduced(self, node: torch.fx.Node, chain: Iterable[torch.fx.Node]) -> bool:
-        """Whether a node behind a layer, the first of ``chain``, is a pooling, a reduction or a norm."""
+        """Whether a node after a layer, the first of ``chain``, is a pooling, a reduction or a norm."""
         layer, *_ = chain
         dims, module = _dims(self._module(layer)), self._module_of(node)
         if not self._reduces or node is layer:
@@ -279,12 +279,12 @@ class Trace:
             return reduction_steps.module_step(module, dims) is not None
         if node.op not in ("call_function", "call_method") or not node.args:
             return False
-        if call_name(node) in EXTREMES and node not in self._extremes:  # its indices are read, too
+        if call_name(node) in EXTREMES and node not in self._extremes:  # its indices are also read
             return False
         return reduction_steps.read(node.target, node.args[0], node.args, node.kwargs, dims) is not None
 
     def _reduced_before(self, chain: Iterable[torch.fx.Node]) -> bool:
-        """Whether there is one among the nodes of a chain."""
+        """Whether a node of a chain `_is_reduced`."""
         chain = list(chain)
         return any(self._is_reduced(node, chain) for node in chain)
 
@@ -295,12 +295,12 @@ class Trace:
         return f"{node} is not the only reader of its output" if again or node.args[0] is not value else ""
 
     def _waits(self, chain: Iterable[torch.fx.Node]) -> bool:
-        """Whether a layer waits for one of these."""
+        """Whether a layer waits for one of the nodes after it."""
         _, *behind = chain
         return any(self.is_shared(node) or is_waited_for(call_name(node) or self._module_of(node)) for node in behind)
 
     def _why_no_call(self, numbers: dict[torch.fx.Node, int], call: torch.fx.Node) -> str:
-        """Why a call cannot be computed of the last value of a chain by the layer, or ""."""
+        """Why the layer cannot compute a call on the last value of a chain, or ""."""
         layer, value, name = next(iter(numbers)), next(reversed(numbers)), call_name(call)
         reduced = self._is_reduced(call, numbers)
         if not reduced and name != "cat" and not name_of(call.target):
@@ -325,7 +325,7 @@ class Trace:
         return self._why_not_later(numbers, call, name)
 
     def _why_not_sliced(self, chain: Iterable[torch.fx.Node], call: torch.fx.Node) -> str:
-        """Why a slice of the last value of a chain, or a contiguous copy, cannot be computed by the layer, or ""."""
+        """Why the layer cannot compute a slice, or a contiguous copy, of the last value of a chain, or ""."""
         layer, *nodes = chain
         if call_name(call) == crops.CONTIGUOUS:
             wrong = len(call.args) > 1 or bool(call.kwargs)
@@ -338,10 +338,10 @@ class Trace:
         return self._why_not_later([layer, *nodes], call, call_name(call))
 
     def _why_not_of_pixels(self, chain: Iterable[torch.fx.Node], softmax: bool) -> str:
-        """Why no kernel has all channels of a pixel at once behind a chain, for a softmax or a layer norm; or ""."""
+        """Why no kernel has all channels of a pixel at once after a chain, for a softmax or a layer norm; or ""."""
         layer, *nodes = chain
         module: Any = self._module(layer)
-        if self._reduced_before([layer, *nodes]):  # a kernel of its own computes it
+        if self._reduced_before([layer, *nodes]):  # its own kernel computes it
             return ""
         if any(call_name(node) in OF_PIXELS or is_of_pixels(self._module_of(node), _dims(module)) for node in nodes):
             return "only one softmax or layer norm is fused with a layer"
@@ -356,7 +356,7 @@ class Trace:
         )
 
     def _why_not_later(self, chain: Iterable[torch.fx.Node], call: torch.fx.Node, name: str) -> str:
-        """Why the layer cannot be computed when a function is called, or ""."""
+        """Why the layer's computation cannot wait until a call, or ""."""
         layer, taken = next(iter(chain)), self._taken.union(chain)
         if any(parent._forward_hooks for parent in self._parents(layer)):
             return f"a hook would see its output before {name}()"
@@ -366,7 +366,7 @@ class Trace:
 
 
 def _why_unknown(function: Any) -> str:
-    """Why a function's call is no part of a chain."""
+    """Why a function's call is not part of a chain."""
     name = getattr(function, "__name__", str(function))
     if reduction_steps.name_of(function):
         return f"{name}() reads its output, in a way that is not fused"
@@ -374,7 +374,7 @@ def _why_unknown(function: Any) -> str:
 
 
 def _dims(layer: Any) -> int:
-    """Of a layer's output."""
+    """Dimensions of a layer's output."""
     return len(layer.stride) + 2
 
 
@@ -386,9 +386,9 @@ def is_of_pixels(module: Any, dims: int) -> bool:
 
 
 def _why_not(module: Any, dims: int, node: torch.fx.Node, again: bool, reduced: bool) -> str:
-    """Why a module cannot be computed by the layer before it, whose output has so many dimensions, or "".
+    """Why a module cannot be computed by the layer before it, whose output has ``dims``, or "".
 
-    ``again``: it is called elsewhere too, with parameters of its own.
+    ``again``: it is also called elsewhere, and no layer can wait for it.
     """
     reader = reader_of(module, dims)
     if reader is None and hasattr(type(module), "_reader"):
