@@ -1,7 +1,7 @@
-"""The layer and what stands around it as one call: ``polyphase.fused.conv_transpose2d(x, w, b, ..., epilogue=[...])``.
+"""The layer and operations around it as one call: ``polyphase.fused.conv_transpose2d(x, w, b, ..., epilogue=[...])``.
 
 An epilogue is a list of elementwise operations on the output, in order, each made by a function of this module or named
-as an activation. On a GPU they are computed in the layer's own kernel, on values that are not rounded before the last:
+as an activation. On a GPU the layer's own kernel computes them, on values that are not rounded before the last one:
 
     y = fused.conv_transpose2d(x, w, b, 2, 1, epilogue=[fused.batch_norm(mean, var, gamma, beta), "relu"])
     y = fused.conv_transpose2d(x, w, b, 2, epilogue=[fused.add(skip), fused.activation("leaky_relu", 0.2)])
@@ -89,16 +89,16 @@ def batch_norm(
 def layer_norm(weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Step:
     """A layer norm over the channels of each pixel, as SAM's and ConvNeXt's; once in an epilogue.
 
-    ``(v - mean) / sqrt(variance + eps)·weight + bias``, of the mean and the variance of the pixel's channels; both
-    ``(C,)``. One kernel computes it of up to 128 channels of one group, where tensor cores compute the layer. Elsewhere
-    PyTorch's functions compute the epilogue.
+    ``(v - mean) / sqrt(variance + eps)·weight + bias``, with mean and variance over the pixel's channels; weight and
+    bias ``(C,)``. One kernel computes it for up to 128 channels of one group, if tensor cores compute the layer.
+    Otherwise PyTorch's functions compute the epilogue.
     """
     given = (("weight", weight), ("offset", bias))
     return Step("layer_norm", (float(eps),), tuple((role, each) for role, each in given if each is not None))
 
 
 def softmax() -> Step:
-    """A softmax over the channels of each pixel, where `layer_norm` says; one of the two in an epilogue."""
+    """A softmax over the channels of each pixel, for the same layers as `layer_norm`; one of both in an epilogue."""
     return Step("softmax")
 
 
@@ -108,9 +108,9 @@ def prelu(weight: Tensor) -> Step:
 
 
 def snake(alpha: Tensor, beta: Tensor | None = None, eps: float = 1e-9, logarithmic: bool = False) -> Step:
-    """``v + sin²(v·alpha) / (beta + eps)``, as vocoders have it; ``beta`` is ``alpha`` by default.
+    """``v + sin²(v·alpha) / (beta + eps)``, as in vocoders; ``beta`` is ``alpha`` by default.
 
-    Both have one element for each channel, or one. ``logarithmic``: their exponentials are taken.
+    Both have one element for each channel, or one. ``logarithmic``: their exponentials are used.
     """
     given = (("alpha", alpha),) if beta is None else (("alpha", alpha), ("beta", beta))
     return Step("snake", (float(eps), float(logarithmic)), given)
@@ -122,17 +122,17 @@ def add(residual: Tensor) -> Step:
 
 
 def crop(*ends: tuple[int, int]) -> Step:
-    """The output without so many elements at both ends of each spatial dimension; before all other operations."""
+    """The output without these numbers of elements at the ends of each spatial dimension; before other operations."""
     return Step("crop", tuple(each for pair in ends for each in pair))
 
 
 def add_value(of: int = 0) -> Step:
-    """``v + u``: ``u`` is what operation ``of`` is given, 0 for the layer's own output."""
+    """``v + u``: ``u`` is the value that operation ``of`` reads, 0 for the layer's own output."""
     return Step("add_value", of=of)
 
 
 def multiply_value(of: int = 0) -> Step:
-    """``v·u``: ``u`` is what operation ``of`` is given, 0 for the layer's own output."""
+    """``v·u``: ``u`` is the value that operation ``of`` reads, 0 for the layer's own output."""
     return Step("multiply_value", of=of)
 
 
@@ -153,11 +153,11 @@ def conv_transpose1d(
     """`polyphase.conv_transpose1d` and, in the same kernel, the operations of ``epilogue`` on its output, in order.
 
     Differentiable in all tensors any number of times; works under `torch.compile` and autocast. Operands of an
-    epilogue have the input's dtype; for half types also float32, except for a residual. ``out`` is what the output is
-    written to, as `polyphase.conv_transpose1d` says.
+    epilogue have the input's dtype; for half types also float32, except for a residual. ``out`` is the tensor to write
+    the output to, see `polyphase.conv_transpose1d`.
 
     ``prologue``: operations on every element of the input, not on padding, before the layer reads it. Values are
-    rounded to the input's dtype once, behind the last. Operands have one element, or one for each input channel.
+    rounded to the input's dtype once, after the last. Operands have one element, or one for each input channel.
 
     Returns:
         ``(N, C_out, L_out)``, or ``(C_out, L_out)`` for an unbatched input.
@@ -186,7 +186,7 @@ def conv_transpose2d(
     out: Tensor | None = None,
     prologue: Sequence[Step | str] = (),
 ) -> Tensor:
-    """The same for ``(N, C_in, H, W)`` or ``(C_in, H, W)``: see `conv_transpose1d` for what is raised."""
+    """`conv_transpose1d` for ``(N, C_in, H, W)`` or ``(C_in, H, W)``; raises the same errors."""
     constants = (stride, padding, output_padding, groups, dilation)
     return run(conv_transpose2d, 2, input, weight, bias, constants, epilogue, out, prologue)
 
@@ -205,7 +205,7 @@ def conv_transpose3d(
     out: Tensor | None = None,
     prologue: Sequence[Step | str] = (),
 ) -> Tensor:
-    """The same for ``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)``: see `conv_transpose1d` for what is raised."""
+    """`conv_transpose1d` for ``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)``; raises the same errors."""
     constants = (stride, padding, output_padding, groups, dilation)
     return run(conv_transpose3d, 3, input, weight, bias, constants, epilogue, out, prologue)
 
@@ -221,9 +221,9 @@ def run(
     out: Tensor | None,
     given_before: Sequence[Step | str] = (),
 ) -> Tensor:
-    """Cast for autocast, check, and run. Every line here is host time of every call.
+    """Casts for autocast, checks, and runs. Every line here is host time of every call.
 
-    ``function``: the public one that was called, of this module or, where there is an ``out``, of `functional`.
+    ``function``: the public function that was called, of this module or, with ``out``, of `functional`.
     """
     name = function.__name__
     steps, before = _made(f"{name}: epilogue", given_steps), _made(f"{name}: prologue", given_before)
@@ -255,7 +255,7 @@ def run(
 def _cast(
     name: str, dims: int, tensors: tuple[Tensor, Tensor, Tensor | None], before: list[Step], steps: list[Step]
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], list[Step], list[Step]]:
-    """What autocast makes of a call. Where it casts the input, the prologue is computed before, and its values cast."""
+    """A call under autocast. If autocast casts the input, the prologue is computed before, and its result cast."""
     input, weight, bias = tensors
     if before and functional.autocast_dtype(input) not in (None, input.dtype):
         batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
@@ -264,7 +264,7 @@ def _cast(
             read = operator.behind_prologue(prologue, [each for step in before for _, each in step.tensors], batch)
         input, before = read if batch is input else read.squeeze(0), []
     bias = None if bias is None else functional.autocast(bias)
-    # A residual is cast as the input is; operands for each channel stay as they are.
+    # A residual is cast like the input; operands for each channel keep their dtype.
     cast = [
         step._replace(
             tensors=tuple(
@@ -283,38 +283,38 @@ def _overridden(
     named: dict[str, Any],
     given: list[Tensor],
 ) -> Tensor:
-    """What ``__torch_function__`` of one of the tensors gives for the call."""
+    """The result of the call by ``__torch_function__`` of one of the tensors."""
     relevant = (*tensors, named.get("out"), *given)
     result: Tensor = handle_torch_function(function, relevant, *tensors, *constants, **named)
     return result
 
 
 def _writer(known: _Known, out: Tensor, read: tuple[Tensor | None, ...]) -> Callable[..., Tensor] | None:
-    """What writes to ``out`` itself; None where kernels may not."""
+    """The call that writes to ``out`` itself; None if kernels may not."""
     if known.call is None or forward_ad._current_level >= 0:
         return None
     if out.is_inference() and not torch.is_inference_mode_enabled():
-        return None  # PyTorch's copy says that it is not allowed
+        return None  # PyTorch's copy raises the error
     return known.call if into.is_free(out, read) else None
 
 
 def _named(steps: list[Step], before: list[Step], out: Tensor | None) -> dict[str, Any]:
-    """Arguments that are given by name, where they are given: the plain functions have no epilogue."""
+    """The keyword arguments, without defaults: the plain functions have no epilogue."""
     named: dict[str, Any] = {"epilogue": tuple(steps)} if steps else {}
     named |= {"prologue": tuple(before)} if before else {}
     return named if out is None else named | {"out": out}
 
 
 def _with_batch(input: Tensor, steps: Sequence[Step]) -> tuple[Tensor, list[Tensor]]:
-    """An input without a batch, and the operands of its steps, with one."""
+    """Adds a batch dimension to an input without one, and to the operands of its steps."""
     operands = [each.unsqueeze(0) if role == "residual" else each for step in steps for role, each in step.tensors]
     return input.unsqueeze(0), operands
 
 
 class _Known(NamedTuple):
-    """A call that was checked: its layer, what is around it, also as text, and what computes it past the dispatcher.
+    """A checked call: its layer, epilogue and prologue, both also as text, and the call without the dispatcher.
 
-    ``constants``: those that it was checked with. Where there is an ``out``, ``call`` writes to it.
+    ``constants``: as they were checked. If there is an ``out``, ``call`` writes to it.
     """
 
     layer: Layer
@@ -323,10 +323,10 @@ class _Known(NamedTuple):
     text: str
     constants: tuple[Any, ...] = ()
     call: Callable[..., Tensor] | None = None
-    whole: Layer | None = None  # where the output is cropped the layer without that
+    whole: Layer | None = None  # if the output is cropped, the layer without that
 
 
-# Calls that were made before; a warm call is one look-up here.
+# Earlier calls; a warm call is one look-up here.
 _known: CallCache[_Known] = CallCache()
 operators.FURTHER_CALLS.append(_known)
 
@@ -338,7 +338,7 @@ def _known_of(
     out: Tensor | None,
     tracing: bool,
 ) -> _Known:
-    """What is known of a call, from memory where one like it was made before.
+    """The checked call, cached if an equal one was made before.
 
     ``around``: the steps of prologue and epilogue; ``given``: their tensors.
     """
@@ -354,9 +354,9 @@ def _known_of(
                            for steps in around])  # fmt: skip
         key = (dims, input.shape, weight.shape, bias is None, out is None, constants, signature, heard, tf32_allowed())
         known = _known.find(key, *tensors)
-    except (TypeError, AttributeError, RuntimeError):  # lists, symbolic sizes; no tensor; a nested one
+    except (TypeError, AttributeError, RuntimeError):  # lists or symbolic sizes; not a tensor; a nested tensor
         key, known = None, None
-    # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
+    # 2, 2.0 and True are one key: constants must be the checked objects, or at least have their types.
     if known is not None and (all(map(is_, constants, known.constants)) or functional.are_integers(constants)):
         return known
     known = _known_call(arguments, *around)
@@ -380,12 +380,12 @@ def _known_of(
 
 
 def _by_kernels(input: Tensor) -> bool:
-    """Whether kernels compute the output of such an input."""
+    """Whether kernels compute the output for this input."""
     return input.is_cuda and torch.version.cuda is not None and input.numel() > 0 and input.dtype in FLOATING
 
 
 def _known_call(arguments: tuple[Any, ...], before: Sequence[Step], steps: Sequence[Step]) -> _Known:
-    """A call, checked."""
+    """Checks a call."""
     name, dims, input, weight, *_ = arguments
     whole = layer = check(*arguments)
     batched = input.dim() == dims + 2
@@ -402,7 +402,7 @@ def _known_call(arguments: tuple[Any, ...], before: Sequence[Step], steps: Seque
 
 
 def _made(what: str, given: Sequence[Any]) -> list[Step]:
-    """Steps from what a user gives for them."""
+    """The steps that a user gave, activations' names replaced."""
     steps = []
     for place, step in enumerate(given):
         if isinstance(step, str):
@@ -416,11 +416,11 @@ def _made(what: str, given: Sequence[Any]) -> list[Step]:
 def _run(
     known: _Known, operands: list[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, tracing: bool
 ) -> Tensor:
-    """By the operator, past the dispatcher where nothing listens to it, or as operations of their own."""
+    """Runs a call: by the operator, by the call without the dispatcher, or as separate operations."""
     layer, epilogue, prologue, text, _, call, whole = known
     if tracing:
-        by_operations = not torch.compiler.is_dynamo_compiling() and is_for_onnx()  # which has nodes for each
-    else:  # transforms, whose rules are those of the operations
+        by_operations = not torch.compiler.is_dynamo_compiling() and is_for_onnx()  # ONNX has a node for each operation
+    else:  # transforms use the rules of the operations
         by_operations = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if not by_operations and (call is not None or whole is not None):
         tensors = (input, weight, *operands) if bias is None else (input, weight, bias, *operands)
