@@ -1,7 +1,7 @@
 """Small JSON files in the cache folder that processes leave for later ones, beside compiled kernels.
 
-An entry repeats what it is about, of which its name is a digest. One that is missing, damaged or about something else
-reads as none.
+An entry repeats its subject (``about``), and its name is a digest of that. A missing or damaged entry, or one about
+something else, reads as None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def read(folder: str, about: str) -> Any:
     """The entry about ``about``, or None."""
     try:
         entry = json.loads(path_of(folder, about).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # the last for too deep a nest
+    except (OSError, ValueError, RecursionError):  # the last for deeply nested JSON
         return None
     return entry.get("value") if isinstance(entry, dict) and entry.get("about") == about else None
 
@@ -29,9 +29,9 @@ def read(folder: str, about: str) -> Any:
 def write(folder: str, about: str, value: object) -> None:
     """Writes an entry, replacing an older one about the same. Raises OSError."""
     path = path_of(folder, about)
-    for parent in (cache_directory(), path.parent):  # each private: `parents` would leave those above to the umask
+    for parent in (cache_directory(), path.parent):  # each private: `parents=True` would use the umask for the first
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Written aside, then renamed: nobody ever reads half an entry.
+    # Written aside, then renamed: no process reads half an entry.
     descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -49,5 +49,5 @@ def path_of(folder: str, about: str) -> Path:
 
 
 def digest(files: list[Path]) -> str:
-    """A digest of files, in the order of their names: entries hold for the text they were made from."""
+    """A digest of files, in the order of their names: entries are valid for the text that they were made from."""
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]

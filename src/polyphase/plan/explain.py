@@ -84,7 +84,7 @@ def _about(chosen: Plan, card: Card) -> list[str]:
 
 
 def _loser(chosen: Plan, best: Candidate, more: int) -> str:
-    """The best config of a schedule among those that are not chosen."""
+    """The line of a schedule's best config that is not chosen."""
     others = f" ({more} more)" if more else ""
     if best.schedule == chosen.schedule:
         settings = best.describe().removeprefix(best.schedule)
@@ -107,7 +107,7 @@ def _winner(chosen: Plan, card: Card) -> str:
 
 
 def _rules(chosen: Plan, computed: ConvTransposeProblem) -> list[str]:
-    """Why a faster one may lose: at what size the order was made, and how much faster it must be at this size."""
+    """Why a faster config may lose: the size of the ranking, and how much faster it must be at this size."""
     sized, schedule = compared(computed, chosen.pass_), chosen.selected[0].schedule
     forward = chosen.pass_ is Pass.FORWARD
     size = "×".join(map(str, (sized.batch, sized.in_channels, *sized.input_size)))

@@ -1,9 +1,9 @@
-"""Choices that were measured, on disk: what ``python -m polyphase tune`` found fastest, and the planner then takes.
+"""Measured choices on disk: the candidates that ``python -m polyphase tune`` found fastest, which the planner uses.
 
-One small JSON file for each layer, pass and kind of GPU, next to the compiled kernels. It names a candidate, which is
-only looked for among those that the planner offers: a file that is damaged or made up costs time, never a result. A
-layer is meant here as in the planner, at any batch and image size, but for whether that size rounds to TF32: what was
-measured last holds.
+There is one small JSON file for each layer, pass and kind of GPU, next to the compiled kernels. It names a candidate,
+which is only looked up among the planner's own: a damaged or forged file costs time, never correctness. As in the
+planner, a layer has any batch and image size, but it matters whether that size rounds to TF32. The last measurement
+counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def directory() -> Path:
 
 
 def choice(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-    """The description of the candidate to take, or None where none was measured.
+    """The description of the measured candidate, or None.
 
     With ``POLYPHASE_TUNING=0`` in the environment there is none.
     """
@@ -46,7 +46,7 @@ def choice(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> st
 
 
 def remember(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, candidate: str) -> None:
-    """Leaves a choice for every later process; those that run already have made theirs. Raises OSError."""
+    """Writes a choice for every later process; running ones have already made theirs. Raises OSError."""
     entries.write(_FOLDER, _layer(problem, pass_, device), candidate)
 
 
@@ -56,7 +56,7 @@ def discard(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> N
 
 
 def forget() -> int:
-    """Removes all choices and returns how many there were. Raises OSError."""
+    """Removes all choices and returns their number. Raises OSError."""
     count = len(list(directory().glob("*.json")))
     if directory().exists():
         shutil.rmtree(directory())
@@ -65,9 +65,9 @@ def forget() -> int:
 
 @contextlib.contextmanager
 def trial(candidate: str) -> Iterator[None]:
-    """Within it, plans that are made take this candidate where it is offered, and measured choices count for nothing.
+    """A context in which new plans use this candidate if it is offered, and ignore measured choices.
 
-    For one thread: whoever opens it sees to it that plans made before are forgotten.
+    For one thread. The caller must clear the cache of earlier plans.
     """
     global _trial
     before, _trial = _trial, candidate
@@ -80,11 +80,11 @@ def trial(candidate: str) -> Iterator[None]:
 def _layer(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str:
     """The key of a choice, as text, the kernels' text included."""
     where = f"{device.arch} with {device.multiprocessors} multiprocessors"
-    layer = replace(standard(problem).of_pass(pass_), tf32=problem.tf32)  # decided by the size that it has
+    layer = replace(standard(problem).of_pass(pass_), tf32=problem.tf32)  # tf32 depends on the actual size
     return f"{pass_.value} of {layer!r} on {where}, kernels {_kernels()}"
 
 
 @lru_cache(maxsize=1)
 def _kernels() -> str:
-    """A digest of all kernels: a choice holds for those that were measured."""
+    """A digest of all kernels: a choice is valid for the kernels that were measured."""
     return entries.digest([*KERNELS.glob("**/*.cu*")])

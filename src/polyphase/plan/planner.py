@@ -1,19 +1,19 @@
 """The one place that decides how a pass is computed. Needs neither torch nor a GPU.
 
 Every schedule says whether it can run, and offers configs with a predicted time. The order at a typical size decides
-(`polyphase.problem.sizes`), unless another kernel is clearly faster at the size at hand; so a layer keeps few kernels
-whatever its sizes, and the fastest prediction may lose.
+(`polyphase.problem.sizes`), unless another kernel is clearly faster at the actual size; so a layer has few kernels for
+all sizes, and the fastest prediction may lose.
 
 1. Schedules are ordered by their predictions at the typical size, `compared`. The first that can run is taken.
 2. It offers a short list of configs, ordered at its own typical size, `Schedule.ranked_at`. The list depends on the
-   layer and the kind of its images (tiny, or such as TMA can copy as they lie, or neither), not on their size or the
-   batch's. The first of the list is taken; in the forward pass, and in gradients of schedules that adapt, another of
-   the list where its prediction at the size at hand is less than `CLEARLY` of the first's.
-3. Another schedule's first is taken where its prediction at the size at hand is less than `CLEARLY_BY_OTHERS` of that.
-4. A schedule comes after those that it is `behind`, unless its prediction is less than `FAR_AHEAD` of theirs
-   at the typical size, or less by `AHEAD` at the size at hand.
+   layer and the kind of its images (tiny, or in a layout that TMA can copy, or neither), not on their size or the
+   batch's. The first of the list is chosen; in the forward pass, and in gradients of schedules that adapt, another of
+   the list if its prediction at the actual size is less than `CLEARLY` of the first's.
+3. Another schedule's first is chosen if its prediction at the actual size is less than `CLEARLY_BY_OTHERS` of that.
+4. A schedule comes after the schedules that it is `behind`, unless its prediction is less than `FAR_AHEAD` of theirs
+   at the typical size, or less by `AHEAD` at the actual size.
 
-Nothing is tried at run time; what `polyphase.plan.measured` has measured beforehand goes before predictions.
+Nothing is tried at run time; choices that `polyphase.plan.measured` has measured beforehand override predictions.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from polyphase.schedules.schedule import Candidate, Schedule
 #: CLEARLY_BY_OTHERS × its time. Margins of gradients: benchmarks/experiments/024-narrow-groups-and-choices.
 CLEARLY = 0.97
 CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
-#: How far a schedule's prediction must be ahead of those that it is `Schedule.behind`, in seconds and as a share of
-#: theirs. benchmarks/experiments/025-boxes-of-taps: no layer that is recorded 3 % slower is predicted so far ahead.
+#: How far a schedule's prediction must be ahead of schedules that it is `Schedule.behind`, in seconds and as a share of
+#: theirs. benchmarks/experiments/025-boxes-of-taps: no layer that is recorded 3 % slower is predicted that far ahead.
 AHEAD = 6e-6
 FAR_AHEAD = 0.75
 LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
-#: The least seconds that a prediction is shown as. Some cost models leave out the launch, which `LAUNCH` allows for
-#: where schedules are compared; no call in benchmarks/results is measured to take less.
+#: The least seconds of a shown prediction. Some cost models leave out the launch, which `LAUNCH` allows for when
+#: schedules are compared; no call in benchmarks/results was measured to take less.
 LEAST = 7e-6
 _Offer = tuple[Schedule, Candidate]
-_LONG = 2048  # taps, from which on frames are faster in weight gradients, too; in forward passes col2im is
+_LONG = 2048  # taps above which frames are also faster in weight gradients; in forward passes col2im is faster
 
 
 @dataclass(frozen=True)
 class Selection:
-    """One kernel of a layer's, and its program at the size at hand."""
+    """One kernel of a layer, and its program at the actual size."""
 
     schedule: Schedule
     candidate: Candidate
@@ -71,8 +71,8 @@ class Selection:
 class Plan:
     """How one pass of one problem is computed on one device.
 
-    ``selected``: first what computes this size, then the kernel that the layer has at most others, where that is
-    another; none on the portable path. ``measured``: chosen by measurement (`polyphase.plan.measured`).
+    ``selected``: first the kernel for this size, then the layer's kernel for most other sizes, if it is a different
+    one; none on the portable path. ``measured``: chosen by measurement (`polyphase.plan.measured`).
     """
 
     problem: ConvTransposeProblem
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def program(self) -> Program | None:
-        """What computes it, None on the portable path."""
+        """The program that computes the pass, None on the portable path."""
         return self.selected[0].program if self.selected else None
 
     @property
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def programs(self) -> list[Program]:
-        """``program`` and ``other``, as far as there are any."""
+        """``program`` and ``other``, unless they are None."""
         return [selection.program for selection in self.selected]
 
     def describe(self) -> str:
@@ -118,11 +118,11 @@ def plan(
     layouts: Layouts | None = None,
     by_prediction: bool = False,
 ) -> Plan:
-    """The plan of a pass: ``layouts`` are the tensors' strides, by default those of `Layouts.of_call`.
+    """The plan of a pass: ``layouts`` are the tensors' strides, by default from `Layouts.of_call`.
 
-    ``by_prediction``: choices that were measured on this machine count for nothing.
+    ``by_prediction``: ignores choices that were measured on this machine.
 
-    Raises `UnsupportedError` where no schedule can compute the pass.
+    Raises `UnsupportedError` if no schedule can compute the pass.
     """
     if not device.is_cuda:
         return Plan(problem, pass_)
@@ -157,13 +157,13 @@ def plan(
             Selection(each, *_with_functions(each, candidate, given, problem, pass_, device, given_layouts, layouts))
             for each, candidate in kernels
         )
-    except ParamOverflowError:  # numbers that a kernel's parameter has no room for
+    except ParamOverflowError:  # numbers that do not fit a kernel's parameter
         raise UnsupportedError(f"{given} has more positions than the kernels count: {2**31 - 1}") from None
     return Plan(given, pass_, selected, measured is not None)
 
 
 def epilogue_refusal(schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass) -> str | None:
-    """Why a schedule cannot have the epilogue of ``problem``, or None where it can, or there is none."""
+    """Why a schedule cannot compute the epilogue of ``problem``, or None if it can, or there is none."""
     return schedule.epilogue_limits(problem) if problem.epilogue and pass_ is Pass.FORWARD else None
 
 
@@ -181,7 +181,7 @@ def _reason(
 def _reasons(
     given: ConvTransposeProblem, computed: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> str:
-    """Why no schedule of the pass can compute it: each reason once, behind the schedules that give it."""
+    """Why no schedule of the pass can compute it: each reason once, after the schedules that give it."""
     refused: dict[str | None, list[str]] = {}
     for schedule in SCHEDULES:
         if pass_ in schedule.passes:
@@ -205,10 +205,10 @@ def _with_functions(
     given_layouts: Layouts | None,
     layouts: Layouts,
 ) -> tuple[Candidate, Program]:
-    """A config of the layer as it is ``computed``, and its program, with epilogue and prologue of the ``given`` one.
+    """A config of the ``computed`` layer, and its program with the epilogue and prologue of the ``given`` layer.
 
-    Neither has a say in what is chosen, but for `Epilogue.planned`: all schedules read the same for an epilogue. What
-    computes a prologue is decided here, for the config that is chosen: its kernel, or a step before it.
+    Neither affects the choice, except by `Epilogue.planned`: all schedules read the same for an epilogue. For the
+    chosen config this function decides whether its kernel or a step before it computes a prologue.
     """
     program = schedule.program(computed, pass_, device, layouts, candidate.config)
     if pass_ is Pass.WEIGHT_GRAD and computed.stride != given.stride and computed.taps > 1:
@@ -237,16 +237,16 @@ def as_computed(
     """The layer as the pass sees it, restated if that is simpler: it has the same tensors in memory."""
     layouts = layouts or Layouts.of_call(problem, pass_)
     given, problem = problem, problem.of_pass(pass_).without_idle_constants()
-    # Single pixels have every memory format at once; of a weight's gradient nothing else says which.
+    # Single pixels have every memory format at once; for a weight's gradient nothing else tells the format.
     as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
-    differs = given.epilogue and (given.epilogue.per_sample or problem.epilogue.normalizes)  # of the batch as channels
+    differs = given.epilogue and (given.epilogue.per_sample or problem.epilogue.normalizes)  # for a batch as channels
     dense = layouts.are_dense(as_read)
     by_frames = pass_ is Pass.INPUT_GRAD or (pass_ is Pass.WEIGHT_GRAD and problem.taps > _LONG)
     if dense and by_frames and (frames := problem.of_frames()) is not None:
         last = pass_ is Pass.INPUT_GRAD
         return frames, replace(layouts, output=Layouts.dense(frames).output, weight_channels_last=last)
     simpler = None if differs else as_read.of_lone_pixels()
-    # As an input gradient it would be one long sum for few outputs, which no schedule shares out among blocks.
+    # As an input gradient it would be one long sum for few outputs, which no schedule splits over blocks.
     if simpler is None or pass_ is Pass.INPUT_GRAD or not dense:
         return problem, layouts
     return simpler, replace(Layouts.dense(simpler), aligned=layouts.aligned)
@@ -324,13 +324,13 @@ def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass) -> l
 
 
 def as_shown(card: Card, candidate: Candidate, problem: ConvTransposeProblem, pass_: Pass) -> Candidate:
-    """`at_rates_of`, with no prediction below `LEAST`: what users are shown."""
+    """`at_rates_of`, with no prediction below `LEAST`, for users."""
     found = at_rates_of(card, candidate, problem, pass_)
     return replace(found, seconds=LEAST) if found.seconds < LEAST else found
 
 
 def at_rates_of(card: Card, candidate: Candidate, problem: ConvTransposeProblem, pass_: Pass) -> Candidate:
-    """A candidate that is offered for ``card.device``, with what is predicted at the card's own rates."""
+    """A candidate that is offered for ``card.device``, with the prediction at the card's own rates."""
     if card.rates == card.device:
         return candidate
     computed, layouts = as_computed(problem, pass_, None)
@@ -357,9 +357,9 @@ def programs(
 
 
 def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[KernelSource]:
-    """The kernels that predictions choose for a layer at its batch and image size, and those of most other sizes.
+    """The kernels that predictions choose for a layer at its batch and image size, and at most other sizes.
 
-    The latter are each schedule's first. Includes the reductions of split gradients.
+    For other sizes these are each schedule's first. Includes the reductions of split gradients.
     """
     given = problem
     problem, layouts = as_computed(problem, pass_, None)
@@ -374,7 +374,7 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
 
 
 def _check_integers(problem: ConvTransposeProblem) -> None:
-    """The kernels count positions of one side, and weights of one group, in 32 bits; bytes and elements in 64."""
+    """Raises for counts above 32 bits: kernels count positions of a side and weights of a group in 32 bits."""
     weights = problem.in_channels_per_group * problem.out_channels_per_group * problem.taps
     counted = {
         "a side of the input": max(problem.input_size),

@@ -1,7 +1,7 @@
-"""Rankings on disk: what one process has predicted, a later one reads. It is the same with and without them.
+"""Rankings on disk, by which a later process need not predict again. They change no choice.
 
-A ranking is a list of places in a list that the reader makes for itself, so that a file that is damaged or made up can
-offer nothing but legal configs.
+A ranking is a list of indices into a list that the reader makes itself, so that a damaged or forged file can offer
+only legal configs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _FOLDER = "rankings"
 _PACKAGE = Path(__file__).parent.parent
 _ROOMS = ("costs", "problem", "plan", "program", "schedules")
 _FILES = [file for room in _ROOMS for kind in ("py", "json") for file in _PACKAGE.glob(f"{room}/**/*.{kind}")]
-# A digest of all that predicts, as it is when it is loaded; None where there are no sources to tell planners apart by.
+# A digest of the sources that predictions depend on, when they are loaded; None if there are no sources.
 _PLANNER = digest(_FILES) if _FILES else None
 
 
 def kept(about: str, configs: Callable[[], Sequence[_Config]], rank: Callable[[], list[_Config]]) -> list[_Config]:
-    """Some of ``configs``, in the order that ``rank`` gives, or gave an earlier process that ranked the same.
+    """Some of ``configs``, in the order that ``rank`` returns, or returned in an earlier process for the same.
 
-    With ``POLYPHASE_TUNING=0`` in the environment nothing is read or written; nor where the disk does not let us.
+    With ``POLYPHASE_TUNING=0`` in the environment nothing is read or written; nor if the disk refuses.
     """
     if os.environ.get("POLYPHASE_TUNING") == "0" or _PLANNER is None:
         return rank()
@@ -43,7 +43,7 @@ def kept(about: str, configs: Callable[[], Sequence[_Config]], rank: Callable[[]
 
 
 def _are_places(found: object, count: int) -> bool:
-    """Whether this is a list of some places, each at most once, in a list of so many."""
+    """Whether this is a list of distinct indices into a list of ``count`` elements."""
     if not isinstance(found, list) or not all(isinstance(place, int) and 0 <= place < count for place in found):
         return False
     return 0 < len(found) == len(set(found))

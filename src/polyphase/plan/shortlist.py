@@ -38,7 +38,7 @@ def in_order(
     at = schedule.ranked_at(problem, pass_, layouts)
     if at is None:
         return iter(())
-    # (mypy takes the hash of a class for that of its instances.)
+    # (mypy confuses the hash of a class with that of its instances.)
     ranked = _shortlist(type(schedule), at, pass_, device)  # type: ignore[arg-type]
     return (schedule.refined(at, device, config) for config in ranked)
 
@@ -46,7 +46,7 @@ def in_order(
 def refusal(
     schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
 ) -> str | None:
-    """Why a schedule offers nothing for a layer, or None where it offers something."""
+    """Why a schedule offers nothing for a layer, or None if it offers something."""
     if (reason := schedule.supports(problem, pass_, device)) is not None:
         return reason
     layouts = layouts or Layouts.dense(problem)
@@ -103,7 +103,7 @@ def forget() -> None:
 
 
 def _rank(schedule: Schedule, at: Any, pass_: Pass, device: DeviceInfo) -> list[Any]:
-    """The first configs: by their predictions at the ranking size, then by those at all compared sizes."""
+    """The first configs: by their predictions at the ranking size, then by predictions at all compared sizes."""
     predicted = schedule.search(at, pass_, device, schedule.compared or None)
     order = sorted(predicted, key=predicted.__getitem__)
     if schedule.prunes:

@@ -18,7 +18,7 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts, Strides, channels_innermost, extent, five
 from polyphase.problem.problem import accumulator_bytes
 
-#: Destination elements of a cell, or of a thread, that straight-line code may have.
+#: Most destination elements of a cell, or of a thread, for straight-line code.
 MAX_PHASES = 512
 
 
@@ -93,8 +93,8 @@ class Gather:
 
     pass_: Pass
     axes: tuple[Axis, Axis, Axis]
-    src_channels: int  # of a group
-    dst_channels: int  # of a group
+    src_channels: int  # source channels of a group
+    dst_channels: int  # destination channels of a group
     groups: int
     dtype: str
     bias: bool
@@ -102,10 +102,10 @@ class Gather:
     dst: Side
     weight_channels_last: bool
     aligned: bool
-    rounded: bool = False  # rounded to TF32 by kernels that do not need it
+    rounded: bool = False  # operands are rounded to TF32, also by kernels that do not need it
     in_sums: bool = False  # the destination has the accumulator's type
-    normalized: bool = False  # over the channels of each output pixel
-    mirrored: bool = False  # the weight is that of the layer whose input's gradient this forward pass is
+    normalized: bool = False  # the epilogue normalises over the channels of each output pixel
+    mirrored: bool = False  # the weight belongs to the layer whose input gradient this forward pass computes
 
     def __hash__(self) -> int:
         return self._hash

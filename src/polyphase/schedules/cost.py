@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def waves_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, float]:
-    """Blocks that are resident on a multiprocessor together, at most ``min_blocks``, and waves of those.
+    """Resident blocks of a multiprocessor, at most ``min_blocks``, and the number of waves.
 
     A few waves are counted as whole ones.
     """

@@ -1,4 +1,4 @@
-"""What a schedule tells the planner: what it supports, its configs, what they cost, and how they are launched."""
+"""The interface of schedules to the planner: supported layers, configs, predicted times, programs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Candidate:
 
 
 class Schedule:
-    """One way to compute a pass. It says what a config costs; `polyphase.plan.shortlist` alone ranks configs.
+    """One way to compute a pass. It predicts the cost of a config; only `polyphase.plan.shortlist` ranks configs.
 
-    A layer keeps a short list of configs whatever its batch and images, so that new sizes compile few kernels. The
+    A layer has one short list of configs for all batch and image sizes, so that new sizes compile few kernels. The
     list is ranked at the size `ranked_at`, and partly at the sizes `others` and `own`.
 
     ``passes``: the passes that it computes. ``on_tensor_cores``: whether it uses them.
 
-    ``adapts``: gradients, too, take another config of the list that is clearly faster at the actual size. ``offered``:
+    ``adapts``: gradients also use another config of the list if it is clearly faster at the actual size. ``offered``:
     the most configs of the list. ``kept``: whether the list is kept on disk, as making it takes longer than reading it.
     ``compared``: number of first configs that are also compared at `others`. ``best``: number of configs listed before
     the winners at the sizes of `own`. ``prunes``: whether `search` returns only as many configs as asked for.
@@ -67,13 +67,13 @@ class Schedule:
     any_constants = False
 
     def supports(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        """Why the schedule cannot compute the pass, or None where it can if a tile fits.
+        """Why the schedule cannot compute the pass, or None if it can, provided that a tile fits.
 
-        Cheap: arithmetic on the problem alone. It neither ranks configs nor searches tiles.
+        Cheap: only arithmetic on the problem. It neither ranks configs nor searches tiles.
         """
         if pass_ not in self.passes:
             return f"computes the {' and the '.join(_TITLES[each] for each in self.passes)} only"
-        # What plans know of an epilogue; the planner asks for the whole of it, too (`epilogue_refusal`).
+        # `Epilogue.planned`, as plans know an epilogue; the planner also checks the whole one (`epilogue_refusal`).
         if problem.epilogue and (reason := self.epilogue_limits(problem)) is not None:
             return reason
         if problem.largest_constant > LARGE and not self.any_constants:
@@ -87,7 +87,7 @@ class Schedule:
         return None
 
     def epilogue_limits(self, problem: ConvTransposeProblem) -> str | None:
-        """Why the kernel cannot have the epilogue of ``problem``, or None where it can; it has an operation."""
+        """Why the kernel cannot compute the epilogue of ``problem``, which has an operation; None if it can."""
         return "its blocks do not have all channels of a pixel" if problem.epilogue.normalizes else None
 
     def prologue_seconds(
@@ -101,29 +101,29 @@ class Schedule:
         return True
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
-        """Why there is no config of a layer that it supports."""
+        """Why a supported layer has no config."""
         return f"no tile fits {device.shared_bytes_per_block} bytes of shared memory"
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Hashable:
         """The layer at the size at which its configs are ranked, as the schedule sees it.
 
-        Batch and image size matter only as far as the list may depend on them: whether images are tiny, are whole lines
-        of memory, how even their rows are, and whether TMA loads their pixels as operands. None if the schedule
-        cannot read or write tensors of these strides.
+        The list may depend only on these properties of batch and images: whether images are tiny or are whole lines of
+        memory, how even their rows are, and whether TMA loads their pixels as operands. None if the schedule cannot
+        read or write tensors of these strides.
         """
         raise NotImplementedError
 
     def configs(self, at: Any, pass_: Pass, device: DeviceInfo) -> Iterable[Any]:
-        """Every config of a layer that its kernel compiles for. Of equal ones the planner prefers the first.
+        """Every config of a layer for which its kernel compiles. Of equally fast ones the planner prefers the first.
 
-        Whether tiles fit is another question: a config without one has a `cost` of None, and is left out.
+        Tiles need not fit: a config without a tile has a `cost` of None, and is left out.
         """
         raise NotImplementedError
 
     def seconds(self, at: Any, pass_: Pass, device: DeviceInfo, config: Any) -> float:
-        """What configs are ranked by at a size: predicted seconds, infinite where no tile fits.
+        """Predicted seconds by which configs are ranked at a size, infinite if no tile fits.
 
-        Where `ranked_at` gives a problem these are by default the cost at its size, of dense tensors.
+        If `ranked_at` returns a problem, by default the cost at its size, for dense tensors.
         """
         cost = self.cost(at, pass_, device, Layouts.dense(at), config)
         return math.inf if cost is None else cost[0]
@@ -131,10 +131,10 @@ class Schedule:
     def search(
         self, at: Any, pass_: Pass, device: DeviceInfo, most: int | None = None, below: float = math.inf
     ) -> dict[Any, float]:
-        """Configs with their `seconds`, those that have a tile; of equal ones the planner prefers the first.
+        """Configs that have a tile, with their `seconds`; of equally fast ones the planner prefers the first.
 
-        ``most``: how many of the fastest are needed, all where it is None. ``below``: slower ones are not needed. A
-        schedule with many configs uses both to leave out those that cannot be among them.
+        ``most``: number of the fastest that are needed; None for all. ``below``: slower ones are not needed. A schedule
+        with many configs uses both to skip configs that cannot be among the needed ones.
         """
         found = ((config, self.seconds(at, pass_, device, config)) for config in self.configs(at, pass_, device))
         return {config: seconds for config, seconds in found if seconds < math.inf}
@@ -144,11 +144,11 @@ class Schedule:
         return ()
 
     def score(self, at: Any, seconds: Sequence[float]) -> float:
-        """The score of ``seconds`` at the ranking size and at those of `others`; less is better."""
+        """The score of ``seconds`` at the ranking size and at the sizes of `others`; less is better."""
         return sum(map(math.log, seconds))
 
     def own(self, at: Any) -> Sequence[Any]:
-        """Sizes whose best config is offered, too, if it is faster there than those offered already."""
+        """Sizes whose best config is also offered, if it is faster there than the configs already offered."""
         return ()
 
     def arranged(self, order: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What all schedules on tensor cores share."""
+"""Functions that all schedules on tensor cores share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPERATION_BYTES = 32
 
 
 def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
-    """Why the tensor cores cannot compute a layer on a device, or None where they can."""
+    """Why the tensor cores cannot compute a layer on a device, or None if they can."""
     if problem.dtype not in ("float32", "float16", "bfloat16"):
         return f"does not use tensor cores for {problem.dtype}"
     if device.capability < 80:

@@ -1,6 +1,6 @@
-"""What schedules share: counts of tiles, grids, searches of tiles, split-K planes, a layer's kernel constants.
+"""Shared by schedules: counts of tiles, grids, searches of tiles, split-K planes, a layer's kernel constants.
 
-Tile sizes are the schedules' own: `legal_configs` in each schedule's folder.
+Each schedule has its own tile sizes: `legal_configs` in its folder.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def tiles_of(batch: int, sizes: Iterable[int], extent: Four) -> Four:
 
 
 def best_first(bounds: Iterable[float], work_of: Callable[[int], float | None]) -> Iterator[int]:
-    """Places in ``bounds`` in rising order of ``work_of`` them, the first of equal ones first.
+    """Indices of ``bounds`` in rising order of their ``work_of``; of equal ones the first comes first.
 
-    It is nowhere less than their bound, so that it is asked for only where the bound's turn has come. Places where it
-    is None are left out.
+    ``work_of`` is never less than the bound, so that it is evaluated only in the order of bounds, as far as needed.
+    Indices with a ``work_of`` of None are left out.
     """
     waiting = [(bound, False, place) for place, bound in enumerate(bounds)]
     heapq.heapify(waiting)
@@ -62,7 +62,7 @@ def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
 
 
 def constants_of(config: Any, names: str) -> tuple[tuple[str, Constant], ...]:
-    """Fields of a config, as constants of its kernel; ``names`` are theirs, with spaces between."""
+    """Fields of a config, as constants of its kernel; ``names`` are the fields', separated by spaces."""
     return tuple((name.upper(), getattr(config, name)) for name in names.split())
 
 
@@ -90,14 +90,14 @@ def layer_constants(
 
 
 def out_blocks(problem: ConvTransposeProblem, out_chunk: int) -> int:
-    """Blocks of ``chunk`` output channels each, in all groups."""
+    """Blocks of ``out_chunk`` output channels each, in all groups."""
     return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
 
 
 def splits_in_few_waves(blocks: int, resident: int, most: int, work_of_split: Callable[[int], int]) -> int:
     """Split-K count, at most ``most``, of least work: blocks fill one wave of resident blocks, or a few.
 
-    ``blocks``: of a split. ``work_of_split``: what a block of one of so many splits does, in any unit.
+    ``blocks``: of a split. ``work_of_split``: the work of a block with this number of splits, in any unit.
     """
     waves = range(-(-blocks // resident), -(-blocks // resident) + 4)
     counts = (min(max(1, most), max(1, count * resident // blocks)) for count in waves)
@@ -105,6 +105,6 @@ def splits_in_few_waves(blocks: int, resident: int, most: int, work_of_split: Ca
 
 
 def affordable_planes(problem: ConvTransposeProblem, pass_: Pass = Pass.WEIGHT_GRAD) -> int:
-    """Partial planes of a pass that memory may be spent on."""
+    """Most partial planes of a pass, by memory."""
     elements = problem.elements[{Pass.FORWARD: 2, Pass.INPUT_GRAD: 0, Pass.WEIGHT_GRAD: 1}[pass_]]
     return max(1, _MAX_PLANES_BYTES // (max(1, elements) * accumulator_bytes(problem.dtype)))
