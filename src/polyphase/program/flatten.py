@@ -14,7 +14,7 @@ from polyphase.program.step import GRAD, MANY_BLOCKS, Step, X, plain_step
 
 _THREADS = 256
 _CHANNELS, _TILE = 8, 64  # channels of a thread in flight; extents of a tile
-_ROUNDS, _ENOUGH_BLOCKS = (8, 4, 2), 8 * MANY_BLOCKS  # rounds of channels of a block of rows, if so many blocks remain
+_ROUNDS, _ENOUGH_BLOCKS = (8, 4, 2), 8 * MANY_BLOCKS  # rounds of channels of a block of rows; least blocks for these
 _RESIDUES_FROM = {1: 4, 2: 6}  # least planes along the width for blocks with several, by elements of four bytes
 # Limits of a block with several planes: positions, 16-byte pieces in shared memory, planes, channels.
 _MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _STRIP_CHANNELS = 512, 2176, 32, (32, 16, 8, 4)

@@ -15,7 +15,7 @@ from polyphase.problem.sizes import TINY
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.tensor_cores import counter_bytes
 
-ROWS = 64  # of a row block
+ROWS = 64  # rows of a row block
 BOX_PIXELS = 64  # pixels of an MN-major box
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # consumer warpgroups
@@ -81,7 +81,7 @@ class GemmConfig(NamedTuple):
 
     @property
     def line_rows(self) -> int:
-        """Rows of a line in a row block: those of whole warps."""
+        """Rows of a line in a row block: the rows of whole warps."""
         return ROWS // 4 * (4 // self.stacked)
 
     @property

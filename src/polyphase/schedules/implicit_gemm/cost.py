@@ -255,7 +255,7 @@ class Bound:
 
     def __init__(self, work: Work, stages: int) -> None:
         config, self._work, self._cells, self._stages = work.config, work, work.config.cells, stages
-        self._rounds = work.product.row_groups / config.row_parts / work.device.multiprocessors  # of a tile
+        self._rounds = work.product.row_groups / config.row_parts / work.device.multiprocessors  # rounds of a tile
         self._alone = work.least(0, stages)
         self._each = [cycles * self._rounds / self._cells for cycles in work.least(self._cells, stages)]
         self._ping_pong = config.split == "turns"

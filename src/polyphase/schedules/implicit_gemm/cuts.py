@@ -183,7 +183,7 @@ class Cuts(NamedTuple):
 
 @lru_cache(maxsize=512)
 def all_tiles(cuts: Cuts) -> tuple[list[Tile], int]:
-    """These tiles, those of least work first, then of less memory; and the least number of tiles of one kind."""
+    """These tiles, in rising order of work, then of memory; and the least number of tiles of one kind."""
     if cuts.most_pixels:
         found = list(cuts.whole_images())
         return found, min((tile.total for tile in found), default=0)
@@ -258,7 +258,7 @@ class _Rectangles:
         self._skew = -self._back_w % self._even
 
     def columns(self) -> Iterator[int]:
-        """Of a tile."""
+        """Columns of a tile worth trying."""
         return _widths(self._cells[2], min(self._capacity, _MAX_SIDE[0]), self._even)
 
     def row(self, columns: int) -> int:
@@ -268,7 +268,7 @@ class _Rectangles:
         return -(-(lead + columns if shared else skew + columns + self._reach[2]) // even) * even
 
     def rows(self, columns: int, row: int) -> Iterator[int]:
-        """Rows of a tile: those that divide the height evenly, among the most that fit and shares of these."""
+        """Rows of a tile worth trying: they divide the height evenly, at most as many as fit, and shares of these."""
         height, reach, capacity = self._cells[1], self._reach[1], self._capacity
         most = min(height, capacity // row - reach if self._all_pixels else (capacity - columns) // row + 1)
         return (rows for rows in _heights(height, max(0, most)) if rows + reach <= _MAX_SIDE[0])
@@ -313,7 +313,7 @@ def _heights(height: int, most: int) -> set[int]:
 
 
 def _widths(width: int, most: int, even: int) -> Iterator[int]:
-    """Columns of a tile that are worth trying: even parts of a row, at most so many of so many ``even`` ones."""
+    """Columns of a tile worth trying: equal parts of a row, at most ``most``, multiples of ``even``."""
     least = -(-width // min(width, most))
     parts = range(least, min(-(-width // 8), least + 128) + 1)
     widths = (-(-width // n // even) * even if n > 1 else width for n in parts)

@@ -45,8 +45,8 @@ from polyphase.schedules.tiles import constants_of
 
 _MAX_TAPS = 4096
 _CACHED = 32 << 20  # bytes of weights, read and packed, that stay in the L2 cache
-# Batch and sides of other images, by whether they are tiny: those that have a say in what is best, and those whose own
-# best is offered, too. There are few images and many, small and large ones.
+# Batch and sides of other images, by whether they are tiny: sizes that count in a config's score, and sizes whose own
+# best config is also offered. There are few images and many, small and large ones.
 _HAVING_A_SAY = {
     True: ((1, (16, 4, 2)), (64, (4, 2, 1)), (256, (64, 8, 4))),
     False: ((5, (2048, 40, 16)), (256, (1000, 28, 14)), (8, (65536, 512, 96))),
@@ -126,7 +126,7 @@ class ImplicitGemm(Schedule):
         return at.sized(_HAVING_A_SAY[is_tiny(at.problem)])
 
     def score(self, at: Layer, seconds: Sequence[float]) -> float:
-        """The others together have as much of a say."""
+        """All other sizes together weigh as much as the first."""
         first, *others = map(math.log, seconds)
         return first + sum(others) / max(1, len(others))
 
@@ -274,7 +274,7 @@ def _as_forward(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) ->
 
 
 def _clusters(work_tiles: int, tile_shares: int, device: DeviceInfo, config: GemmConfig) -> int:
-    """Clusters of blocks; those with resident weights stay with their row groups, however few multiprocessors."""
+    """Clusters of blocks; clusters with resident weights keep their row groups, even with few multiprocessors."""
     clusters = max(1, device.multiprocessors // config.cluster)
     if config.resident:
         clusters = max(1, clusters // tile_shares) * tile_shares

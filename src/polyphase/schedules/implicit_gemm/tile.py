@@ -46,12 +46,12 @@ class _SharedBytes:
         product = Product.of(gather, config)
         weights = config.row_parts * product.step_bytes(config)
         self._fixed = _store_bytes(gather, config) + 8 + (weights * product.steps if config.resident else 0)
-        self._weights = 0 if config.resident else weights * config.k_steps  # of a stage
+        self._weights = 0 if config.resident else weights * config.k_steps  # bytes of a stage
         chunks = 2 * config.k_steps
-        self._pixel = config.parts * chunks * CHUNK_BYTES  # of a stage
+        self._pixel = config.parts * chunks * CHUNK_BYTES  # bytes of a pixel in a stage
         self._tma_operands, self._cells = config.tma_operands, config.cells
         raw = config.raw_slots * chunks * CHUNK_BYTES * self._size // config.operand_bytes(gather.dtype)
-        self._raw = raw if self._copies_rows and not config.tma_operands else 0  # of a pixel
+        self._raw = raw if self._copies_rows and not config.tma_operands else 0  # bytes of a pixel
         self._table = 4 + (8 if needs_wide_offsets(gather) else 4) * config.loader_groups
         # Partial products leave little room: a config that fits must also fit with any halo and wide offsets.
         self._worst_table = 4 + 8 * config.loader_groups if config.taps_in_rows else self._table
@@ -62,7 +62,7 @@ class _SharedBytes:
         return self._fixed + stages * (self._weights + self._pixel * self._cells)
 
     def most_allocated(self, stages: int, limit: int, aligned: bool) -> int:
-        """Pixels of a tile's run with which stages alone come to ``limit``."""
+        """Pixels of a tile's run with which stages and fixed memory take ``limit`` bytes."""
         return ((limit - self._fixed) // stages - self._weights) // self._pixel - (0 if aligned else 32)
 
     def of(self, tile: Tile, stages: int, aligned: bool) -> int:
@@ -83,10 +83,10 @@ def work_tiles_known(config: GemmConfig, product: Product, stages: int) -> int:
 
 
 def _static_shared_bytes(config: GemmConfig, product: Product, stages: int) -> int:
-    """The kernel's ``Shared``: barriers, known work tiles, distances of operations; what follows is aligned."""
+    """The kernel's ``Shared``: barriers, known work tiles, distances of operations; padded for the bytes after it."""
     barriers = 8 * (2 * (stages + config.raw_slots) + CONSUMERS + 1)
     barriers += round_up(12 * work_tiles_known(config, product, stages), 8)
-    alignment = 1024 if config.tma_operands else 128  # of the bytes that follow
+    alignment = 1024 if config.tma_operands else 128  # alignment of the bytes that follow
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
 

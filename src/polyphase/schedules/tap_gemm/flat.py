@@ -39,7 +39,7 @@ class FlatAxis:
 
     @classmethod
     def of(cls, axis: Axis) -> FlatAxis:
-        """Of the layer along a dimension."""
+        """The values of one of the layer's dimensions."""
         step = axis.tap_step
         return cls(step, axis.element_step, min(axis.kernel, step), -(-axis.kernel // step))
 

@@ -1,4 +1,4 @@
-"""What both TMA kernels share: tiles, stages and cycles of ``mainloop/k_major_product.cuh``."""
+"""Shared by both TMA kernels: tiles, stages and cycles of ``mainloop/k_major_product.cuh``."""
 
 from __future__ import annotations
 

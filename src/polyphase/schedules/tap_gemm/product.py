@@ -219,7 +219,7 @@ def taps_met(axis: Axis, forward: bool, size: int, cells: int, extent: int) -> t
     tiles, step = -(-cells // extent), (1 if forward else axis.stride)
     last, found, of_middle = (extent - 1) * step, 0, 0
     offsets = _source_offsets(axis, forward)
-    if 0 < tiles < len(offsets):  # of long kernels: tile by tile
+    if 0 < tiles < len(offsets):  # for long kernels: tile by tile
         firsts = range(0, tiles * extent * step, extent * step)
         met = [bisect_right(offsets, size - 1 - first) - bisect_left(offsets, -first - last) for first in firsts]
         return sum(met), met[tiles // 2]

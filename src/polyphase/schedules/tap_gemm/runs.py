@@ -95,7 +95,7 @@ class Runs:
 
     @property
     def fits(self) -> bool:
-        """Whether the step that writes the planes can count so many positions."""
+        """Whether the step that writes the planes can count their positions."""
         return self.planes.positions < _MOST_POSITIONS
 
     def tensor_map(self, pitch: int, tile: Four, taps: int) -> TensorMap:

@@ -1,4 +1,4 @@
-"""What ``tap_gemm_tma`` costs: tiles of cells, stages and splits."""
+"""The cost of ``tap_gemm_tma``: tiles of cells, stages and splits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _extents(batch: int, cells: Three, steps: Three, rows: int, halo: int, most_
     """Extents along n, d, h and w of tiles of at most ``rows``, and the number of such tiles.
 
     With a halo along the width a tile is one line of runs of eight cells, or a multiple of eight lines, and its box has
-    room for so many rows.
+    room for ``most_rows``.
     """
     run = _RUN if halo else 1
 

@@ -201,7 +201,7 @@ def _flush(problem: ConvTransposeProblem, config: FmaConfig) -> int:
 
 
 def _window_bytes(problem: ConvTransposeProblem, config: FmaConfig, window: Window) -> int:
-    """Of a buffer."""
+    """Bytes of a buffer's window."""
     return round_up(config.out_chunk * window.steps[3] * DTYPE_BYTES[problem.dtype] + PIECE_BYTES, 16)
 
 

@@ -253,7 +253,7 @@ class _Cut:
         """The tiling with the most images per tile that fits."""
         problem, (images, depth, height, width) = self._layer[0], tile
         _, *extent = extent_of_window(problem, tile)
-        window = config.out_chunk * math.prod(extent) * DTYPE_BYTES[problem.dtype]  # of an image
+        window = config.out_chunk * math.prod(extent) * DTYPE_BYTES[problem.dtype]  # bytes of an image's window
         while images:
             if config.buffers * (self._operand + images * window) <= device.shared_bytes_per_block:
                 tiling = self.tiling((images, depth, height, width))

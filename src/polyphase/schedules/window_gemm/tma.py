@@ -239,7 +239,7 @@ def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_l
 
 
 def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
-    """Strides in bytes of a tensor map of the input or the output gradient; None where TMA cannot read it."""
+    """Strides in bytes of a tensor map of the input or the output gradient; None if TMA cannot read it."""
     size = DTYPE_BYTES[problem.dtype]
     shape, strides = (problem.output_shape, layouts.output) if output else (problem.input_shape, layouts.input)
     batch, channels, depth, height, width = five(shape)

@@ -88,7 +88,7 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig,
 
 def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float, float]:
     """Float32, one k-step of a warp: its mma.sync instructions, and words that each thread reads for them."""
-    columns, strips = config.lines * config.columns, config.row_tiles  # of 16 rows
+    columns, strips = config.lines * config.columns, config.row_tiles  # strips of 16 rows
     if config.row_tiles == 1:  # mainloop/box_product.cuh: ABREAST
         abreast = 4 if config.columns % 32 == 0 else 2 if config.columns % 16 == 0 else 1
         columns //= abreast

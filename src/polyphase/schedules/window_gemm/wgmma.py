@@ -78,7 +78,7 @@ class _WindowWgmma(Gradient):
         return None if _as_read(problem, pass_, layouts) is None else standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[WgmmaConfig]:
-        """All; among equal ones the deepest pipeline comes first."""
+        """All configs; among equally fast ones the deepest pipeline comes first."""
         return sorted(legal_configs(at, pass_), key=lambda config: (-config.buffers, config))
 
     def others(self, at: ConvTransposeProblem) -> list[ConvTransposeProblem]:

@@ -173,7 +173,7 @@ def tiling_of(
 ) -> Tiling | None:
     """The tiles of least work whose stages fit shared memory."""
     rows = config.rows if pass_ is Pass.INPUT_GRAD else 0  # rows with offsets in shared memory
-    declared = round_up(12 * rows + 20 * config.buffers, 1024)  # static; dynamic shared memory begins aligned behind it
+    declared = round_up(12 * rows + 20 * config.buffers, 1024)  # static; dynamic shared memory begins aligned after it
     available = device.shared_bytes_per_block - declared
     terms = costs("window_wgmma", device)
     return _tilings(problem, pass_, layouts, config._replace(buffers=0), terms).best(config, available)
@@ -201,7 +201,7 @@ class _Tilings:
         self._tilings: dict[int, Tiling | None] = {}
 
     def best(self, config: WgmmaConfig, available: int) -> Tiling | None:
-        """The tiling of least work whose stages fit; copied windows of short rows only where there is no other."""
+        """The tiling of least work whose stages fit; copied windows of short rows only if there is no other."""
         place = self._best(config, available, short=False)
         if place is None and not any(self._is_short(each) is False for each in range(len(self._tile_extents))):
             place = self._best(config, available, short=True)
@@ -240,7 +240,7 @@ class _Tilings:
         return stored_cycles(problem, config, tile, self._terms) / stages
 
     def _is_short(self, place: int) -> bool | None:
-        """Whether threads copy short rows; None where these extents have no tiling."""
+        """Whether threads copy short rows; None if these extents have no tiling."""
         tiling = self._tiling(place)
         return None if tiling is None else tiling.window_map is None and tiling.tile_extent[3] < self._least_row
 
@@ -266,7 +266,7 @@ class _Tilings:
             if weights:
                 steps = positions * size // OPERATION_BYTES
             loads = 0.0 if boxed else _copied(pass_, config, least_extent(problem, each), terms)
-            fewest = reads if positions >= FOUND else reads / 4  # of four reads, some may be of no row
+            fewest = reads if positions >= FOUND else reads / 4  # some of four reads may have no row
             cycles = steps * _operation(config, fewest, terms) + terms.stage + loads + self._stored(each)
             yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
 
