@@ -12,23 +12,23 @@ from torch.fx import Node
 from polyphase.torch_op.steps import Step
 from polyphase.torch_op.validate import Layer
 
-#: What a slice is called in a chain: Python's and PyTorch's function have this name.
+#: The name of a slice in a chain: Python's and PyTorch's function have this name.
 NAME = "getitem"
-#: A copy where a tensor lies otherwise than a new one: a layer's output does so where it is channels_last alone.
+#: The name of ``contiguous()``, which copies only channels_last outputs: others are contiguous already.
 CONTIGUOUS = "contiguous"
 
 Ends = tuple[tuple[int, int], ...]
 
 
 def name_of(target: Any) -> str:
-    """`NAME` or `CONTIGUOUS` for such a function or method; "" for others."""
+    """`NAME` or `CONTIGUOUS` for a slice's or a copy's function or method; "" for others."""
     if target is operator.getitem or target is Tensor.__getitem__:
         return NAME
     return CONTIGUOUS if target == CONTIGUOUS or target is Tensor.contiguous else ""
 
 
 def may_be_crop(index: Any, dims: int) -> bool:
-    """Whether an index of a tensor of so many dimensions may cut its spatial ones; bounds may be nodes of a graph."""
+    """Whether an index of a tensor with ``dims`` may cut only its spatial ones; bounds may be nodes of a graph."""
     parts = _parts(index, dims)
     if parts is None or any(part != slice(None) for part in parts[:2]):
         return False
@@ -37,7 +37,7 @@ def may_be_crop(index: Any, dims: int) -> bool:
 
 
 def ends_of(index: Any, size: Sequence[int]) -> Ends | None:
-    """How many elements an index leaves out at both ends of each spatial dimension; None if it is no such index."""
+    """Numbers of elements that an index cuts off at both ends of each spatial dimension; None if it is not a crop."""
     parts = _parts(index, len(size))
     if parts is None or not may_be_crop(index, len(size)):
         return None
@@ -48,7 +48,7 @@ def ends_of(index: Any, size: Sequence[int]) -> Ends | None:
 
 
 def _parts(index: Any, dims: int) -> list[slice] | None:
-    """A slice without a step for each dimension."""
+    """A slice for each dimension, without a step; None for another index."""
     given = list(index) if isinstance(index, tuple) else [index]
     places = [place for place, part in enumerate(given) if part is Ellipsis]
     if len(places) > 1 or len(given) - len(places) > dims:
@@ -60,12 +60,12 @@ def _parts(index: Any, dims: int) -> list[slice] | None:
 
 
 def cut(size: Sequence[int], ends: Ends) -> tuple[int, ...]:
-    """The spatial size of what is left."""
+    """The spatial size after the crop."""
     return tuple(count - left - right for count, (left, right) in zip(size, ends))
 
 
 def cropped(waiting: Any, ends: Ends) -> Any:
-    """What waits (`polyphase.pending.Waiting`) for a part of the layer's output."""
+    """The `polyphase.pending.Waiting` of the cropped output, from that of the layer's output."""
     step, size = Step("crop", tuple(each for pair in ends for each in pair)), waiting.size()
 
     def compute(steps: Sequence[Step | None], out: Tensor | None = None) -> Tensor:
@@ -76,12 +76,12 @@ def cropped(waiting: Any, ends: Ends) -> Any:
 
 
 def split(name: str, layer: Layer, steps: Sequence[Step]) -> tuple[Layer, Sequence[Step]]:
-    """The layer whose output is the cropped one, and the steps behind the crops, which are the first.
+    """The layer whose output is the cropped one, and the steps after the crops, which come first.
 
-    Padding crops both ends alike, and a negative output padding the last.
+    Padding crops both ends equally, and a negative output padding crops the last.
 
     Raises:
-        ValueError: a crop is behind another step, is of other dimensions or negative.
+        ValueError: a crop is after another step, has other dimensions or is negative.
     """
     count = next((place for place, step in enumerate(steps) if step.kind != "crop"), len(steps))
     for step in steps[:count]:
@@ -103,7 +103,7 @@ def split(name: str, layer: Layer, steps: Sequence[Step]) -> tuple[Layer, Sequen
 
 
 def index_of(whole: Layer, layer: Layer) -> tuple[Any, ...]:
-    """What is left of the output of a layer by `split`."""
+    """The index of the part of a ``whole`` layer's output that `split` keeps."""
     lefts = [cropped - padding for cropped, padding in zip(layer.padding, whole.padding)]
     rights = [left + extra - cropped for left, extra, cropped in zip(lefts, whole.output_padding, layer.output_padding)]
     return (..., *(slice(left, -right if right else None) for left, right in zip(lefts, rights)))

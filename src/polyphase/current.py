@@ -1,4 +1,4 @@
-"""The current CUDA device and stream: PyTorch's public ways to ask take microseconds, builds without CUDA have none."""
+"""The current CUDA device and stream, by private functions: PyTorch's public ones take microseconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-#: The raw stream of a device.
+#: Returns the raw stream of a device.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)

@@ -1,8 +1,8 @@
 """PyTorch's elementwise functions, read as operations of an epilogue: ``torch.relu(y)``, ``y + skip``.
 
-Functions, methods, in-place forms and operators of one kind go by one name, `name_of`. `read` says what a call computes
-of its value: a `Reading` whose ``other`` is the tensor beside it, whatever stands for a tensor there: tensors
-themselves, or the nodes of a graph.
+Functions, methods, in-place forms and operators of one kind have one name, `name_of`. `read` returns the operation of a
+call on its value: a `Reading` whose ``other`` is the call's second tensor. Tensors may be tensors themselves, or nodes
+of a graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBER = (int, float)
 
 
 class Reading(NamedTuple):
-    """An operation of `polyphase.problem.epilogue`, or none where ``kind`` is "": a copy, a dropout in evaluation.
+    """An operation of `polyphase.problem.epilogue`, or none if ``kind`` is "": a copy, a dropout in evaluation.
 
     ``other``: the tensor of "add", "subtract" and "multiply", and the slope of "prelu".
     """
@@ -32,7 +32,7 @@ class Reading(NamedTuple):
     other: Any = None
 
 
-# What a call may have beside its value, in order, with what it is by default.
+# The arguments of a call after its value, in order, with their defaults.
 _PARAMETERS: dict[str, dict[str, Any]] = {
     "relu": {"inplace": False},
     "relu6": {"inplace": False},
@@ -73,7 +73,7 @@ _OTHER_NAMES = {
 
 
 def _functions() -> dict[Any, str]:
-    """PyTorch's functions and methods by what they are, so that others of the same name are not taken for them."""
+    """The kinds of PyTorch's functions and methods, by identity: others of the same name do not match."""
     found: dict[Any, str] = {operator.add: "add", operator.iadd: "add", operator.sub: "sub", operator.isub: "sub",
                              operator.mul: "mul", operator.imul: "mul", operator.truediv: "div",
                              operator.itruediv: "div"}  # fmt: skip
@@ -81,7 +81,7 @@ def _functions() -> dict[Any, str]:
         for home in (torch.nn.functional, torch, Tensor):
             for spelled in (name, f"{name}_"):
                 function = getattr(home, spelled, None)
-                if callable(function) and not (name == "dropout" and home is torch):  # whose second is no `training`
+                if callable(function) and not (name == "dropout" and home is torch):  # it has other arguments
                     found[function] = _OTHER_NAMES.get(name, name)
     found[torch.special.expit] = "sigmoid"
     found.update((getattr(Tensor, name), kind) for name, kind in _OPERATORS.items())
@@ -91,16 +91,16 @@ def _functions() -> dict[Any, str]:
 _FUNCTIONS = _functions()
 
 
-#: What a layer may write its output for, as a slice of channels of the result.
+#: Functions into whose result a layer may write its output, as a slice of channels.
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate, torch.ops.aten.cat.default)
 
 
-#: Functions whose result has the values that they are given: without derivatives nothing is to be computed.
+#: Functions whose result equals their argument: without derivatives there is nothing to compute.
 COPIES = ("clone", "detach")
 
 
 def concatenated(args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> Sequence[Any] | None:
-    """What one of `CONCATENATIONS` of tensors of so many dimensions joins along channels; None if it does not."""
+    """The tensors, with ``dims``, that a call of `CONCATENATIONS` joins along channels; None if it does not."""
     given = {**dict(zip(("tensors", "dim"), args)), **kwargs}
     parts, dim = given.pop("tensors", None), given.pop("dim", None)
     dim = given.pop("axis", None) if dim is None else dim
@@ -109,13 +109,13 @@ def concatenated(args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> S
 
 
 def joined_once(value: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> Sequence[Any] | None:
-    """What one of `CONCATENATIONS` joins along channels, where ``value`` is one of these once; None elsewhere."""
+    """The tensors that a call of `CONCATENATIONS` joins along channels, if ``value`` is exactly one; else None."""
     parts = concatenated(args, kwargs, dims)
     return parts if parts is not None and sum(each is value for each in parts) == 1 else None
 
 
 def name_of(target: Any) -> str:
-    """The kind of a function, or of a method by its name; "" if it is none of these."""
+    """The kind of a function, or of a method by its name; "" if it is unknown here."""
     if isinstance(target, str):
         kind = _OPERATORS.get(target) or target.removesuffix("_")
         kind = _OTHER_NAMES.get(kind, kind)
@@ -127,7 +127,7 @@ def name_of(target: Any) -> str:
 
 
 def is_in_place(target: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call changes its first argument, as the names of PyTorch's functions and Python's operators tell."""
+    """Whether a call changes its first argument, by the names of PyTorch's functions and Python's operators."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if getattr(target, "__module__", "") == "_operator":  # operator.iadd is Tensor.__iadd__
         name = f"__{name}__"
@@ -139,10 +139,10 @@ def is_in_place(target: Any, kwargs: Mapping[str, Any]) -> bool:
 def change_between(
     nodes: Sequence[Any], taken: Collection[Any], module_of: Callable[[Any], torch.nn.Module | None]
 ) -> Any:
-    """The first of the ``nodes`` behind a layer's that may change in place what the layer reads; or None.
+    """The first of the ``nodes`` after a layer's that may change in place a tensor that the layer reads; or None.
 
-    ``taken``: those that the layer computes; ``module_of``: the module that a node calls. What one of these nodes has
-    made anew was not there when the layer was called, and may change until a call that is taken reads it.
+    ``taken``: nodes that the layer computes; ``module_of``: the module that a node calls. Tensors that these nodes
+    create did not exist when the layer was called, and may change until a taken call reads them.
     """
     made: set[Any] = set()
     for node in nodes:
@@ -158,7 +158,7 @@ def change_between(
             new = makes_new(node)
         if not made.issuperset(changed):
             return node
-        if node in taken and len(node.all_input_nodes) > 1:  # what it reads beside its value is read later
+        if node in taken and len(node.all_input_nodes) > 1:  # its other inputs are read later
             made.clear()
         if new or changed or node in taken:
             made.add(node)
@@ -166,7 +166,7 @@ def change_between(
 
 
 def _may_change(node: Any) -> Sequence[Any]:
-    """What a call may change of its arguments."""
+    """The arguments that a call may change."""
     target, kwargs = node.target, node.kwargs
     if isinstance(target, torch._ops.OpOverload):
         mutable = target._schema.is_mutable
@@ -183,40 +183,40 @@ def _may_change(node: Any) -> Sequence[Any]:
 
 
 def next_reader(chain: Collection[Any], order: Mapping[Any, int]) -> Any:
-    """The first of the nodes that read a layer's node or one of its chain behind it, and are none of these; or None.
+    """The first node outside a chain, a layer's node and the nodes after it, that reads one of the chain; or None.
 
-    ``order``: of the graph's nodes. One that is not in it comes first.
+    ``order``: of the graph's nodes. A node without an order is first.
     """
     readers = {reader for node in chain for reader in node.users}.difference(chain)
     return min(readers, key=lambda each: order.get(each, -1), default=None)
 
 
 def is_closed(chain: Sequence[Any]) -> bool:
-    """Whether nothing but the chain itself reads its values, the last apart."""
+    """Whether only the chain itself reads its values, except the last."""
     return all(reader in chain for node in chain[:-1] for reader in node.users)
 
 
 def changes_what_is_read(call: Any, chain: Collection[Any], in_place: bool) -> bool:
-    """Whether a call that changes the last value of a chain in place is not the last to read it, or another value."""
+    """Whether an in-place call on the last value of a chain is not the only further reader of the chain's values."""
     return in_place and any(reader is not call and reader not in chain for node in chain for reader in node.users)
 
 
 def changes_other(target: Any, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call changes in place a tensor that it reads beside ``value``: ``skip += y``."""
+    """Whether a call changes in place another tensor than ``value``: ``skip += y``."""
     return bool(args) and args[0] is not value and is_in_place(target, kwargs)
 
 
-#: What a node's ``meta`` says of a module that was not traced: it may change what it is given.
+#: The key in a node's ``meta`` of a module that was not traced: it may change its arguments.
 OPAQUE = "polyphase_opaque"
 
-#: Modules whose result is no view of what they are given.
+#: Modules whose result is not a view of their input.
 MAKE_NEW = (torch.nn.modules.conv._ConvNd, torch.nn.modules.batchnorm._NormBase, torch.nn.Linear)
 _NEW_OF_FUNCTIONS = {f"conv{what}{dims}d" for what in ("", "_transpose") for dims in (1, 2, 3)}
 _NEW_OF_FUNCTIONS |= {"batch_norm", "linear", "conv_transpose", "conv_transpose_epilogue"}
 
 
 def makes_new(node: Any) -> bool:
-    """Whether a call's result is no view of what it is given."""
+    """Whether a call's result is not a view of its arguments."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = getattr(node.target, "__name__", "").partition(".")[0]
@@ -224,16 +224,16 @@ def makes_new(node: Any) -> bool:
 
 
 def without_defaults(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call without those that PyTorch's functions add, and no dtype."""
+    """The arguments of a call without those that PyTorch's functions add, and without a dtype of None."""
     return {
         name: each for name, each in kwargs.items() if name != "_stacklevel" and (name != "dtype" or each is not None)
     }
 
 
 def read(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading | None:
-    """What a call of the kind ``name`` computes of ``value``, which is among ``args`` or ``kwargs``.
+    """The operation of a call of kind ``name`` on ``value``, which is among ``args`` or ``kwargs``.
 
-    None where that is no operation of an epilogue.
+    None if no epilogue has that operation.
     """
     args, named = list(args), without_defaults(kwargs)
     if args and args[0] is value:
@@ -256,10 +256,10 @@ def read(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def read_next(name: str, call: Any, numbers: Mapping[Any, int]) -> tuple[Reading, Any] | None:
-    """What a call in a graph computes of a chain's last value (a copy: of any), and the node that it has for that.
+    """The operation of a call in a graph on a chain's last value (a copy: on any), and the value's node.
 
-    ``numbers``: how many operations are before the value of each node of the chain. None where that is no operation of
-    an epilogue.
+    ``numbers``: for each node of the chain, the number of operations before its value. None if no epilogue has that
+    operation.
     """
     last = max(numbers.values())
     for value in call.all_input_nodes:
@@ -317,7 +317,7 @@ def _mul(name: str, given: dict[str, Any]) -> Reading | None:
         if not _numbers(other) or other == 0 or given["rounding_mode"] is not None:
             return None
         mantissa, exponent = math.frexp(other)
-        exact = abs(mantissa) == 0.5 and abs(exponent) < 126  # its inverse is a number, of float32 too
+        exact = abs(mantissa) == 0.5 and abs(exponent) < 126  # the inverse is a normal number, also in float32
         return Reading("affine", (1.0 / other, 0.0)) if exact else Reading("divide", (float(other),))
     if _numbers(other):
         return Reading("affine", (float(other), 0.0))
@@ -334,7 +334,7 @@ def _dropout(name: str, given: dict[str, Any]) -> Reading | None:
 
 
 def _softmax(name: str, given: dict[str, Any]) -> Reading | None:
-    """Over channels."""
+    """A softmax over channels; None for others."""
     return Reading("softmax") if type(given["dim"]) is int and given["dim"] == 1 else None
 
 
@@ -350,9 +350,9 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Reading | None]] = {
 
 
 def per(kind: str, other: Sequence[Any], size: Sequence[Any], equal: Callable[[Any, Any], bool] = operator.eq) -> str:
-    """How many elements the tensor beside an output of ``size`` has in an epilogue; "" if none has it.
+    """The kind of operand of a tensor of shape ``other`` for an output of ``size``; "" if no epilogue has it.
 
-    `CHANNEL` and its kin (`polyphase.problem.epilogue`). ``equal`` compares two sizes, which may be symbolic.
+    `ONE`, `CHANNEL`, `SAMPLE` or `ELEMENT` (`polyphase.problem.epilogue`). ``equal`` compares sizes, maybe symbolic.
     """
     if kind == "prelu":
         counted = len(other) < 2 and (len(other) == 0 or equal(other[0], 1) or equal(other[0], size[1]))
@@ -370,13 +370,13 @@ def per(kind: str, other: Sequence[Any], size: Sequence[Any], equal: Callable[[A
 
 
 def read_as(per_what: str, size: Sequence[Any]) -> tuple[int, ...] | None:
-    """The shape in which `polyphase.fused` takes a tensor of which `per` has said that; None for its own."""
+    """The shape in which `polyphase.fused` reads a tensor of the kind ``per_what``; None for its own."""
     ones = (1,) * (len(size) - 2)
     return {ONE: (), CHANNEL: (-1,), SAMPLE: (-1, int(size[1]), *ones)}.get(per_what)
 
 
 def step_of(reading: Reading, tensor: Tensor, per_what: str) -> fused.Step:
-    """A reading with a tensor beside it as a step of an epilogue; ``tensor`` is ``other`` as `read_as` wants it."""
+    """A reading with a second tensor as a step of an epilogue; ``tensor`` is ``other`` in the shape of `read_as`."""
     if reading.kind == "prelu":
         return fused.prelu(tensor)
     if reading.kind == "multiply":
@@ -387,6 +387,6 @@ def step_of(reading: Reading, tensor: Tensor, per_what: str) -> fused.Step:
 
 
 def step_of_value(reading: Reading, number: int) -> fused.Step | None:
-    """A reading whose ``other`` is an earlier value of the same chain, what operation ``number`` is given; or None."""
+    """A reading whose ``other`` is an earlier value of the chain, the one before operation ``number``; or None."""
     of = {"add": fused.add_value, "multiply": fused.multiply_value}.get(reading.kind)
     return None if of is None else of(number)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class Packed:
-    """A weight as one call's kernel wants it, for launches on one stream; ``state``: its own when it was packed."""
+    """A weight packed for one call's kernel, for launches on one stream; ``state``: the weight's when it was packed."""
 
     workspace: Tensor
     state: tuple[int, int] | None = None
@@ -19,23 +19,23 @@ class Packed:
 
 @dataclass
 class Kept:
-    """What is kept of one weight: packed copies by call and stream, or graph."""
+    """The packed copies of one weight, by call and stream, or by graph."""
 
     weight: weakref.ref[Tensor]
     packed: dict[tuple[Any, int | str], Packed] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        """What the copies take."""
+        """Bytes of the copies."""
         return sum(each.workspace.numel() for each in self.packed.values())
 
 
-#: By the id of the weight, until it dies.
+#: Kept weights by id, until they die.
 KEPT: dict[int, Kept] = {}
 
 
 def keep(weight: Tensor) -> Kept:
-    """Have packed copies of a weight kept from here on."""
+    """Keeps packed copies of a weight from now on."""
     found = kept_of(weight)
     if found is None:
         place = id(weight)
@@ -44,17 +44,17 @@ def keep(weight: Tensor) -> Kept:
 
 
 def kept_of(weight: Tensor) -> Kept | None:
-    """What is kept of a weight, None where it was not asked for."""
+    """The packed copies of a weight, None if it is not kept."""
     found = KEPT.get(id(weight))
     return found if found is not None and found.weight() is weight else None
 
 
 def forget(weight: Tensor) -> None:
-    """Keep nothing more of a weight."""
+    """Frees the packed copies of a weight, and keeps none from now on."""
     if kept_of(weight) is not None:
         del KEPT[id(weight)]
 
 
 def state_of(weight: Tensor) -> tuple[int, int] | None:
-    """What changes with a weight's values: its version and its address. None where PyTorch counts no versions."""
+    """A weight's version and address, which change with its values. None if PyTorch counts no versions."""
     return None if weight.is_inference() else (weight._version, weight.data_ptr())

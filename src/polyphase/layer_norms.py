@@ -1,4 +1,4 @@
-"""Layer norms over the channels of each pixel, known by what they compute: PyTorch has neither a module nor a function.
+"""Layer norms over the channels of each pixel, recognised by their results: PyTorch has no module or function for them.
 
 SAM's, ConvNeXt's, torchvision's and timm's are written in several ways: with means and powers, or as
 `torch.nn.functional.layer_norm` between two permutations.
@@ -20,9 +20,9 @@ _MOST_NODES = 12
 
 
 def is_layer_norm(call: Callable[..., Tensor], dims: int, channels: int, eps: float, roles: Sequence[str]) -> bool:
-    """Whether ``call(x, *vectors)`` gives the norm of random tensors of so many dimensions.
+    """Whether ``call(x, *vectors)`` returns the norm for random tensors with ``dims``.
 
-    ``roles``: what each vector is, "weight" or "offset".
+    ``roles``: of each vector, "weight" or "offset".
     """
     generator = torch.Generator().manual_seed(dims)
 
@@ -39,13 +39,13 @@ def is_layer_norm(call: Callable[..., Tensor], dims: int, channels: int, eps: fl
             found, wanted = call(x, *given.values()), last.movedim(-1, 1)
             if found.shape != wanted.shape or not torch.allclose(found.to(wanted), wanted, 1e-4, 1e-4):
                 return False
-    except Exception:  # whatever a model does with what it does not expect
+    except Exception:  # a model may do anything with unexpected arguments
         return False
     return True
 
 
 class Norm(NamedTuple):
-    """Nodes of a graph that are a layer norm, the last of which gives it; what they read beside, by its role."""
+    """Nodes of a graph that compute a layer norm, the last of which is its result; their other operands by role."""
 
     nodes: tuple[Node, ...]
     eps: float
@@ -53,9 +53,9 @@ class Norm(NamedTuple):
 
 
 def layer_norm_of(value: Node, channels: Any, value_of: Callable[[Node], Any]) -> Norm | None:
-    """The layer norm that all who read ``value`` are parts of; None if they are not.
+    """The layer norm that contains all readers of ``value``; None if there is none.
 
-    ``value_of`` gives the tensor, real or fake, that stands for a node's value.
+    ``value_of``: a node's value as a tensor, real or fake.
     """
     if type(channels) is not int:
         return None
@@ -67,7 +67,7 @@ def layer_norm_of(value: Node, channels: Any, value_of: Callable[[Node], Any]) -
 
 
 def _closed(value: Node) -> Iterator[tuple[Node, ...]]:
-    """Nodes of smooth functions behind ``value``, the last of which alone is read by others."""
+    """Nodes of smooth functions after ``value``, of which others read only the last."""
     inside = {value: None}
     node = value.next
     while node.op != "root" and len(inside) <= _MOST_NODES:
@@ -84,7 +84,7 @@ def _read(value: Node, nodes: tuple[Node, ...], channels: int, value_of: Callabl
     first, last = value_of(value), value_of(nodes[-1])
     if not isinstance(last, Tensor) or last.dtype != first.dtype:
         return None
-    # What reads it may view it by its strides.
+    # Readers may view the result by its strides.
     if tuple(last.shape) != tuple(first.shape) or last.stride() != first.stride():
         return None
     beside = list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in (value, *nodes)))
@@ -111,19 +111,19 @@ def _is_vector(tensor: Any, channels: int) -> bool:
     return isinstance(tensor, Tensor) and tuple(tensor.shape) == (channels,)
 
 
-# None of these branches on values: what is made of them is a norm everywhere if it is one of random tensors. None
-# changes a tensor in place.
+# None of these branches on values: a function made of them is a norm for all tensors if it is one for random tensors.
+# None changes a tensor in place.
 _NAMES = ("mean", "var", "var_mean", "getitem", "add", "sub", "mul", "div", "truediv", "pow", "square", "sqrt", "rsqrt",
           "layer_norm", "permute", "transpose", "movedim", "moveaxis", "contiguous")  # fmt: skip
 
 
 def functions_of(names: Sequence[str], homes: Sequence[Any]) -> set[Any]:
-    """The functions of these names that modules have."""
+    """The functions with these names in the modules ``homes``."""
     return {getattr(home, name) for name in names for home in homes if callable(getattr(home, name, None))}
 
 
 def is_call_of(node: Node, names: Sequence[str], functions: Collection[Any]) -> bool:
-    """Whether a node calls a method of these names, or one of the functions, for a new result."""
+    """Whether a node calls a method with one of these names, or one of the functions, without ``out``."""
     if "out" in node.kwargs:
         return False
     return node.target in names if node.op == "call_method" else node.op == "call_function" and node.target in functions
@@ -133,5 +133,5 @@ _FUNCTIONS = functions_of(_NAMES, (operator, torch, torch.nn.functional))
 
 
 def is_smooth(node: Node) -> bool:
-    """Whether a call is of such a function."""
+    """Whether a node calls a smooth function."""
     return is_call_of(node, _NAMES, _FUNCTIONS)

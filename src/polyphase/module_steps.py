@@ -1,4 +1,4 @@
-"""Modules read as operations of an epilogue: what a norm or an activation does to every element."""
+"""Modules read as operations of an epilogue: norms and activations, which compute every element alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _gelu(module: Any) -> fused.Step:
     return fused.Step("gelu_tanh" if module.approximate == "tanh" else "gelu")
 
 
-#: What a module of PyTorch's in evaluation mode does to every element, as a step; None for nothing.
+#: The operation of a PyTorch module in evaluation mode on every element, as a step; None for an identity.
 STEPS: dict[Any, Callable[[Any], fused.Step | None]] = {
     torch.nn.BatchNorm1d: norm,
     torch.nn.BatchNorm2d: norm,
@@ -57,13 +57,13 @@ STEPS: dict[Any, Callable[[Any], fused.Step | None]] = {
 }
 
 
-#: Those of them that a layer computes of its input. Of tensors without a batch some have other dimensions as channels.
+#: Modules that a layer computes on its input. For tensors without a batch others have another dimension as channels.
 BEFORE = (torch.nn.ReLU, torch.nn.ReLU6, torch.nn.LeakyReLU, torch.nn.PReLU, torch.nn.ELU, torch.nn.GELU, torch.nn.SiLU,
           torch.nn.Tanh, torch.nn.Hardtanh, torch.nn.Hardswish, torch.nn.Mish)  # fmt: skip
 
 
 def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | None:
-    """What reads a module as a step, of tensors of so many dimensions; None if no epilogue computes it."""
+    """The function that reads a module as a step on tensors with ``dims``; None if no epilogue computes it."""
     kind = shared_class(module) or type(module)
     if kind in (torch.nn.Softmax, torch.nn.Softmax2d) and not is_over_channels(module, dims):
         return None
@@ -74,31 +74,31 @@ def reader_of(module: Any, dims: int) -> Callable[[Any], fused.Step | None] | No
 
 
 def has_no_state(module: Module) -> bool:
-    """Whether a module computes the same wherever it is called, as activations without parameters do."""
+    """Whether a module computes the same at every call, like activations without parameters."""
     return not (module._parameters or module._buffers or module._modules)
 
 
 def shared_class(module: Any) -> type[Module] | None:
-    """What the class of a module stands for that layers compute at several calls, and of which none has it alone."""
+    """The original class of a module that several layers compute, and that belongs to no single chain; else None."""
     cls: type[Module] | None = getattr(type(module), "_stands_for", None)
     return cls if hasattr(type(module), "_reader") and vars(module).get("_chain") is None else None
 
 
 def is_over_channels(module: Any, dims: int) -> bool:
-    """Whether a softmax is one over channels, of tensors of so many dimensions."""
-    return vars(module).get("dim", -3) in (1, 1 - dims)  # `Softmax2d` is over the third from the last
+    """Whether a softmax is over channels, for tensors with ``dims``."""
+    return vars(module).get("dim", -3) in (1, 1 - dims)  # `Softmax2d` is over the third dimension from the last
 
 
 def reader_before(module: Any) -> Callable[[Any], fused.Step | None] | None:
-    """What reads a module as an operation on a layer's input; None if no prologue computes it."""
+    """The function that reads a module as an operation on a layer's input; None if no prologue computes it."""
     for cls in BEFORE:
-        if type(module) is cls:  # not equal, as the class is of what another layer computes already
+        if type(module) is cls:  # not `==`: classes of modules that another layer computes are equal to cls
             return STEPS[cls]
     return snake if snake_of(module) is not None else None
 
 
 def step_of_module(module: Any, dims: int = 0) -> fused.Step | None:
-    """What a module of a chain computes of a tensor of so many dimensions, of its parameters as they are now."""
+    """The step of a module of a chain on a tensor with ``dims``, with the module's current parameters."""
     if reduction_steps.is_module(module):
         return reduction_steps.module_step(module, dims)
     step: fused.Step | None = type(module)._reader(module)
@@ -106,11 +106,11 @@ def step_of_module(module: Any, dims: int = 0) -> fused.Step | None:
 
 
 def is_step_of(module: Any, step: fused.Step | None, dims: int, of_layer: int) -> bool:
-    """Whether `step_of_module` is what a module computes of a tensor of so many dimensions.
+    """Whether a module computes its `step_of_module` on a tensor with ``dims``.
 
-    ``of_layer``: how many the layer's output has, before views of it.
+    ``of_layer``: dimensions of the layer's output, before views of it.
     """
-    if step is None:  # an identity; or a pooling or a norm that was changed, or is of other dimensions
+    if step is None:  # an identity; or a pooling or a norm that was changed, or has other dimensions
         return not reduction_steps.is_module(module)
     if step.kind == "softmax":
         return is_over_channels(module, dims)
@@ -118,21 +118,21 @@ def is_step_of(module: Any, step: fused.Step | None, dims: int, of_layer: int) -
 
 
 def normalized_dims(module: Any) -> tuple[int, ...]:
-    """The dimensions of the tensors ``(N, C, *spatial)`` that a module normalises over the channels of each pixel.
+    """The numbers of dimensions of tensors ``(N, C, *spatial)`` that a module normalises over channels of each pixel.
 
-    PyTorch has no such module. SAM's, ConvNeXt's, torchvision's and timm's ``LayerNorm2d`` are known by what they have
-    and compute, not by their names: a weight, a bias, an ``eps`` and no other number, and smooth functions without
-    branches on tensors, which give the norm of random numbers.
+    PyTorch has no such module. SAM's, ConvNeXt's, torchvision's and timm's ``LayerNorm2d`` are recognised by their
+    contents and results, not by their names: a weight, a bias, an ``eps`` and no other number, and smooth functions
+    without branches on tensors, whose result for random numbers is the norm.
     """
     vectors = [each for each in module._parameters.values() if each is not None]
-    names = set(module._parameters.keys())  # scripted modules have a dictionary of their own kind
+    names = set(module._parameters.keys())  # scripted modules have another type of dictionary
     has_more = module._modules or module._buffers or names != {"weight", "bias"}
     if has_more or type(getattr(module, "eps", None)) is not float or "forward" in vars(module):
         return ()
     if type(module).__module__.startswith("torch.") or hasattr(type(module), "_stands_for"):
-        return ()  # the latter are computed by a layer already
+        return ()  # a layer already computes the second kind
     if any(type(each) in (int, float) and name != "eps" for name, each in vars(module).items()):
-        return ()  # a factor of 1, say, which may change
+        return ()  # for example a factor of 1, which may change
     if not vectors or any(each.dim() != 1 or each.shape != vectors[0].shape for each in vectors):
         return ()
     return tuple(dims for dims in (3, 4, 5) if _normalizes(module, vectors[0].numel(), dims))
@@ -159,13 +159,13 @@ def _normalizes(module: Any, channels: int, dims: int) -> bool:
 
 
 def has_hooks(module: Module) -> bool:
-    """Whether something sees what the module is given, gives, or has as gradients."""
+    """Whether hooks see the module's input, output or gradients."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
 def sees_input(layer: Module) -> bool:
-    """Whether a hook sees what a layer is given. (Those of PyTorch's weight and spectral norms do not look at it.)"""
+    """Whether a hook sees a layer's input. (Hooks of PyTorch's weight and spectral norms ignore it.)"""
     hooks = layer._forward_pre_hooks.values()
     return any(not type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks)

@@ -1,4 +1,4 @@
-"""Tells other libraries something once somebody imports them; nothing is imported for it."""
+"""Calls back when another library is imported, without importing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _awaited: dict[str, list[Callable[[Any], None]]] = {}
 
 
 def once_imported(name: str, tell: Callable[[Any], None]) -> None:
-    """Call ``tell`` with the module ``name``: now, or when it has been imported."""
+    """Calls ``tell`` with the module ``name``: now, or once it is imported."""
     if name in sys.modules:
         tell(sys.modules[name])
         return
@@ -23,7 +23,7 @@ def once_imported(name: str, tell: Callable[[Any], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds what is awaited as those behind it do, and has it told when it has run."""
+    """Finds awaited modules by the finders after it, and calls back when a module has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

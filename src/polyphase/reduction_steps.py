@@ -1,4 +1,4 @@
-"""PyTorch's poolings, reductions, norms of groups and views behind a layer, read as steps that no epilogue computes."""
+"""PyTorch's poolings, reductions, norms of groups and views after a layer, read as steps that no epilogue computes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from polyphase import fused
 from polyphase.elementwise import without_defaults
 from polyphase.problem.reduction import REDUCTIONS
 
-#: Steps that no epilogue computes: pools have their windows as constants; reductions the first and the last dimension,
-#: and whether these stay; softmaxes the same two; norms groups, or the first dimension and sizes, and what is added to
-#: the variance. Views have sizes, of which 0 is what there is.
+#: Steps that no epilogue computes. Constants of pools: the window; of reductions: first and last dimension, and whether
+#: these are kept; of softmaxes: first and last dimension; of norms: groups, or first dimension and sizes, and epsilon;
+#: of views: sizes, 0 for an unchanged one.
 KINDS = frozenset(("max_pool", "avg_pool", *REDUCTIONS, "softmax_over", "group_norm", "position_norm", "view"))
 
 _PARAMETERS: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ _PARAMETERS: dict[str, dict[str, Any]] = {
     "group_norm": {"num_groups": None, "weight": None, "bias": None, "eps": 1e-5},
     "layer_norm": {"normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
 }  # fmt: skip
-#: Functions that give values and indices: read here for their values, which are those of these.
+#: Functions that return values and indices, and the functions that return the same values.
 EXTREMES = {"max": "amax", "min": "amin"}
 MOST_IN_WINDOW = 512
 _VIEWS = ("flatten", "view", "reshape")
@@ -60,7 +60,7 @@ _FUNCTIONS = _functions()
 
 
 def name_of(target: Any) -> str:
-    """The kind of a function, or of a method by its name; "" if it is none of these."""
+    """The kind of a function, or of a method by its name; "" if it is unknown here."""
     if isinstance(target, str):
         return "view" if target in _VIEWS else target if target in _PARAMETERS and hasattr(Tensor, target) else ""
     try:
@@ -70,9 +70,9 @@ def name_of(target: Any) -> str:
 
 
 def read(target: Any, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> fused.Step | None:
-    """What a call computes of ``value``, of so many dimensions, its first argument; None where it is no such step.
+    """The step of a call on ``value``, its first argument, with ``dims``; None if it is not one of these steps.
 
-    What stands for tensors may be nodes of a graph.
+    Tensors may be nodes of a graph.
     """
     name, of = (name_of(target), 0) if isinstance(target, str) else _FUNCTIONS.get(target, ("", 0))
     if not name or not args or args[0] is not value or (of and of != dims - 2):
@@ -89,7 +89,7 @@ def read(target: Any, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _pool(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | None:
-    """Windows that lie side by side."""
+    """A pooling with adjacent windows; None for others."""
     size, stride, padding, dilation = (
         _each(given.get(name, one), dims - 2)
         for name, one in (("kernel_size", None), ("stride", None), ("padding", 0), ("dilation", 1))
@@ -105,7 +105,7 @@ def _pool(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | None:
 
 
 def _view(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) -> fused.Step | None:
-    """Another number of spatial dimensions; sizes that are nodes of a graph are not known."""
+    """A view with another number of spatial dimensions; sizes that are nodes of a graph are not known."""
     if name == "flatten":
         given = {"start_dim": 0, "end_dim": -1, **dict(zip(("start_dim", "end_dim"), args)), **kwargs}
         kept = given["start_dim"] == 2 and given["end_dim"] in (-1, dims - 1) and len(given) == 2
@@ -118,7 +118,7 @@ def _view(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dims: int) 
 
 
 def _sizes(given: Any) -> tuple[float, ...] | None:
-    """Sizes as constants, none of them where nodes of a graph are among them; None if they are something else."""
+    """Sizes as constants, empty if nodes of a graph are among them; None if they are something else."""
     if isinstance(given, torch.fx.Node) or any(isinstance(each, torch.fx.Node) for each in given):
         return ()
     return tuple(map(float, given)) if all(type(each) is int for each in given) else None
@@ -139,7 +139,7 @@ def _adaptive(given: Mapping[str, Any], dims: int) -> fused.Step | None:
 
 
 def _reduction(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | None:
-    """Over dimensions side by side, not the first."""
+    """A reduction over adjacent dimensions, without the first; None for others."""
     keep, dim = given["keepdim"], given["dim"]
     dim = (dim,) if type(dim) is int else dim
     if type(keep) is not bool or not isinstance(dim, (tuple, list)) or not all(type(each) is int for each in dim):
@@ -151,12 +151,12 @@ def _reduction(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | N
 
 
 def _extreme(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | None:
-    """Of one dimension: without it there are no indices."""
+    """A minimum or maximum over one dimension: without one there are no indices."""
     return _reduction(kind, given, dims) if type(given["dim"]) is int else None
 
 
 def _softmax(given: Mapping[str, Any], dims: int) -> fused.Step | None:
-    """Not over channels, which an operation of an epilogue is."""
+    """A softmax, not over channels: that is an operation of an epilogue."""
     dim = given["dim"]
     if type(dim) is not int or not -dims <= dim < dims or dim % dims < 2:
         return None
@@ -194,11 +194,11 @@ _READERS: dict[str, Callable[[Mapping[str, Any], int], fused.Step | None]] = {
 
 
 def _of_module(name: str) -> Callable[[Any, int], fused.Step | None]:
-    """What reads a module that calls one function of its attributes, which have the names of its arguments."""
+    """The reader of modules that call one function, with attributes named like the function's arguments."""
 
     def step(module: Any, dims: int) -> fused.Step | None:
         of = int(type(module).__name__[-2]) if name in _OF_DIMS else dims - 2
-        if of != dims - 2:  # it takes a tensor without a batch
+        if of != dims - 2:  # the tensor has no batch
             return None
         known = _PARAMETERS[name]
         given = {attribute: getattr(module, attribute, default) for attribute, default in known.items()}
@@ -208,7 +208,7 @@ def _of_module(name: str) -> Callable[[Any, int], fused.Step | None]:
 
 
 def _instance_norm(of: int, module: Any, dims: int) -> fused.Step | None:
-    """One without running statistics: a group norm of single channels."""
+    """An instance norm without running statistics, as a group norm of single channels."""
     if of != dims - 2 or module.running_mean is not None:
         return None
     given = {"weight": module.weight, "bias": module.bias, "eps": module.eps}
@@ -232,11 +232,11 @@ _MODULES |= {getattr(nn, f"InstanceNorm{dims}d"): partial(_instance_norm, dims) 
 
 
 def is_module(module: Any) -> bool:
-    """Whether a module's own class, or the one that it stands for, is one that may be such a step."""
+    """Whether a module's class, or the class that it replaces, may be one of these steps."""
     return getattr(type(module), "_stands_for", type(module)) in _MODULES
 
 
 def module_step(module: Any, dims: int) -> fused.Step | None:
-    """What a module computes of a tensor of so many dimensions; None if it is no such step."""
+    """The step of a module on a tensor with ``dims``; None if it is not one of these steps."""
     step = _MODULES.get(getattr(type(module), "_stands_for", type(module)))
     return None if step is None else step(module, dims)

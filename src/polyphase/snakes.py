@@ -1,4 +1,4 @@
-"""Snakes, known by what they compute: ``x + sin²(alpha·x) / (beta + eps)``, of which PyTorch has no module.
+"""Snakes, recognised by their results: ``x + sin²(alpha·x) / (beta + eps)``, for which PyTorch has no module.
 
 Vocoders and codecs have their own: DAC's ``Snake1d``, BigVGAN's and Qwen's ``SnakeBeta``, with or without exponentials.
 """
@@ -18,7 +18,7 @@ from torch.fx import Node
 from polyphase import fused
 from polyphase.layer_norms import functions_of, is_call_of
 
-# Functions that do not branch on values: what is made of them is a snake everywhere if it is one of random numbers.
+# None of these branches on values: a function made of them is a snake for all numbers if it is one for random numbers.
 _NAMES = ("add", "sub", "mul", "div", "truediv", "pow", "square", "sin", "exp", "reciprocal", "reshape", "view",
           "unsqueeze", "getitem", "size")  # fmt: skip
 _MOST_NODES = 16
@@ -26,7 +26,7 @@ _FUNCTIONS = functions_of(_NAMES, (operator, torch))
 
 
 class Snake(NamedTuple):
-    """A snake's constants, those of `polyphase.fused.snake`, and the module's numbers, by which it may do another."""
+    """A snake's constants, as for `polyphase.fused.snake`, and the module's numbers, whose change may change it."""
 
     eps: float
     logarithmic: bool
@@ -35,11 +35,11 @@ class Snake(NamedTuple):
 
 
 def is_snake(call: Callable[..., Tensor], shape: tuple[int, ...], count: int, snake: Snake) -> bool:
-    """Whether ``call(x, *parameters)``, of ``count`` parameters with one element for each channel, is that snake."""
+    """Whether ``call(x, *parameters)``, with ``count`` parameters of one element per channel, computes ``snake``."""
     generator = torch.Generator().manual_seed(len(shape))
     ones = (1,) * (len(shape) - 2)
     try:
-        for scale in (1.0, snake.eps or 1e-9):  # divisors as large as eps show it, of numbers as large as one over it
+        for scale in (1.0, snake.eps or 1e-9):  # divisors as small as eps reveal it, with numbers as large as 1 / eps
             x = torch.randn(shape, generator=generator, dtype=torch.float64) / scale
             read = [(1 + torch.rand(shape[1], generator=generator, dtype=torch.float64)) * scale for _ in range(count)]
             given = [each.log() for each in read] if snake.logarithmic else read
@@ -49,23 +49,23 @@ def is_snake(call: Callable[..., Tensor], shape: tuple[int, ...], count: int, sn
             found = call(x, *given)
             if found.shape != x.shape or not torch.allclose(found.to(wanted), wanted, 1e-6, 1e-12):
                 return False
-    except Exception:  # whatever a module does with what it does not expect
+    except Exception:  # a module may do anything with unexpected arguments
         return False
     return True
 
 
 def is_smooth(node: Node) -> bool:
-    """Whether a call is of such a function."""
+    """Whether a node calls a smooth function."""
     return is_call_of(node, _NAMES, _FUNCTIONS) or (node.target is getattr and node.args[1] == "shape")
 
 
 def snake_of(module: Any) -> Snake | None:
-    """The snake that a module is, of tensors ``(N, C, *spatial)``; None if it is none."""
+    """The snake that a module computes on tensors ``(N, C, *spatial)``; None if it is none."""
     parameters = {name: each for name, each in module._parameters.items() if each is not None}
     names = [*parameters]
     if names not in (["alpha"], ["alpha", "beta"]) or module._modules or module._buffers or "forward" in vars(module):
         return None
-    if hasattr(type(module), "_stands_for"):  # a layer computes it already
+    if hasattr(type(module), "_stands_for"):  # a layer already computes it
         return None
     channels = {each.numel() for each in parameters.values()}
     if len(channels) != 1 or type(module).__module__.startswith("torch."):
@@ -94,7 +94,7 @@ def snake_of(module: Any) -> Snake | None:
 
 
 def _small(numbers: Iterable[Any]) -> list[float]:
-    """What may be added to the divisor."""
+    """Candidates for ``eps``, which is added to the divisor."""
     return [*dict.fromkeys(each for each in numbers if type(each) is float and 0 < each < 1e-3), 0.0]
 
 
@@ -104,11 +104,11 @@ def _numbers(module: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def snake(module: Any) -> fused.Step | None:
-    """A snake module's step, of its parameters as they are now; None where its numbers have changed."""
+    """A snake module's step, with its current parameters; None if its numbers have changed."""
     known: Snake = vars(module)["_snake"]
     if known.numbers != _numbers(module):
         return None
-    beta = module.beta if known.has_beta else None  # a parameter, or what has taken its place
+    beta = module.beta if known.has_beta else None  # a parameter, or its replacement
     return fused.snake(module.alpha, beta, known.eps, known.logarithmic)
 
 
@@ -125,7 +125,7 @@ _RESHAPES = ("reshape", "view", torch.reshape)
 
 
 def snake_at(value: Node, value_of: Callable[[Node], Any]) -> Found | None:
-    """The snake that ``value`` is; ``value_of`` gives the tensor, real or fake, that stands for a node's value."""
+    """The snake whose result is ``value``; ``value_of``: a node's value as a tensor, real or fake."""
     tensor = value_of(value)
     if not isinstance(tensor, Tensor) or tensor.dim() not in (3, 4, 5) or type(tensor.shape[1]) is not int:
         return None
@@ -149,7 +149,7 @@ def snake_at(value: Node, value_of: Callable[[Node], Any]) -> Found | None:
 
 
 def _between(input: Node, value: Node, value_of: Callable[[Node], Any]) -> tuple[list[Node], list[Node]]:
-    """The smooth nodes that make ``value`` of ``input``, and what else they read, both in order; none of many."""
+    """The smooth nodes that compute ``value`` from ``input``, and their other inputs, in order; empty if many."""
     inside: set[Node] = set()
     leaves: set[Node] = set()
     todo = [value]
@@ -179,7 +179,7 @@ def _read(
             shaped = {leaf: each.view(value_of(leaf).shape) for leaf, each in zip(order, given)}  # noqa: B023
             values = {input: x, **shaped}
             for node in nodes:
-                if _is_idle(node, value_of):  # which would have other sizes here
+                if _is_idle(node, value_of):  # its sizes differ here
                     first: Any = node.args[0]
                     values[node] = values[first]
                     continue
@@ -195,7 +195,7 @@ def _read(
 
 
 def _is_idle(node: Node, value_of: Callable[[Node], Any]) -> bool:
-    """Whether it gives a tensor the shape that it has."""
+    """Whether a node reshapes a tensor to its own shape."""
     first = node.args[0] if node.target in _RESHAPES else None
     return isinstance(first, Node) and _same(value_of(first), value_of(node))
 

@@ -1,4 +1,4 @@
-"""How often tensors were changed in place: a fused layer, computed later, must read the values of its call."""
+"""Checks of in-place changes: a fused layer, computed later, must read its tensors' values at its call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyphase import fused
 
 
 def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()) -> list[int]:
-    """How often each tensor has been changed in place; those of inference mode do not count it."""
+    """The number of in-place changes of each tensor; 0 for tensors of inference mode, which do not count them."""
     tensors = [*reads]
     for step in steps:
         if step is not None and step.tensors:
@@ -19,13 +19,13 @@ def versions_of(reads: Sequence[Tensor], steps: Sequence[fused.Step | None] = ()
     if not torch.is_inference_mode_enabled():
         try:
             return [each._version for each in tensors]
-        except RuntimeError:  # of a tensor from inference mode: it takes 20 µs, where that is on always
+        except RuntimeError:  # for a tensor of inference mode: the exception takes 20 µs
             pass
     return [0 if each.is_inference() else each._version for each in tensors]
 
 
 def check_versions(reads: Sequence[Tensor], steps: Sequence[fused.Step | None], versions: list[int]) -> None:
-    """Raise RuntimeError where a tensor that is to be read has changed since."""
+    """Raises RuntimeError if a tensor that is still to be read has changed since."""
     if versions != versions_of(reads, steps):
         raise RuntimeError(
             "a tensor that a fused layer reads (its input, a parameter, or the tensor that is added) was changed in "
