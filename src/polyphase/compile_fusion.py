@@ -1,11 +1,11 @@
 """Chains around a layer in the graphs that `torch.compile` makes: ``polyphase.enable_compile_fusion()``.
 
-Inductor fuses nothing into an operator that is not its own. So the graph is changed before it comes to that: where
-polyphase's operator is followed by batch norms in evaluation mode, layer norms over channels, activations, factors and
-sums, which nothing else reads, all of them become one call of ``polyphase::conv_transpose_epilogue``; so does an
-activation or a snake that the operator alone reads. Graphs are changed at Inductor's hook before derivatives
-(`torch._inductor.config.pre_grad_custom_pass`), where norms and activations are still whole. Concatenations come later,
-where Inductor decides who writes what (`polyphase.inductor`).
+Inductor fuses nothing into an operator that is not its own. So this pass changes the graph first: if batch norms in
+evaluation mode, layer norms over channels, activations, factors and sums follow polyphase's operator, and nothing else
+reads the values between, all of them become one call of ``polyphase::conv_transpose_epilogue``; so does an activation
+or a snake that only the operator reads. Graphs are changed at Inductor's hook before derivatives
+(`torch._inductor.config.pre_grad_custom_pass`), where norms and activations are still whole. Concatenations are handled
+later, when Inductor decides which kernel writes which tensor (`polyphase.inductor`).
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from polyphase.torch_op.steps import checked
 class CompileFusion:
     """The pass, while it is enabled. A context: at its end it is disabled.
 
-    ``chains``: what was fused in each graph that was compiled since, such as "conv_transpose → batch_norm → relu", and
+    ``chains``: the chains fused in each graph compiled since, such as "conv_transpose → batch_norm → relu", and
     "conv_transpose → cat" for each layer that writes its slice of a concatenation; ``reasons``: why a layer that a
-    concatenation reads does not. Of a graph that Inductor finds in its cache on disk, fused, nothing is told.
+    concatenation reads does not. A fused graph that Inductor finds in its cache on disk adds nothing to these.
     """
 
     def __init__(self, before: Any) -> None:
@@ -60,10 +60,10 @@ class CompileFusion:
         self.reasons: list[str] = []
         self._before = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
         self._found = before
-        self._enabled = 1  # by how many calls of `enable_compile_fusion` whose ``with`` has not ended
+        self._enabled = 1  # number of calls of `enable_compile_fusion` whose ``with`` has not ended
 
     def __call__(self, graph: Graph) -> None:
-        """Change a graph of PyTorch's functions. Called by Inductor."""
+        """Changes a graph of PyTorch's functions. Called by Inductor."""
         for each in self._before:
             each(graph)
         if self._enabled:
@@ -71,19 +71,19 @@ class CompileFusion:
                 self.chains += _fuse(graph)
 
     def uuid(self) -> Any:
-        """What this does, for the key of compiled graphs on disk. None, as others', keeps them from it."""
+        """The pass's identity, for the key of compiled graphs on disk. None prevents caching, as for other passes."""
         others = [each.uuid() if hasattr(each, "uuid") else None for each in self._before]
         return None if None in others else (_digest(), self._enabled > 0, *others)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What this does, as `uuid`: PyTorch before 2.13 pickles Inductor's settings to make such a key of them."""
+        """The pass's identity, as `uuid`: PyTorch before 2.13 pickles Inductor's settings for such a key."""
         key = self.uuid()
         if key is None:
             raise pickle.PicklingError("a pass that Inductor had before has no uuid")
         return _nothing, (key,)
 
     def disable(self) -> None:
-        """Leave graphs that are compiled from now on as they are."""
+        """Leaves graphs that are compiled from now on unchanged."""
         from torch._inductor import config
 
         self._enabled = 0
@@ -96,19 +96,19 @@ class CompileFusion:
 
     def __exit__(self, *raised: object) -> None:
         self._enabled -= 1
-        if self._enabled <= 0:  # the last of those that are nested
+        if self._enabled <= 0:  # the outermost one
             self.disable()
 
 
 def enable_compile_fusion() -> CompileFusion:
-    """Have `torch.compile` make one kernel of polyphase's layers and what follows them, in inference.
+    """Makes `torch.compile` fuse polyphase's layers and the operations after them into one kernel, in inference.
 
-    It is for graphs that Inductor compiles from now on, in the whole process, until ``disable()``, or to the end of a
-    ``with``: a model is compiled when it is first called. Taken in are batch norms in evaluation mode, layer norms over
-    channels where a kernel computes them, activations, sums with tensors of the output's shape, factors and sums per
-    channel, and sums and products with an earlier value (``y·sigmoid(y)``), while nothing else reads what is between,
-    and dtypes are the output's; and an activation or a snake whose result a layer alone reads. Graphs that record
-    derivatives stay as they are, but for concatenations along channels, of which layers write slices in any graph.
+    It applies to graphs that Inductor compiles from now on, in the whole process, until ``disable()``, or to the end of
+    a ``with``: a model is compiled at its first call. Fused are batch norms in evaluation mode, layer norms over
+    channels if a kernel computes them, activations, sums with tensors of the output's shape, factors and sums per
+    channel, and sums and products with an earlier value (``y·sigmoid(y)``), if nothing else reads the values between
+    and dtypes are the output's; and an activation or a snake whose result only a layer reads. Graphs that record
+    derivatives do not change, except for concatenations along channels: layers write their slices in any graph.
 
     Returns:
         The pass: a context, with ``disable()``, the ``chains`` that it has found, and the ``reasons`` why a
@@ -127,12 +127,12 @@ def enable_compile_fusion() -> CompileFusion:
 
 
 def _nothing(key: Any) -> None:
-    """What a pickled pass is elsewhere: it is enabled in a process, not in a file."""
+    """The unpickled pass, None: a pass is enabled in a process, not in a file."""
 
 
 @functools.cache
 def _pass_class() -> type[CompileFusion]:
-    """The class as Inductor wants a pass whose graphs it keeps on disk; importing Inductor takes a second."""
+    """The class in Inductor's form for passes whose graphs it caches on disk; importing Inductor takes a second."""
     try:
         from torch._inductor.custom_graph_pass import CustomGraphPass
     except ImportError:  # PyTorch before 2.6
@@ -149,7 +149,7 @@ _MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
 def _fuse(graph: Graph) -> list[str]:
-    """Fuse every chain of a graph, and tell them."""
+    """Fuses every chain of a graph, and returns their descriptions."""
     found: dict[Node, str] = {}
     nodes = list(graph.nodes)
     order = {node: place for place, node in enumerate(nodes)}
@@ -175,44 +175,44 @@ def _is_layer(node: Node) -> bool:
 
 
 def _value(node: Any) -> Any:
-    """The fake tensor, or number, that stands for a node's value."""
+    """A node's value as a fake tensor or number."""
     return node.meta.get("example_value") if isinstance(node, Node) else node
 
 
 class _Step(NamedTuple):
-    """An operation in a graph: its step on fake tensors, if any, and the nodes that stand for it and its operands."""
+    """An operation in a graph: its step on fake tensors, if any, and the nodes of it and of its operands."""
 
     name: str
-    number: int  # how many operations are before its result
+    number: int  # number of operations before its result
     nodes: Sequence[Node]  # the last is its result
     step: fused.Step | None
-    operands: Sequence[tuple[Node, tuple[int, ...] | None]] = ()  # with the shape to read each in, if it is another
+    operands: Sequence[tuple[Node, tuple[int, ...] | None]] = ()  # with the shape to read each in, if it differs
 
 
 def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[Node]) -> list[_Step]:
-    """What the layer can compute behind it."""
+    """The operations after a layer that it can compute."""
     steps: list[_Step] = []
     chain, numbers = [layer], {layer: 0}
     while (step := _next(chain, numbers, order, steps)) is not None:
         further = {*chain, *step.nodes}
         if any(each in taken or each not in order for each in step.nodes):
-            break  # the last: what another layer's chain has become
+            break  # the last test: the call that replaced another layer's chain
         between = nodes[order[layer] + 1 : order[step.nodes[-1]]]
         if change_between(between, further | taken, lambda each: None) is not None:
             break
         if any(getattr(each.target, "__name__", "") in _MODES for each in between):
-            break  # the layer would be computed where the mode is another, and be recorded for derivatives
+            break  # the layer would be computed in another mode, and be recorded for derivatives
         steps.append(step)
         chain += step.nodes
         numbers[chain[-1]] = step.number
-    # A dropout at the end is nothing to compute.
+    # A dropout at the end needs no computation.
     while steps and (steps[-1].step is None or not is_closed(chain)):
         del chain[-len(steps.pop().nodes) :]
     return steps
 
 
 def _before(layer: Node, nodes: list[Node]) -> _Step | None:
-    """What the layer can compute of its input; the first operand is what it then reads."""
+    """The operation that a layer can compute on its input; the first operand is the layer's new input."""
     value = layer.args[0]
     if not isinstance(value, Node) or list(value.users) != [layer]:
         return None
@@ -235,13 +235,13 @@ def _before(layer: Node, nodes: list[Node]) -> _Step | None:
 
 
 def _activation(value: Node) -> _Step | None:
-    """A call of an activation."""
+    """The step of a call of an activation; None for others."""
     name = name_of(value.target) if value.op in ("call_function", "call_method") else ""
     if not name or not value.args or not isinstance(value.args[0], Node):
         return None
     input = value.args[0]
     if is_in_place(value.target, value.kwargs) and not _is_only_for(input, value):
-        return None  # who else has the input would see that it is not changed
+        return None  # other readers of the input would see that it is not changed
     reading = read(name, input, value.args, value.kwargs)
     if reading is None or not (reading.kind in ACTIVATIONS or reading.kind == "prelu"):
         return None
@@ -254,7 +254,7 @@ def _activation(value: Node) -> _Step | None:
 
 
 def _is_only_for(value: Node, reader: Node) -> bool:
-    """Whether nobody but ``reader`` has a tensor, and sees whether it changes it."""
+    """Whether only ``reader`` has a tensor, so that nothing else sees in-place changes."""
     return makes_new(value) and list(value.users) == [reader]
 
 
@@ -268,7 +268,7 @@ def _snake(value: Node) -> _Step | None:
 
 
 def _replace_input(graph: Graph, layer: Node, step: _Step) -> Node:
-    """Put a call that reads through ``step`` in the place of a layer's."""
+    """Replaces a layer's call by one that computes ``step`` on its input."""
     _, weight, bias, *rest = layer.args
     operands: Any = []
     text: Any = ""
@@ -292,9 +292,9 @@ def _replace_input(graph: Graph, layer: Node, step: _Step) -> Node:
 
 
 def _next(chain: list[Node], numbers: dict[Node, int], order: dict[Node, int], steps: Sequence[_Step]) -> _Step | None:
-    """The operation that the next readers of a chain make up; None if an epilogue cannot have it behind ``steps``.
+    """The operation of the next readers of a chain; None if an epilogue cannot have it after ``steps``.
 
-    ``numbers``: of the chain's values, as `read_next` has them.
+    ``numbers``: the numbers of the chain's values, as in `read_next`.
     """
     layer, reader, step = chain[0], next_reader(chain, order), None
     if reader is not None and reader.op in ("call_function", "call_method"):
@@ -317,7 +317,7 @@ def _layer_norm(value: Node, layer: Node, numbers: dict[Node, int]) -> _Step | N
 
 
 def _step_of(call: Node, layer: Node, numbers: dict[Node, int]) -> _Step | None:
-    """What a call computes of the values with these ``numbers``; None if no epilogue computes it."""
+    """The operation of a call on the values with these ``numbers``; None if no epilogue computes it."""
     size, output = _value(layer).shape, _value(layer)
     result = _value(call)
     if not isinstance(result, Tensor) or result.dtype != output.dtype or result.requires_grad:
@@ -348,7 +348,7 @@ def _step_of(call: Node, layer: Node, numbers: dict[Node, int]) -> _Step | None:
 
 
 def _norm(call: Node, numbers: dict[Node, int]) -> _Step | None:
-    """A batch norm in evaluation mode."""
+    """The step of a batch norm in evaluation mode; None for others."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     given = {"weight": None, "bias": None, "training": False, "eps": 1e-5, **dict(zip(names, call.args)), **call.kwargs}
     tensors = [given.get(name) for name in ("running_mean", "running_var", "weight", "bias")]
@@ -363,7 +363,7 @@ def _norm(call: Node, numbers: dict[Node, int]) -> _Step | None:
 
 
 def _known_equal(one: Any, other: Any) -> bool:
-    """Whether two sizes are equal whatever they are."""
+    """Whether two sizes, maybe symbolic, are known to be equal."""
     if isinstance(one, int) and isinstance(other, int):
         return one == other
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -372,7 +372,7 @@ def _known_equal(one: Any, other: Any) -> bool:
 
 
 def _text(layer: Node, steps: Sequence[_Step]) -> str:
-    """The epilogue of these steps behind the layer's own. Raises what `polyphase.fused` raises for wrong operands."""
+    """The layer's own epilogue followed by these steps, as text. Raises as `polyphase.fused` for wrong operands."""
     input, size = _value(layer.args[0]), _value(layer).shape
     found = checked("conv_transpose", [each.step for each in steps if each.step], input, size, True)
     if layer.target is not conv_transpose_epilogue:
@@ -396,7 +396,7 @@ def _is_valid(layer: Node, steps: Sequence[_Step]) -> bool:
 
 
 def _replace(graph: Graph, layer: Node, steps: list[_Step]) -> Node:
-    """Put one call in the place of the last of a chain."""
+    """Replaces the last node of a chain by one call."""
     chain = [node for step in steps for node in step.nodes]
     input, weight, bias, *rest = layer.args
     operands: list[Any] = []

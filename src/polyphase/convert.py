@@ -1,7 +1,7 @@
-"""`accelerate` a model that is built, and `restore` it.
+"""`accelerate` a built model, and `restore` it.
 
-A module is swapped by changing the class of the very instance. Parameters, buffers, hooks, training mode, and every
-reference to it (shared submodules, the root, an optimizer's parameters) stay what they are, and nothing is copied.
+A module is swapped by changing the class of the instance itself. Parameters, buffers, hooks, training mode, and every
+reference to it (shared submodules, the root, an optimizer's parameters) do not change, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RESTORE = "polyphase.restore"
 
 
 class Outcome(Enum):
-    """What became of a module."""
+    """The result for a module."""
 
     SWAPPED = "swapped"
     RESTORED = "restored"
@@ -47,11 +47,11 @@ class Entry:
     """A transposed convolution of the model.
 
     Attributes:
-        names: its qualified names, more than one where it is shared; "" is the model itself.
+        names: its qualified names, more than one if it is shared; "" is the model itself.
         module: the module's class and arguments.
-        outcome: what became of it.
+        outcome: the result for it.
         reason: why, unless it was swapped or restored.
-        device: the device that its parameters are on.
+        device: the device of its parameters.
     """
 
     names: tuple[str, ...]
@@ -63,10 +63,10 @@ class Entry:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What `accelerate` or `restore` found and did. Printing it gives a table, and the ``note`` below it.
+    """The report of `accelerate` or `restore`. It prints as a table with the ``note`` below it.
 
-    ``model`` is the model that was given, so that one line can build and accelerate it: ``accelerate(build()).model``.
-    ``blocks``: what was fused into each layer, with ``fuse=True``.
+    ``model`` is the given model, so that one line can build and accelerate it: ``accelerate(build()).model``.
+    ``blocks``: the operations fused into each layer, with ``fuse=True``.
     """
 
     title: str
@@ -82,7 +82,7 @@ class Report:
 
     @property
     def already(self) -> tuple[Entry, ...]:
-        """The modules that were what they should be before."""
+        """The modules that needed no change."""
         return self._of(Outcome.ALREADY)
 
     @property
@@ -124,12 +124,12 @@ class Report:
         return str(self)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raise TypeError: the caller took the report for the model."""
+        """Raises TypeError: the caller used the report as the model."""
         raise TypeError(f"{self._not_the_model()}. A report cannot be called")
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise AttributeError, for the same reason."""
-        if name.startswith("__") or "title" not in vars(self):  # asked for by Python itself, as for pickling
+        """Raises AttributeError, for the same reason."""
+        if name.startswith("__") or "title" not in vars(self):  # Python itself looks it up, for example for pickling
             raise AttributeError(name)
         raise AttributeError(f"{self._not_the_model()}; the report has no {name!r}")
 
@@ -146,12 +146,12 @@ class Report:
 
 
 def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = None, fuse: bool = False) -> Report:
-    """Swap the transposed convolutions of ``model`` for polyphase's, in place.
+    """Swaps the transposed convolutions of ``model`` for polyphase's, in place.
 
     Args:
         model: any module; it may itself be a transposed convolution.
-        filter: asked for each transposed convolution, with its qualified name ("" for the model itself) and the module;
-            where it answers False the module is left alone.
+        filter: called for each transposed convolution, with its qualified name ("" for the model itself) and the
+            module; if it returns False, the module is not swapped.
         fuse: also fuse into each layer the operations that are the only readers of its output: batch norms, layer
             norms over channels, activations, dropouts, sums, and concatenations, into which layers write directly. This
             holds in evaluation mode: for modules always, for functions where no gradients are recorded (see the guide
@@ -184,7 +184,7 @@ def accelerate(model: Module, filter: Callable[[str, Module], bool] | None = Non
 
 
 def restore(model: Module) -> Report:
-    """Make every polyphase module of ``model`` PyTorch's again, in place: undo `accelerate`.
+    """Makes every polyphase module of ``model`` PyTorch's again, in place: undoes `accelerate`.
 
     Returns:
         A `Report` of every transposed convolution. Modules that were built as polyphase's become PyTorch's as well.
@@ -218,7 +218,7 @@ def _convert(
 
 
 def _about_devices(entries: Iterable[Entry]) -> str:
-    """On which devices the portable path is used, or "". A model on meta has no device yet."""
+    """The devices that use the portable path, in a sentence, or "". A model on meta has no device yet."""
     with_kernels = ("meta", "cuda") if torch.version.cuda is not None else ("meta",)
     places = {entry.device.type for entry in entries if entry.device is not None} - set(with_kernels)
     if not places:
@@ -231,7 +231,7 @@ def _about_devices(entries: Iterable[Entry]) -> str:
 
 
 def _about_functions(model: Module) -> str:
-    """Which methods call PyTorch's function, or "" where none does."""
+    """The methods that call PyTorch's function, in a sentence, or ""."""
     calls = function_calls(model)
     if not calls:
         return ""
@@ -243,7 +243,7 @@ def _about_functions(model: Module) -> str:
 
 
 def _is_transposed_convolution(module: Module) -> bool:
-    """By name, so that the report also tells of those of other libraries, which stay as they are."""
+    """Whether a module's name is one's: the report also lists other libraries' modules, which do not change."""
     names = {cls.__name__ for cls in type(module).__mro__}
     return bool(names.intersection(_NAMES)) or getattr(module, "original_name", None) in _NAMES
 
@@ -264,7 +264,7 @@ def _outcome(
 
 
 def _class_of(module: Module) -> type:
-    """The module's class, without those that PyTorch may have put before it."""
+    """The module's class, without classes that PyTorch may have derived from it."""
     cls = type(module)
     while (base := _base_of_generated(module, cls)) is not None:
         cls = base
@@ -272,10 +272,10 @@ def _class_of(module: Module) -> type:
 
 
 def _base_of_generated(module: Module, cls: type) -> type | None:
-    """The class before which PyTorch has put ``cls``, which it has made itself; None for any other.
+    """The class from which PyTorch has generated ``cls``; None for any other class.
 
     ``ParametrizedX`` of `torch.nn.utils.parametrize` derives from X, ``FSDPX`` of ``fully_shard`` and others of
-    `torch.distributed` from a class of theirs and X.
+    `torch.distributed` from one of their own classes and X.
     """
     front, base = cls.__bases__[0], cls.__bases__[-1]
     if parametrize.is_parametrized(module) and cls.__name__ == f"Parametrized{base.__name__}":
@@ -285,9 +285,9 @@ def _base_of_generated(module: Module, cls: type) -> type | None:
 
 
 def _rebased(module: Module, cls: type, classes: Mapping[int, type]) -> type:
-    """The class to swap for ``cls``: one that PyTorch has made is made again over another base.
+    """The class to swap for ``cls``: a class that PyTorch generated is generated again from another base.
 
-    A new class, as copies of a module share theirs. ``remove_parametrizations`` finds the base in ``__bases__``.
+    A new class, since copies of a module share theirs. ``remove_parametrizations`` finds the base in ``__bases__``.
     """
     base = _base_of_generated(module, cls)
     if base is None:

@@ -49,19 +49,19 @@ NO_GPU = "This machine has no NVIDIA GPU: the plan is for sm_90a. Here polyphase
 
 
 def is_for_elsewhere(device: str | torch.device | DeviceInfo | None) -> bool:
-    """Whether no device is named, and this machine has none to plan for."""
+    """Whether no device is given, and this machine has none to plan for."""
     return device is None and not torch.cuda.is_available()
 
 
 def card_of(device: str | torch.device | DeviceInfo | None) -> Card:
-    """What `explain` plans for. Raises `UnsupportedError`."""
+    """The card for which `explain` plans. Raises `UnsupportedError`."""
     if isinstance(device, DeviceInfo):
         return Card.of(device)
     if device is None:
         return Card.of(DeviceInfo.of(torch.device("cuda")) if torch.cuda.is_available() else "sm_90a")
     try:
         place = torch.device(device)
-    except RuntimeError:  # no device of PyTorch's
+    except RuntimeError:  # not a device of PyTorch
         try:
             return Card.of(str(device))
         except UnsupportedError as failure:

@@ -1,7 +1,7 @@
-"""Programs in other hands: `to_aten`, and what ONNX's exporters find in an accelerated model.
+"""Export to other tools: `to_aten`, and the nodes that ONNX's exporters find in an accelerated model.
 
-Both say the same layer in words that others know, as a translation of a graph that the user asks for. Nothing is run
-by it, and polyphase itself computes no layer so.
+Both translate a layer in a graph to operators that other tools support, when the user exports it. They run nothing, and
+polyphase itself computes no layer this way.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 def to_aten(program: ExportedProgram) -> ExportedProgram:
-    """The program with PyTorch's operators for polyphase's, for TensorRT and whatever else knows no others.
+    """The program with PyTorch's operators instead of polyphase's, for TensorRT and other tools without custom ones.
 
     Args:
-        program: what `torch.export.export` gives for a model with polyphase's layers.
+        program: the result of `torch.export.export` for a model with polyphase's layers.
 
     Returns:
         A program of the same values, by ``run_decompositions``: ``polyphase.conv_transpose`` is ``aten.convolution``,
-        its gradients are ``aten.convolution_backward``, an epilogue is operations of its own. Whatever runs it calls
-        PyTorch's convolution, or its own.
+        its gradients are ``aten.convolution_backward``, an epilogue is separate operations. Tools that run it call
+        PyTorch's convolution, or their own.
 
     Raises:
         TypeError: ``program`` is something else, such as a module that was not exported.
@@ -58,13 +58,13 @@ def to_aten(program: ExportedProgram) -> ExportedProgram:
 
 
 def is_for_onnx() -> bool:
-    """Whether one of ONNX's exporters is at work."""
+    """Whether one of ONNX's exporters is running."""
     onnx = sys.modules.get("torch.onnx")
     return onnx is not None and onnx.is_in_onnx_export()
 
 
 def run_traced(operands: Operands, bias: Tensor | None, layer: Layer) -> Tensor:
-    """A forward pass that is being traced: the operator, except for ONNX, which has a node of its own for it."""
+    """A traced forward pass: the operator, except for ONNX, which has its own node for it."""
     input, weight, _ = operands
     if not is_for_onnx():
         return run_operator(operands, bias, layer)
@@ -101,7 +101,7 @@ def _weight_grad(input: Tensor, grad_output: Tensor, kernel_size: Sequence[int],
 
 
 def _backward(grad_output: Tensor, input: Tensor, weight: Tensor, constants: Any, place: int) -> Tensor:
-    """One of the gradients, that of the input or that of the weight."""
+    """One of the gradients, the input's or the weight's."""
     rest = (None, *_in_atens_order(*constants), [place == 0, place == 1, False])
     result: Tensor = torch.ops.aten.convolution_backward.default(grad_output, input, weight, *rest)[place]
     return result
@@ -119,7 +119,7 @@ def _in_atens_order(
 
 @functools.cache
 def _register_symbolic() -> None:
-    """Has the exporter of TorchScript graphs write ConvTranspose nodes."""
+    """Makes the exporter of TorchScript graphs write ConvTranspose nodes."""
     from torch import onnx
     from torch.onnx import symbolic_helper
 

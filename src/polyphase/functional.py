@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class _CheckedCall(NamedTuple):
-    """A call that was made before: what it was given, what it is, and what computes it past the dispatcher, if any."""
+    """A checked call: its constants, its layer, and the call that computes it without the dispatcher, if any."""
 
     constants: tuple[Any, ...]
     layer: Layer
     call: Callable[..., Tensor] | None
 
 
-# Calls whose arguments were checked before. A warm call is one look-up here.
+# Calls with checked arguments. A warm call is one look-up here.
 _checked_calls: CallCache[_CheckedCall] = CallCache()
 
 
@@ -57,12 +57,12 @@ def conv_transpose1d(
         stride: distance between the outputs of neighbouring inputs.
         padding: how many outputs are cropped on either side.
         output_padding: how many outputs are added at the end; smaller than stride or dilation.
-        groups: the channels are so many independent layers side by side.
+        groups: number of independent layers into which the channels are divided.
         dilation: distance between the outputs of neighbouring taps.
-        out: what the output is written to, of its shape, dtype and device; without derivatives. Kernels write to it
-            directly where it starts at a multiple of 32 bytes, and lies as a new output would except for gaps between
-            images, or in channels_last between pixels, as a slice of channels of a larger tensor does. Else there is a
-            copy.
+        out: the tensor to write the output to, of its shape, dtype and device; without derivatives. Kernels write to it
+            directly if it starts at a multiple of 32 bytes and has a new output's layout, except for gaps between
+            images, or in channels_last between pixels, as in a slice of a larger tensor's channels. Otherwise the
+            output is copied.
 
     Returns:
         ``(N, C_out, L_out)`` with ``L_out = (L - 1)·stride - 2·padding + dilation·(kL - 1) + output_padding + 1``.
@@ -133,7 +133,7 @@ def _conv_transpose(
     groups: Any,
     dilation: Any,
 ) -> Tensor:
-    """Cast for autocast, check, and run: as an `autograd.Function` where derivatives are wanted, else the operator.
+    """Casts for autocast, checks, and runs: an `autograd.Function` if derivatives are needed, else the operator.
 
     Every line here is host time of every call.
     """
@@ -149,7 +149,7 @@ def _conv_transpose(
     arguments = (function.__name__, dims, input, weight, bias, *constants)
     layer, call = (while_traced(check, *arguments), None) if tracing else _check_once(arguments, constants)
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
-    if tracing:  # Dynamo takes no Function with a jvp; the operators have derivatives and vmap rules of their own
+    if tracing:  # Dynamo supports no Function with a jvp; the operators have their own derivatives and vmap rules
         if DTENSORS:
             know_dtensors()
         run = run_operator if torch.compiler.is_dynamo_compiling() else run_traced
@@ -172,14 +172,14 @@ def _into(
     constants: tuple[Any, ...],
     out: Tensor,
 ) -> Tensor:
-    """The same, written to ``out``: a fused call without operations."""
+    """The layer's output in ``out``: a fused call without operations."""
     from polyphase import fused
 
     return fused.run(function, dims, input, weight, bias, constants, (), out)
 
 
 def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[Layer, Callable[..., Tensor] | None]:
-    """The layer of a call and what computes it, from memory where a call like it was made before."""
+    """The layer of a call and the call that computes it, cached if an equal one was made before."""
     _, dims, input, weight, bias, *_ = arguments
     tensors = (input, weight) if bias is None else (input, weight, bias)
     heard = operators.is_heard()
@@ -187,9 +187,9 @@ def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple
     try:
         key = (dims, input.shape, weight.shape, bias is None, constants, heard, tf32_allowed())
         known = _checked_calls.find(key, *tensors)
-    except (TypeError, AttributeError, RuntimeError):  # lists, symbolic sizes; no tensor; a nested one
+    except (TypeError, AttributeError, RuntimeError):  # lists or symbolic sizes; not a tensor; a nested tensor
         key, known = None, None
-    # 2, 2.0 and True are one key: constants are those that were checked, or at least of their types.
+    # 2, 2.0 and True are one key: constants must be the checked objects, or at least have their types.
     if known is not None and (all(map(is_, constants, known.constants)) or are_integers(constants)):
         return known.layer, known.call
     layer = check(*arguments)
@@ -201,13 +201,13 @@ def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple
 
 
 def forget_calls() -> None:
-    """Has every later call checked, prepared and planned anew: empties this cache and the two below it."""
+    """Makes every later call be checked, prepared and planned again: empties this cache and the two below it."""
     _checked_calls.clear()
     operators.forget_operator_calls()
 
 
 def _wants_derivatives(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether autograd, a functorch transform or forward-mode differentiation asks for them."""
+    """Whether autograd, a functorch transform or forward-mode differentiation needs derivatives."""
     return (
         (
             torch.is_grad_enabled()
@@ -219,7 +219,7 @@ def _wants_derivatives(input: Tensor, weight: Tensor, bias: Tensor | None) -> bo
 
 
 def are_integers(constants: tuple[Any, ...]) -> bool:
-    """Whether these can be part of a key: a tensor stands for an integer, too, and may change."""
+    """Whether constants can be part of a key: a tensor may also be an integer, but may change."""
     for constant in constants:  # loops: every line is host time of calls
         if type(constant) is tuple:
             for value in constant:
@@ -231,7 +231,7 @@ def are_integers(constants: tuple[Any, ...]) -> bool:
 
 
 def while_traced(checks: Callable[..., T], *arguments: Any) -> T:
-    """What ``checks`` gives for the arguments of a call that is being traced, without warnings of the tracer."""
+    """The result of ``checks`` for the arguments of a traced call, without warnings of the tracer."""
     if torch.compiler.is_compiling():
         return checks(*arguments)
     with warnings.catch_warnings():  # torch.jit.trace makes tensors of sizes, and warns that checks are not traced
@@ -248,11 +248,11 @@ def autocast(tensor: Tensor) -> Tensor:
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Autocast's dtype for the tensor's device, to which PyTorch casts all floats but float64 for convolutions.
 
-    None where it is left as it is.
+    None if the tensor is not cast.
     """
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return None
     device = tensor.device.type
     if not torch.compiler.is_compiling() and not torch.amp.autocast_mode.is_autocast_available(device):
-        return None  # the device "meta", for one, of which is_autocast_enabled would not hear
+        return None  # for example the device "meta", which is_autocast_enabled does not support
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -9,7 +9,7 @@ from types import CodeType, FunctionType
 import torch
 from torch.nn import Module
 
-#: What is said of a model without a module to swap.
+#: The message for a model without a module to swap.
 NO_MODULES = "no ConvTranspose1d/2d/3d module found"
 
 _HERE = __name__.partition(".")[0]
@@ -43,7 +43,7 @@ def _called(function: FunctionType) -> set[str]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function and of those that are defined within it."""
+    """The code of a function and of functions defined within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

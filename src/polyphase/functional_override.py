@@ -14,11 +14,11 @@ from torch import Tensor
 from polyphase import functional
 
 _lock = threading.Lock()
-_libraries: dict[str, tuple[torch.library.Library, int]] = {}  # by device, with how many overrides want it
+_libraries: dict[str, tuple[torch.library.Library, int]] = {}  # by device, with the number of its overrides
 
 
 class Override:
-    """PyTorch's transposed convolutions on a kind of device are polyphase's until `undo`, or the end of ``with``."""
+    """Polyphase computes PyTorch's transposed convolutions on a kind of device until `undo`, or the end of ``with``."""
 
     def __init__(self, device: str) -> None:
         self._device: str | None = device
@@ -102,7 +102,7 @@ def _kernel(dims: int) -> Callable[..., Tensor]:
     theirs = packet.default if dims == 1 else packet.input
 
     def kernel(input: Tensor, weight: Tensor, bias: Tensor | None = None, *constants: Any) -> Tensor:
-        """The dispatcher gives lists, and leaves out what has its default at the end."""
+        """The dispatcher passes lists, and omits trailing arguments that have their defaults."""
         function: Callable[..., Tensor] = getattr(functional, f"conv_transpose{dims}d")
         constants = tuple(tuple(each) if isinstance(each, list) else each for each in constants)
         if torch._C._are_functorch_transforms_active() or input.layout is not torch.strided:

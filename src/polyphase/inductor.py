@@ -27,26 +27,26 @@ from polyphase.torch_op.into import slice_strides
 from polyphase.torch_op.operators import conv_transpose
 from polyphase.torch_op.validate import FLOATING
 
-#: The forward pass without and with what is fused.
+#: The forward pass without and with prologue and epilogue.
 LAYERS = (conv_transpose, conv_transpose_epilogue)
 
 
 class Told(Protocol):
-    """Who is told what was fused, and why something was not."""
+    """The receiver of descriptions of fused chains, and of reasons why something was not fused."""
 
     chains: list[str]
     reasons: list[str]
 
 
 def change(told: Told) -> None:
-    """Have Inductor keep layouts, and layers write slices of concatenations."""
+    """Makes Inductor keep layouts, and layers write slices of concatenations."""
     _keep_layouts()
     _write_slices(told)
     _give_slices()
 
 
 def restore() -> None:
-    """Leave both to Inductor again."""
+    """Restores Inductor's own behaviour for both."""
     _restore_layouts()
     _restore_lowerings()
     _restore_slices()
@@ -56,9 +56,9 @@ _DECIDES = "decide_layout_opt"
 
 
 def _keep_layouts() -> None:
-    """Have Inductor leave the layouts of a graph whose only convolutions are 1x1, behind polyphase's layers.
+    """Makes Inductor keep the layouts of a graph with polyphase's layers whose only convolutions are 1x1.
 
-    It makes them channels_last, which is a copy of the layers' outputs, larger than all that the convolutions gain.
+    It would make them channels_last by a copy of the layers' outputs, which takes longer than the convolutions gain.
     """
     from torch._inductor.graph import GraphLowering
 
@@ -82,7 +82,7 @@ def _restore_layouts() -> None:
 
 
 def _has_only_pointwise(graph: Graph) -> bool:
-    """Whether PyTorch's convolutions in a graph of ATen's operators are all 1x1, beside layers of polyphase's."""
+    """Whether a graph of ATen's operators has layers of polyphase, and PyTorch's convolutions in it are all 1x1."""
     layers = any(node.target in LAYERS for node in graph.nodes)
     convolutions = [node for node in graph.nodes if node.target is torch.ops.aten.convolution.default]
     if not layers or not convolutions:
@@ -91,7 +91,7 @@ def _has_only_pointwise(graph: Graph) -> bool:
     return all(set(weight.shape[2:]) == {1} and not node.args[6] for node, weight in zip(convolutions, weights))
 
 
-_found: dict[Any, Any] = {}  # the lowerings that there were before, of those that are replaced
+_found: dict[Any, Any] = {}  # the original lowerings of replaced ones
 
 
 def _write_slices(told: Told) -> None:
@@ -119,7 +119,7 @@ _GIVES = ("realize_into", "can_realize_into_without_copy")
 
 
 def _give_slices() -> None:
-    """Have Inductor's concatenations give a layer its slice, where kernels can write to it."""
+    """Makes Inductor's concatenations give a layer its slice, if kernels can write to it."""
     from torch._inductor.ir import ConcatKernel
 
     realize, can_realize = (getattr(ConcatKernel, name, None) for name in _GIVES)
@@ -151,7 +151,7 @@ def _restore_slices() -> None:
 
 
 def _layer_of(value: Any) -> Any:
-    """The node of Inductor's of a layer with an output that is given to it; None of anything else."""
+    """Inductor's node of a layer that writes to a given output; None for anything else."""
     from torch._inductor import ir
 
     while isinstance(value, (ir.TensorBox, ir.StorageBox)):
@@ -160,7 +160,7 @@ def _layer_of(value: Any) -> Any:
 
 
 def _lowered(told: Told, operator: Any, before: Any, *args: Any, **kwargs: Any) -> Any:
-    """A layer in Inductor's terms: with its output where it is told, or as any custom operator."""
+    """Lowers a layer for Inductor: as a kernel that writes to a given output, or as any custom operator."""
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
 
@@ -178,9 +178,9 @@ def _lowered(told: Told, operator: Any, before: Any, *args: Any, **kwargs: Any) 
 
 
 def why_not_joined(layer: Node) -> str | None:
-    """Why a layer writes no slice of a concatenation that reads it; "" if it may, None if none does.
+    """Why a layer cannot write its slice of a concatenation that reads it; "" if it can, None if none reads it.
 
-    ``layer``: a node in a graph of ATen's operators, whose values are in ``meta["val"]``.
+    ``layer``: a node in a graph of ATen's operators, with values in ``meta["val"]``.
     """
     cat = next((each for each in layer.users if each.target is torch.ops.aten.cat.default), None)
     if cat is None:
@@ -198,7 +198,7 @@ def why_not_joined(layer: Node) -> str | None:
 
 
 def _into(told: Told, operator: Any, args: Sequence[Any]) -> Any:
-    """The layer with an output that Inductor gives it."""
+    """The layer as a kernel that writes to an output given by Inductor."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -208,7 +208,7 @@ def _into(told: Told, operator: Any, args: Sequence[Any]) -> Any:
 
 
 class _Reference:
-    """What the generated code calls a tensor."""
+    """The name of a tensor in the generated code."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -219,14 +219,14 @@ class _Reference:
 
 @functools.cache
 def _kernel_class() -> Any:
-    """The node of Inductor's that stands for such a layer; importing Inductor takes a second."""
+    """Inductor's node class for such a layer; importing Inductor takes a second."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     class Into(ir.ExternKernelOut):
         """``polyphase::conv_transpose_into`` of the arguments of an operator of `LAYERS`.
 
-        ``reason``: why it has no slice; "" where it has, or may yet have one.
+        ``reason``: why it has no slice; "" if it has one, or may still get one.
         """
 
         def __init__(
@@ -245,7 +245,7 @@ def _kernel_class() -> Any:
             self._own, self._last, self.reason = layout, not example.is_contiguous(), ""
 
         def meets(self, slice: Any) -> None:
-            """Note whether kernels can write to a slice."""
+            """Notes whether kernels can write to a slice."""
             layout, equal = slice.get_layout(), V.graph.sizevars.statically_known_equals
             size = layout.dtype.itemsize
             if slice_strides(layout.size, layout.stride, self._last, size, equal) is None:

@@ -4,8 +4,8 @@ They are subclasses of `torch.nn`'s with nothing added: the same constructor, ra
 ``output_size`` argument, and the same repr behind "polyphase.". `polyphase.accelerate` relies on that when it changes
 the class of a built module.
 
-Tools that go by exact types, ``type(module) in (torch.nn.ConvTranspose2d, ...)`` or a dictionary of types, take them
-for `torch.nn`'s: the classes are equal to those that they stand for, though not identical (see `StandIn`).
+Tools that compare exact types, ``type(module) in (torch.nn.ConvTranspose2d, ...)`` or a dictionary of types, treat them
+as `torch.nn`'s: each class is equal to the class that it replaces, though not identical (see `StandIn`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor
 
 from polyphase.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 
-#: For whom no class is equal to another: `fully_shard` keeps the class that it has derived from each, and one for both
-#: would be PyTorch's, or polyphase's.
+#: Modules to which no class is equal to another: `fully_shard` caches the class that it derives from each, and a shared
+#: one would be PyTorch's, or polyphase's.
 APART_FOR = ("torch.distributed.",)
 
 
 class StandIn(ABCMeta):
     """The type of classes that are equal to the class of `torch.nn` that they name as ``_stands_for``.
 
-    Counters of flops, initialisers and quantization look layers up by their exact type, and what they do not find they
-    pass over in silence. A subclass is equal to itself alone. (ABCMeta: subclasses may have abstract bases, too.)
+    Counters of flops, initialisers and quantization look layers up by their exact type, and silently skip types that
+    they do not find. A subclass is equal only to itself. (ABCMeta: subclasses may also have abstract bases.)
     """
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> StandIn:
-        """A class of the caller's module: else what PyTorch derives would be of ABCMeta's, whose frame is nearest."""
+        """A class of the caller's module: classes that PyTorch derives would be of ABCMeta's module, the next frame."""
         namespace.setdefault("__module__", sys._getframe(1).f_globals.get("__name__"))
         return super().__new__(mcls, name, bases, namespace, **keywords)
 
@@ -49,7 +49,7 @@ class StandIn(ABCMeta):
 
 
 def _get_name(module: Any) -> str:
-    cls = type(module)  # itself, or one that PyTorch has derived from it: parametrized, or of FSDP
+    cls = type(module)  # polyphase's class, or one that PyTorch has derived from it: parametrized, or FSDP's
     own = cls.__module__.partition(".")[0] in (__name__.partition(".")[0], "torch")
     return f"polyphase.{cls.__name__}" if own else cls.__name__
 
@@ -70,7 +70,7 @@ def _qconfig(module: Any) -> Any:
 
 
 def _set_qconfig(module: Any, value: Any) -> None:
-    """What `torch.ao.quantization` begins with: the layer is PyTorch's from then on, whose quantized form it makes."""
+    """Called when `torch.ao.quantization` begins: the layer becomes PyTorch's, which has a quantized form."""
     from polyphase.convert import restore
 
     vars(module)["qconfig"] = value
@@ -80,8 +80,8 @@ def _set_qconfig(module: Any, value: Any) -> None:
 
 
 def _delete_qconfig(module: Any) -> None:
-    """What `torch.ao.quantization` ends with, also for the layers that it leaves alone."""
-    _qconfig(module)  # raises AttributeError where there is none
+    """Called when `torch.ao.quantization` ends, also for layers that it does not quantize."""
+    _qconfig(module)  # raises AttributeError if there is none
     del vars(module)["qconfig"]
 
 
@@ -94,7 +94,7 @@ def _forward(
         )
     if type(input) is not Tensor and isinstance(input, torch.fx.Proxy):
         tracer: Any = input.tracer
-        if getattr(tracer, "root", module) is not module:  # a node of its own, as `torch.nn`'s layers are
+        if getattr(tracer, "root", module) is not module:  # a single node, as for layers of `torch.nn`
             arguments = (input,) if output_size is None else (input, output_size)
             node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(module), arguments, {})
             return node

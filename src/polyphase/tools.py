@@ -1,6 +1,6 @@
-"""Counters of flops that go by an operator's name are told of polyphase's, whichever is imported first.
+"""Registers polyphase's operators with flop counters that look operators up by name, whichever is imported first.
 
-None of them is imported for that: from PyTorch 2.14 on its own imports Triton, which takes longer than polyphase.
+It imports none of them: from PyTorch 2.14 on PyTorch's counter imports Triton, which takes longer than polyphase.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from polyphase.once_imported import once_imported
-from polyphase.torch_op import epilogue, operators  # noqa: F401  # they define what is counted
+from polyphase.torch_op import epilogue, operators  # noqa: F401  # they define the counted operators
 
 _FORWARD = ("conv_transpose", "conv_transpose_epilogue")
 
 
 def _tell_pytorch(counter: Any) -> None:
-    """By its table: its decorator, in PyTorch 2.4, keeps operators outside ATen where it does not find them."""
+    """Registers formulas in the counter's table: in PyTorch 2.4 its decorator does not work for custom operators."""
     formulas: dict[str, Callable[..., int]] = dict.fromkeys(_FORWARD, _of_shapes)
     formulas |= {"conv_transpose_input_grad": _of_output_shape, "conv_transpose_weight_grad": _of_weight_shape}
     for name, formula in formulas.items():
@@ -27,7 +27,7 @@ def _tell_pytorch(counter: Any) -> None:
 
 
 def _of_shapes(input: Sequence[int], weight: Sequence[int], *rest: Any, **result: Any) -> int:
-    """All three passes of a layer come to the same: see `ConvTransposeProblem.flops`."""
+    """Flops of a layer, the same for all three passes: see `ConvTransposeProblem.flops`."""
     return 2 * math.prod(input) * math.prod(weight[1:])
 
 
@@ -47,7 +47,7 @@ def _tell_fvcore(counter: Any) -> None:
 
 
 def _of_values(inputs: Sequence[Any], outputs: Sequence[Any]) -> Counter[str]:
-    """Of values of a traced graph; multiplications alone."""
+    """Multiplications, from values of a traced graph."""
     input, weight = (value.type().sizes() for value in inputs[:2])
     return Counter({"conv": math.prod(input) * math.prod(weight[1:])})
 
@@ -58,7 +58,7 @@ def _tell_ptflops(counter: Any) -> None:
 
 
 def _of_tensors(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-    """Multiplications, and the additions of a bias."""
+    """Multiplications and the additions of a bias, from tensors."""
     input, weight, bias = inputs[:3]
     additions = 0 if bias is None else math.prod(outputs[0].shape)
     return int(math.prod(input.shape) * math.prod(weight.shape[1:]) + additions)
