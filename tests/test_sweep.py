@@ -21,7 +21,7 @@ from polyphase.bench.operands import make_operands
 from polyphase.bench.plans import problems
 from polyphase.bench.records import FAILED, OK, SKIPPED, STEP, WRONG, Record, percentile, read_csv
 from polyphase.bench.sweep_report import summary_table, worst_tables
-from polyphase.commands import sweep as command
+from polyphase.commands import bench_graphs as command
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.ceilings import H200, Ceilings
 from polyphase.problem.device import DeviceInfo

@@ -287,7 +287,7 @@ def test_forgetting() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "give a model file"), (["--layer", "2x4x9x8 -> 6, k=3", "--device", "cpu"], "needs an NVIDIA GPU")],
+    [([], "give a model file"), (["--layer", "2x4x9x8 -> 6, k=3", "--device", "cpu"], "run on NVIDIA GPUs only")],
 )
 def test_bad_command_lines(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["tune", *arguments])
