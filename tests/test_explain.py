@@ -86,8 +86,8 @@ def test_a_card_has_its_own_bandwidth() -> None:
     for pass_ in Pass:
         chosen = planner.plan(moving, pass_, HOPPER).candidate
         assert chosen is not None
-        assert planner.at_rates_of(h200, chosen, moving, pass_) is chosen
-        slower = planner.at_rates_of(h100, chosen, moving, pass_)
+        assert planner.as_shown(h200, chosen, moving, pass_) is chosen
+        slower = planner.as_shown(h100, chosen, moving, pass_)
         assert slower.config == chosen.config
         assert chosen.seconds < slower.seconds <= chosen.seconds * 4.28 / 3.01 * 1.001
     (at_h100,), (at_h200,) = (list(forecasts.forecasts([NamedLayer("up", moving)], card, 1)) for card in (h100, h200))

@@ -59,20 +59,16 @@ def _parts(index: Any, dims: int) -> list[slice] | None:
     return given if all(type(part) is slice and part.step in (None, 1) for part in given) else None
 
 
-def cut(size: Sequence[int], ends: Ends) -> tuple[int, ...]:
-    """The spatial size after the crop."""
-    return tuple(count - left - right for count, (left, right) in zip(size, ends))
-
-
 def cropped(waiting: Any, ends: Ends) -> Any:
     """The `polyphase.pending.Waiting` of the cropped output, from that of the layer's output."""
     step, size = Step("crop", tuple(each for pair in ends for each in pair)), waiting.size()
+    rest = (*size[:2], *(count - left - right for count, (left, right) in zip(size[2:], ends)))
 
     def compute(steps: Sequence[Step | None], out: Tensor | None = None) -> Tensor:
         result: Tensor = waiting.compute([step, *steps], out)
         return result
 
-    return waiting._replace(compute=compute, size=lambda: (*size[:2], *cut(size[2:], ends)))
+    return waiting._replace(compute=compute, size=lambda: rest)
 
 
 def split(name: str, layer: Layer, steps: Sequence[Step]) -> tuple[Layer, Sequence[Step]]:

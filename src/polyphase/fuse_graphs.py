@@ -88,13 +88,15 @@ def graphs(
 
 
 @contextmanager
-def _left_as_it_is(model: Module) -> Iterator[None]:
-    """A context after which modules' attributes, and items of their lists and dictionaries, are restored."""
+def _in_evaluation(model: Module) -> Iterator[None]:
+    """Evaluation mode; then modules' attributes, and items of their lists and dictionaries, are restored."""
     modes = [(module, module.training) for module in model.modules()]  # not a Python attribute of scripted modules
     held: list[Any] = [vars(module) for module in model.modules()]
     held += [each for own in held for each in own.values() if type(each) in (dict, OrderedDict, list)]
     before = [each.copy() for each in held]
     try:
+        for module, _ in modes:
+            module.training = False
         yield
     finally:
         for each, items in zip(held, before):
@@ -107,9 +109,7 @@ def _left_as_it_is(model: Module) -> Iterator[None]:
 def _norms_and_snakes(model: Module) -> list[Module]:
     """Modules that PyTorch lacks: layer norms over channels, and snakes."""
     found = []
-    with _left_as_it_is(model):
-        for module in model.modules():
-            module.training = False
+    with _in_evaluation(model):
         for module in model.modules():
             with suppress(Exception):  # for example a scripted module, which has no Python attributes
                 found += [module] * bool(normalized_dims(module) or snake_of(module))
@@ -118,13 +118,11 @@ def _norms_and_snakes(model: Module) -> list[Module]:
 
 def _traced(model: Module, known: Collection[Module], opaque: Sequence[Module] = ()) -> torch.fx.Graph | None:
     """The graph of a module in evaluation mode; None if it cannot be traced."""
-    with _left_as_it_is(model):
-        try:
-            for module in model.modules():
-                module.training = False
+    try:
+        with _in_evaluation(model):
             return _Tracer(known, opaque).trace(model)
-        except Exception:  # a model may do anything with a proxy
-            return None
+    except Exception:  # a model may do anything with a proxy
+        return None
 
 
 def _opaque(model: Module, known: Collection[Module], opaque: dict[Module, bool]) -> list[Module]:

@@ -324,22 +324,16 @@ def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass) -> l
 
 
 def as_shown(card: Card, candidate: Candidate, problem: ConvTransposeProblem, pass_: Pass) -> Candidate:
-    """`at_rates_of`, with no prediction below `LEAST`, for users."""
-    found = at_rates_of(card, candidate, problem, pass_)
-    return replace(found, seconds=LEAST) if found.seconds < LEAST else found
-
-
-def at_rates_of(card: Card, candidate: Candidate, problem: ConvTransposeProblem, pass_: Pass) -> Candidate:
-    """A candidate that is offered for ``card.device``, with the prediction at the card's own rates."""
-    if card.rates == card.device:
-        return candidate
-    computed, layouts = as_computed(problem, pass_, None)
-    schedule = next(each for each in SCHEDULES if each.name == candidate.schedule)
-    devices = (card.device, card.rates)
-    planned, own = (schedule.cost(computed, pass_, each, layouts, candidate.config) for each in devices)
-    assert planned is not None
-    assert own is not None
-    return replace(candidate, seconds=candidate.seconds + own[0] - planned[0], bound=own[1])
+    """A candidate that is offered for ``card.device``, predicted at the card's own rates, and never below `LEAST`."""
+    if card.rates != card.device:
+        computed, layouts = as_computed(problem, pass_, None)
+        schedule = next(each for each in SCHEDULES if each.name == candidate.schedule)
+        devices = (card.device, card.rates)
+        planned, own = (schedule.cost(computed, pass_, each, layouts, candidate.config) for each in devices)
+        assert planned is not None
+        assert own is not None
+        candidate = replace(candidate, seconds=candidate.seconds + own[0] - planned[0], bound=own[1])
+    return candidate if candidate.seconds >= LEAST else replace(candidate, seconds=LEAST)
 
 
 def programs(

@@ -10,7 +10,7 @@ from polyphase.problem.problem import ConvTransposeProblem
 TF32 = "tf32"
 
 #: The GPUs whose rates `DeviceInfo.for_arch` has, if these were measured.
-_TYPICAL = {"sm_90a": "an H200-class GPU"}
+_MEASURED = {"sm_90a": "an H200-class GPU"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def about_rates(card: Card) -> str:
     own, planned = (each.copy_bytes_per_second / 1e12 for each in (card.rates, card.device))
     arch = card.device.arch
     floors = "" if _knows_products(card.device) else "; floors count bytes only, no flops"
-    typical = f"for {_TYPICAL[arch]}" if arch in _TYPICAL else f"at the rates of {arch}"
+    typical = f"for {_MEASURED[arch]}" if arch in _MEASURED else f"at the rates of {arch}"
     if own == planned:
         return f"predicted {typical} ({own:.3g} TB/s copy bandwidth){floors}"
     return (
