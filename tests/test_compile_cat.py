@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -55,6 +56,19 @@ def swapped(plain: nn.Module) -> Any:
     return model
 
 
+def models(join: Callable[[Any, Tensor, Tensor], dict[str, Tensor]]) -> tuple[Up, Any, Tensor, Tensor]:
+    """A model in evaluation mode with PyTorch's layers, the same with polyphase's, and inputs."""
+    plain = Up(join).eval()
+    return plain, swapped(plain), torch.randn(2, 6, 4, 8), torch.randn(2, 8, 8, 16)
+
+
+@contextmanager
+def fusing() -> Iterator[polyphase.CompileFusion]:
+    """Fusion in what is compiled meanwhile, without derivatives; nothing comes from Inductor's cache."""
+    with torch.no_grad(), config.patch(fx_graph_cache=False), polyphase.enable_compile_fusion() as fusion:
+        yield fusion
+
+
 def within(found: dict[str, Tensor], plain: nn.Module, x: Tensor, skip: Tensor) -> None:
     """Results are those of float64, as near as those of PyTorch's layers, and lie as these do."""
     expected = copy.deepcopy(plain).double()(x.double(), skip.double())
@@ -90,9 +104,8 @@ TAKEN = 14
 
 @pytest.mark.slow
 def test_taken() -> None:
-    plain = Up(_taken).eval()
-    model, x, skip = swapped(plain), torch.randn(2, 6, 4, 8), torch.randn(2, 8, 8, 16)
-    with torch.no_grad(), config.patch(fx_graph_cache=False), polyphase.enable_compile_fusion() as fusion:
+    plain, model, x, skip = models(_taken)
+    with fusing() as fusion:
         found, (code,) = run_and_get_code(torch.compile(model, fullgraph=True), x, skip)
         within(found, plain, x, skip)
     assert fusion.chains.count(WRITTEN) == code.count(f"{into_operator.NAME}.default(") == TAKEN
@@ -116,7 +129,7 @@ def test_of_symbolic_sizes() -> None:
     """What starts at a multiple of 32 bytes whatever the sizes are is written in place; none is behind 3 channels."""
     plain = Sized(Up(_taken)).eval()
     model, x, another = swapped(plain), torch.randn(2, 6, 4, 8), torch.randn(3, 6, 5, 7)
-    with torch.no_grad(), config.patch(fx_graph_cache=False), polyphase.enable_compile_fusion() as fusion:
+    with fusing() as fusion:
         compiled = torch.compile(model, fullgraph=True, dynamic=True)
         for each in (x, another):
             expected = copy.deepcopy(plain).double()(each.double())
@@ -150,9 +163,8 @@ LEFT = [
 
 @pytest.mark.slow
 def test_what_is_left_to_inductor() -> None:
-    plain = Up(_left).eval()
-    model, x, skip = swapped(plain), torch.randn(2, 6, 4, 8), torch.randn(2, 8, 8, 16)
-    with torch.no_grad(), config.patch(fx_graph_cache=False), polyphase.enable_compile_fusion() as fusion:
+    plain, model, x, skip = models(_left)
+    with fusing() as fusion:
         within(torch.compile(model, fullgraph=True)(x, skip), plain, x, skip)
     assert sorted(fusion.reasons) == sorted(f"cat(): {each}" for each in LEFT)
     assert WRITTEN not in fusion.chains
@@ -167,7 +179,7 @@ def test_channels_last() -> None:
     """Slices of pixels; the result of parts that lie in two ways lies as Inductor decides."""
     x, skip = torch.randn(2, 6, 4, 8), torch.randn(2, 8, 8, 16)
     pixels = [each.to(memory_format=torch.channels_last) for each in (x, skip)]
-    with torch.no_grad(), config.patch(fx_graph_cache=False), polyphase.enable_compile_fusion() as fusion:
+    with fusing() as fusion:
         plain = Up(_only_layers).eval()
         within(torch.compile(swapped(plain), fullgraph=True)(pixels[0], skip), plain, pixels[0], skip)
         assert fusion.chains.count(WRITTEN) == 2
@@ -182,8 +194,7 @@ def test_channels_last() -> None:
 
 def test_of_layers_alone() -> None:
     """In any mode without derivatives."""
-    plain = Up(_only_layers).eval()
-    model, x, skip = swapped(plain), torch.randn(2, 6, 4, 8), torch.randn(2, 8, 8, 16)
+    plain, model, x, skip = models(_only_layers)
     for mode in (torch.no_grad, torch.inference_mode):
         torch._dynamo.reset()
         with mode(), config.patch(fx_graph_cache=False), polyphase.enable_compile_fusion() as fusion:
@@ -230,9 +241,8 @@ def _beside_silu(m: Any, x: Tensor, skip: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_what_is_computed_beside_writes_its_own_slice() -> None:
-    plain = Up(_beside_silu).eval()
-    model, x, skip = swapped(plain), torch.randn(2, 6, 4, 8), torch.randn(2, 8, 8, 16)
-    with torch.no_grad(), config.patch(fx_graph_cache=False), polyphase.enable_compile_fusion() as fusion:
+    plain, model, x, skip = models(_beside_silu)
+    with fusing() as fusion:
         found, (code,) = run_and_get_code(torch.compile(model, fullgraph=True), x, skip)
         within(found, plain, x, skip)
         assert len(re.findall(r"= empty_strided_cpu\(", code)) == 1  # the result
@@ -246,8 +256,7 @@ def test_what_is_computed_beside_writes_its_own_slice() -> None:
 
 def test_other_backends_and_the_cache() -> None:
     """Nothing is changed elsewhere, and what Inductor keeps on disk says by what it was made."""
-    plain = Up(_only_layers).eval()
-    model, x, skip = swapped(plain), torch.randn(2, 6, 4, 8), torch.randn(2, 8, 8, 16)
+    plain, model, x, skip = models(_only_layers)
     with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:
         within(torch.compile(model, fullgraph=True, backend="aot_eager")(x, skip), plain, x, skip)
     assert fusion.chains == fusion.reasons == []

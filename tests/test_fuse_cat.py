@@ -32,6 +32,19 @@ class UNet(nn.Module):
         return self.join(self, x, skip)
 
 
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of a fused layer from now on writes to an ``out``."""
+    written: list[bool] = []
+    original = fused.conv_transpose2d
+
+    def counting(*arguments: Any, epilogue: list[Any], **more: Any) -> Tensor:
+        written.append("out" in more)
+        return original(*arguments, epilogue=epilogue, **more)
+
+    monkeypatch.setitem(fuse._FUSED, 2, counting)
+    return written
+
+
 JOINS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], tuple[str, ...], tuple[str, ...]]] = {
     "skip first": (lambda m, x, skip: m.last(torch.cat([skip, m.up(x)], 1)), ("cat()",), ()),
     "skip last": (lambda m, x, skip: torch.cat((m.up(x), skip), dim=1), ("cat()",), ()),
@@ -58,14 +71,7 @@ def test_joined(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert blocks["up.0"].reason == "cat() joins its output with other tensors"
     if of_other:
         assert blocks["other"].fused == of_other
-    written: list[bool] = []
-    original = fused.conv_transpose2d
-
-    def counting(*arguments: Any, epilogue: list[Any], **more: Any) -> Tensor:
-        written.append("out" in more)
-        return original(*arguments, epilogue=epilogue, **more)
-
-    monkeypatch.setitem(fuse._FUSED, 2, counting)
+    written = calls_of(monkeypatch)
     x, skip = torch.randn(2, 6, 4, 5), torch.randn(2, 3, 8, 10)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -133,14 +139,7 @@ def test_joined_in_channels_last(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     plain.last = nn.Conv2d(16, 2, 1)
     model = copy.deepcopy(plain.eval())
     polyphase.accelerate(model, fuse=True)
-    written: list[bool] = []
-    original = fused.conv_transpose2d
-
-    def counting(*arguments: Any, epilogue: list[Any], **more: Any) -> Tensor:
-        written.append("out" in more)
-        return original(*arguments, epilogue=epilogue, **more)
-
-    monkeypatch.setitem(fuse._FUSED, 2, counting)
+    written = calls_of(monkeypatch)
     last = torch.channels_last
     x, skip = torch.randn(2, 6, 4, 5).to(memory_format=last), torch.randn(2, 8, 8, 10).to(memory_format=last)
     with torch.no_grad():
