@@ -28,7 +28,6 @@ from polyphase.schedules.tap_gemm.flat import flat_product
 from polyphase.schedules.tap_gemm.mma import _SHAPES, TapGemm, TapGemmWgrad
 from polyphase.schedules.tap_gemm.product import taps_met
 from polyphase.schedules.tap_gemm.tma import TapGemmTma
-from polyphase.schedules.tap_gemm.tma_config import TmaTapConfig
 from polyphase.schedules.tap_gemm.wgrad_tma import TapGemmWgradTma, _flats
 from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, legal_configs
 
@@ -155,6 +154,8 @@ def test_runs_read_no_more_than_their_taps(pass_: Pass) -> None:
     assert not found[0].isnan().any()
 
 
+#: The configs of a layer are shared out among this many cases: g++ takes seconds for each.
+SHARES = 3
 #: Images of which most taps of a tile meet nothing: tiny ones, dilation beyond the image, cropped to the border.
 BORDERS = (
     make((40, 16, 2, 3), 12, (5, 7), 2, 1, bias=True, dtype="bfloat16"),
@@ -167,20 +168,16 @@ BORDERS = (
 )
 
 
-def a_dozen(configs: list[TmaTapConfig]) -> list[TmaTapConfig]:
-    """At most twelve, spread evenly: g++ takes seconds for each."""
-    return configs[:: math.ceil(len(configs) / 12)]
-
-
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(18, 6)
+@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.INPUT_GRAD])
 @pytest.mark.parametrize("problem", BORDERS, ids=str)
-def test_taps_that_meet_nothing(problem: ConvTransposeProblem, pass_: Pass, channels_last: bool) -> None:
-    """Configs of layers whose work tiles differ in taps; some have none at all."""
+def test_taps_that_meet_nothing(problem: ConvTransposeProblem, pass_: Pass, channels_last: bool, share: int) -> None:
+    """Every config of layers whose work tiles differ in taps; some have none at all."""
     problem = replace(problem, channels_last=channels_last and problem.dims > 1)
     layouts, seed = Layouts.dense(problem), zlib.crc32(f"{problem} {pass_}".encode())
-    for config in a_dozen([*TMA.configs(problem, pass_, H200)]):
+    for config in [*TMA.configs(problem, pass_, H200)][share::SHARES]:
         program = TMA.program(problem, pass_, H200, layouts, config)
         candidate = Candidate(TMA.name, config, 0.0, "bytes")
         assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
@@ -511,12 +508,13 @@ WEIGHT_BOXES = (
 )
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(18, 6)
+@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("problem", WEIGHT_BOXES, ids=str)
-def test_boxes_of_weights(problem: ConvTransposeProblem) -> None:
-    """A dozen configs, and tensors that lie otherwise: the weight is transposed before, and padded."""
+def test_boxes_of_weights(problem: ConvTransposeProblem, share: int) -> None:
+    """Every config, and tensors that lie otherwise: the weight is transposed before, and padded."""
     pass_, number = Pass.INPUT_GRAD, 0
-    found = a_dozen([config for config in TMA.configs(problem, pass_, H200) if config.boxes])
+    found = [config for config in TMA.configs(problem, pass_, H200) if config.boxes][share::SHARES]
     lies = problem.out_channels // problem.groups * (4 if problem.tf32 else 2) % 16 == 0
     lies = lies and (problem.channels_last or problem.taps == 1)
     for layouts in strange_layouts(problem):
