@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 
 import polyphase
 from helpers import tf32
@@ -203,12 +204,15 @@ def test_a_frozen_model_is_the_same(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(16, 16), (7, 9)])
-def test_written_to_a_slice(dtype: torch.dtype, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_written_to_a_slice(layout: torch.memory_format, dtype: torch.dtype, size: tuple[int, int]) -> None:
     """Kernels write between the channels of others, and by a copy where a slice is not aligned."""
     torch.manual_seed(0)
     x, w = torch.randn(3, 32, *size, device=DEVICE, dtype=dtype), torch.randn(32, 16, 2, 2, device=DEVICE, dtype=dtype)
+    x = x.to(memory_format=layout)
     for first in (16, 1):
-        larger = torch.full((3, 40, 2 * size[0], 2 * size[1]), 7.0, device=DEVICE, dtype=dtype)
+        larger = torch.full((3, 48, 2 * size[0], 2 * size[1]), 7.0, device=DEVICE, dtype=dtype)
+        larger = larger.to(memory_format=layout)
         out, version = larger[:, first : first + 16], larger._version
         fused.conv_transpose2d(x, w, None, 2, epilogue=["relu"], out=out)
         assert larger._version > version
@@ -219,18 +223,21 @@ def test_written_to_a_slice(dtype: torch.dtype, size: tuple[int, int]) -> None:
         assert bool((larger[:, first + 16 :] == 7).all())
 
 
+class Up(nn.Module):
+    """A layer, a norm and an activation, joined with a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Sequential(nn.ConvTranspose2d(32, 16, 2, 2), nn.BatchNorm2d(16), nn.ReLU())
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        """(N, 32, H, W) and (N, C, 2H, 2W) to (N, C + 16, 2H, 2W)."""
+        return torch.cat([skip, self.up(x)], 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_joined_with_a_skip(dtype: torch.dtype) -> None:
     """Eager, and as a CUDA graph."""
-
-    class Up(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Sequential(nn.ConvTranspose2d(32, 16, 2, 2), nn.BatchNorm2d(16), nn.ReLU())
-
-        def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
-            return torch.cat([skip, self.up(x)], 1)
-
     torch.manual_seed(0)
     plain = Up().eval().to(DEVICE, dtype)
     model = copy.deepcopy(plain)
@@ -250,6 +257,52 @@ def test_joined_with_a_skip(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=tolerance)
     assert torch.equal(captured, found)
     assert torch.equal(found[:, :24], skip)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_joined_by_inductor(dtype: torch.dtype, layout: torch.memory_format) -> None:
+    """The layer writes the slice that Inductor gives it."""
+    torch.manual_seed(0)
+    plain = Up().eval().to(DEVICE, dtype)
+    model = copy.deepcopy(plain)
+    polyphase.accelerate(model)
+    x, skip = (
+        torch.randn(3, channels, size, size, device=DEVICE, dtype=dtype).to(memory_format=layout)
+        for channels, size in ((32, 8), (16, 16))
+    )
+    torch._dynamo.reset()
+    no_cache = config.patch(fx_graph_cache=False)  # from which nothing is told
+    with torch.no_grad(), tf32(False), no_cache, polyphase.enable_compile_fusion() as fusion:
+        expected = copy.deepcopy(plain).cpu().double()(x.cpu().double(), skip.cpu().double())
+        found = torch.compile(model, fullgraph=True)(x, skip)
+    torch._dynamo.reset()
+    assert fusion.chains.count("conv_transpose → cat") == 1, fusion.reasons
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=tolerance)
+    assert torch.equal(found[:, :16], skip)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [64, 3])
+def test_crops(channels: int, dtype: torch.dtype) -> None:
+    """What is left is what a slice of the whole output is, also in a CUDA graph; uneven crops at both ends."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 96, 75, device=DEVICE, dtype=dtype)
+    w = torch.randn(96, channels, 8, device=DEVICE, dtype=dtype)
+    with tf32(False):
+        whole = polyphase.conv_transpose1d(x.double(), w.double(), None, 4)
+        for left, right in ((0, 4), (3, 5), (7, 0)):
+            expected = whole[..., left : whole.shape[-1] - right]
+            epilogue = [fused.crop((left, right))]
+            found = fused.conv_transpose1d(x, w, None, 4, epilogue=epilogue)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = fused.conv_transpose1d(x, w, None, 4, epilogue=epilogue)
+            graph.replay()
+            tolerance = 1e-3 if dtype == torch.float32 else 0.5
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+            assert torch.equal(captured, found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
