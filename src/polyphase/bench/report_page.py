@@ -104,7 +104,7 @@ def page(report: ModelReport) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">inputs {escape(report.inputs)}, {escape(report.dtype)}; '
         f"{'measured on' if report.measured else 'times predicted for'} {escape(report.card)}</p>",
-        "" if report.measured else f"<p>{escape(report.rates)}. {escape(_NO_GPU)}.</p>",
+        "" if report.measured else f"<p>{escape(report.rates[0].upper() + report.rates[1:])}. {escape(_NO_GPU)}.</p>",
         _cards(report),
         f'<p class="soft">{escape(report.host_bound)}</p>' if report.host_bound else "",
         "<h2>Code to add</h2>",
