@@ -502,7 +502,7 @@ WEIGHT_BOXES = (
     make((1, 21, 9), 16, 1, 2, dtype="bfloat16"),
     make((2, 18, 9, 10), 24, (2, 3), 1, 1, dtype="float16", channels_last=True),
     make((2, 136, 5, 6), 128, (2, 3), 2, groups=2, dtype="bfloat16", channels_last=True),
-    make((40, 300, 2, 2), 24, 5, 2, 1, dtype="bfloat16", channels_last=True),
+    make((20, 140, 2, 2), 24, 5, 2, 1, dtype="bfloat16", channels_last=True),
     make((2, 27, 7, 9), 37, 3, 2, 1, dtype="bfloat16"),
     make((2, 30, 5, 6), 18, (2, 3), 2, groups=2, tf32=True),
 )
