@@ -102,6 +102,13 @@ CHAINS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     ),
     "another dtype": (lambda m, y, x: F.relu(y.double()).float(), []),
     "no epilogue": (lambda m, y, x: torch.cumsum(F.gelu(y), 1), ["conv_transpose → gelu"]),
+    "a slice": (lambda m, y, x: F.relu(y[..., 1:-2]) * m.factor, ["conv_transpose → getitem → relu → mul"]),
+    "a copied slice": (lambda m, y, x: y[:, :, 2:, :-1].contiguous().cumsum(1), ["conv_transpose → getitem"]),
+    "a slice that is changed": (lambda m, y, x: y[..., :-3].add_(1).cumsum(1), ["conv_transpose → getitem → add"]),
+    "a slice of channels": (lambda m, y, x: F.relu(y[:, 1:, 1:]), []),
+    "a slice with a step": (lambda m, y, x: F.relu(y[..., ::2]), []),
+    "a slice and the whole": (lambda m, y, x: F.relu(y[..., 1:]) + y.sum(), []),
+    "a slice behind another operation": (lambda m, y, x: F.relu(y)[..., 1:], ["conv_transpose → relu"]),
     "softmax": (lambda m, y, x: F.softmax(m.norm(y), 1) * 2, ["conv_transpose → batch_norm → softmax → mul"]),
 }
 
@@ -117,6 +124,17 @@ def test_chains(name: str) -> None:
         found = lowered(fusion.chains, model, *(x.clone() for x in inputs))
         torch.testing.assert_close(found, [model(x) for x in inputs], rtol=1e-4, atol=1e-5)
         assert sorted(fusion.chains) == sorted(chains)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_slice_whose_bound_is_a_size(recorded: bool) -> None:
+    """As causal decoders have it. Graphs that record derivatives keep it."""
+    model = Block(lambda m, y, x: torch.tanh(y[..., 1 : y.shape[-1] - 2])).eval()
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    with torch.set_grad_enabled(recorded), polyphase.enable_compile_fusion() as fusion:
+        found = torch.compile(model, fullgraph=True, dynamic=False)(x)
+        torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
+        assert fusion.chains == ([] if recorded else ["conv_transpose → getitem → tanh"])
 
 
 def _by_variance(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Inductor fuses nothing into an operator that is not its own. So this pass changes the graph first: if batch norms in
 evaluation mode, layer norms over channels, activations, factors and sums follow polyphase's operator, and nothing else
 reads the values between, all of them become one call of ``polyphase::conv_transpose_epilogue``; so does an activation
-or a snake that only the operator reads. Graphs are changed at Inductor's hook before derivatives
+or a snake that only the operator reads. A slice of its output becomes a layer with more padding. Graphs are changed at Inductor's hook before derivatives
 (`torch._inductor.config.pre_grad_custom_pass`), where norms and activations are still whole. Concatenations are handled
 later, when Inductor decides which kernel writes which tensor (`polyphase.inductor`).
 """
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
-from polyphase import elementwise, fused, inductor, layer_norms, snakes
+from polyphase import crops, elementwise, fused, inductor, layer_norms, snakes
 from polyphase.elementwise import (
     change_between,
     changes_other,
@@ -44,6 +45,7 @@ from polyphase.layer_norms import layer_norm_of
 from polyphase.problem.epilogue import ACTIVATIONS, NONE, decoded, encoded
 from polyphase.snakes import snake_at
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
+from polyphase.torch_op.operators import conv_transpose
 from polyphase.torch_op.steps import checked
 
 
@@ -107,7 +109,8 @@ def enable_compile_fusion() -> CompileFusion:
     a ``with``: a model is compiled at its first call. Fused are batch norms in evaluation mode, layer norms over
     channels if a kernel computes them, activations, sums with tensors of the output's shape, factors and sums per
     channel, and sums and products with an earlier value (``y·sigmoid(y)``), if nothing else reads the values between
-    and dtypes are the output's; and an activation or a snake whose result only a layer reads. Graphs that record
+    and dtypes are the output's; and an activation or a snake whose result only a layer reads. Slices of the output,
+    ``y[..., a:b]``, are computed alone if they are the first of these. Graphs that record
     derivatives do not change, except for concatenations along channels: layers write their slices in any graph.
 
     Returns:
@@ -141,7 +144,7 @@ def _pass_class() -> type[CompileFusion]:
 
 
 def _digest() -> str:
-    files = (__file__, elementwise.__file__, inductor.__file__, layer_norms.__file__, snakes.__file__)
+    files = (__file__, crops.__file__, elementwise.__file__, inductor.__file__, layer_norms.__file__, snakes.__file__)
     return hashlib.sha256(b"".join(Path(each).read_bytes() for each in files)).hexdigest()
 
 
@@ -151,6 +154,9 @@ _MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 def _fuse(graph: Graph) -> list[str]:
     """Fuses every chain of a graph, and returns their descriptions."""
     found: dict[Node, str] = {}
+    for layer in filter(_is_layer, list(graph.nodes)):
+        if (call := _cropped(graph, layer)) is not None:
+            found[call] = f"conv_transpose → {crops.NAME}"
     nodes = list(graph.nodes)
     order = {node: place for place, node in enumerate(nodes)}
     taken: set[Node] = set()
@@ -158,7 +164,8 @@ def _fuse(graph: Graph) -> list[str]:
         steps = _chain(layer, nodes, order, taken)
         if steps:
             taken.update(node for step in steps for node in step.nodes)
-            found[_replace(graph, layer, steps)] = " → ".join(["conv_transpose", *(step.name for step in steps)])
+            told = found.pop(layer, "conv_transpose")
+            found[_replace(graph, layer, steps)] = " → ".join([told, *(step.name for step in steps)])
     nodes = list(graph.nodes)
     for layer in filter(_is_layer, nodes):
         if (step := _before(layer, nodes)) is not None:
@@ -177,6 +184,33 @@ def _is_layer(node: Node) -> bool:
 def _value(node: Any) -> Any:
     """A node's value as a fake tensor or number."""
     return node.meta.get("example_value") if isinstance(node, Node) else node
+
+
+def _cropped(graph: Graph, layer: Node) -> Node | None:
+    """Replaces a layer and the slice that alone reads it by one call, which computes the slice; None for others."""
+    reader, *others = layer.users
+    if layer.target is not conv_transpose or others or crops.name_of(reader.target) != crops.NAME:
+        return None
+    size, kept = _value(layer).shape, _value(reader)
+    ends = crops.ends_of(map_arg(reader.args[1], _value), size)
+    input, weight, bias, stride, padding, extra, *rest = layer.args
+    if ends is None or not all(type(each) is int for each in (*padding, *extra)):  # type: ignore[misc]
+        return None
+    if not all(_known_equal(count - sum(pair), left) for count, pair, left in zip(size[2:], ends, kept.shape[2:])):
+        return None
+    padding, extra = crops.constants_of(padding, extra, ends)  # type: ignore[arg-type]
+    with graph.inserting_before(layer):
+        call = graph.call_function(conv_transpose, (input, weight, bias, stride, padding, extra, *rest))
+    call.meta = {**reader.meta, "example_value": kept.clone()}  # whole in memory, as every output of a layer
+    reader.replace_all_uses_with(call)
+    graph.erase_node(reader)
+    graph.erase_node(layer)
+    copy = next(iter(call.users), None)
+    if copy is not None and crops.name_of(copy.target) == crops.CONTIGUOUS and _value(call).is_contiguous():
+        if len(call.users) == 1 and len(copy.args) == 1 and not copy.kwargs:
+            copy.replace_all_uses_with(call)
+            graph.erase_node(copy)
+    return call
 
 
 class _Step(NamedTuple):

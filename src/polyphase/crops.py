@@ -37,14 +37,24 @@ def may_be_crop(index: Any, dims: int) -> bool:
 
 
 def ends_of(index: Any, size: Sequence[int]) -> Ends | None:
-    """Numbers of elements that an index cuts off at both ends of each spatial dimension; None if it is not a crop."""
+    """Numbers of elements that an index cuts off at both ends of each spatial dimension; None if it is not a crop.
+
+    None too where that depends on a symbolic size.
+    """
     parts = _parts(index, len(size))
     if parts is None or not may_be_crop(index, len(size)):
         return None
-    bounds = [part.indices(count)[:2] for part, count in zip(parts[2:], size[2:])]
-    if any(start >= stop for start, stop in bounds):
-        return None
-    return tuple((start, count - stop) for (start, stop), count in zip(bounds, size[2:]))
+    ends = [_ends_of(part, count) for part, count in zip(parts[2:], size[2:])]
+    return None if None in ends else tuple(ends)  # type: ignore[arg-type]
+
+
+def _ends_of(part: slice, count: Any) -> tuple[int, int] | None:
+    """Numbers of elements that a slice cuts off at both ends of ``count``; None if it leaves none."""
+    if isinstance(count, int):
+        start, stop, _ = part.indices(count)
+        return (start, count - stop) if start < stop else None
+    left, right = part.start or 0, -(part.stop or 0)
+    return (left, right) if left >= 0 and right >= 0 and part.stop != 0 else None
 
 
 def _parts(index: Any, dims: int) -> list[slice] | None:
@@ -71,10 +81,19 @@ def cropped(waiting: Any, ends: Ends) -> Any:
     return waiting._replace(compute=compute, size=lambda: rest)
 
 
-def split(name: str, layer: Layer, steps: Sequence[Step]) -> tuple[Layer, Sequence[Step]]:
-    """The layer whose output is the cropped one, and the steps after the crops, which come first.
+def constants_of(
+    padding: Sequence[int], output_padding: Sequence[int], ends: Ends
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Padding and output padding of the layer whose output is the cropped one.
 
     Padding crops both ends equally, and a negative output padding crops the last.
+    """
+    extra = tuple(each + left - right for each, (left, right) in zip(output_padding, ends))
+    return tuple(each + left for each, (left, _) in zip(padding, ends)), extra
+
+
+def split(name: str, layer: Layer, steps: Sequence[Step]) -> tuple[Layer, Sequence[Step]]:
+    """The layer whose output is the cropped one, and the steps after the crops, which come first.
 
     Raises:
         ValueError: a crop is after another step, has other dimensions or is negative.
@@ -87,12 +106,8 @@ def split(name: str, layer: Layer, steps: Sequence[Step]) -> tuple[Layer, Sequen
         if wrong or len(lefts) != len(layer.stride) or len(rights) != len(lefts):
             pairs = f"{len(layer.stride)} pairs of integers that are at least 0"
             raise ValueError(f"{name}: a crop takes {pairs}, got {constants}")
-        layer = layer._replace(
-            padding=tuple(map(operator.add, layer.padding, lefts)),
-            output_padding=tuple(
-                extra + left - right for extra, left, right in zip(layer.output_padding, lefts, rights)
-            ),
-        )
+        padding, extra = constants_of(layer.padding, layer.output_padding, (*zip(lefts, rights),))
+        layer = layer._replace(padding=padding, output_padding=extra)
     if any(step.kind == "crop" for step in steps[count:]):
         raise ValueError(f"{name}: a crop comes before all other operations of an epilogue")
     return layer, steps[count:]

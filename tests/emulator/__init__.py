@@ -50,6 +50,7 @@ _OPERANDS = {"tf32": "float", "f16": "float16", "bf16": "bfloat16"}
 _ALIGN = r"(?:(?:__align__|alignas)\s*\([^;]*\)\s*)?"
 _DYNAMIC_SHARED = re.compile(rf"extern\s+{_ALIGN}__shared__\s+{_ALIGN}([\w\s]+?)\s*\b(\w+)\s*\[\s*\]\s*;")
 _COMMON = ("-std=c++20", "-fPIC", "-U_FORTIFY_SOURCE", f"-I{_HERE}")  # fortified jumps refuse to change stacks
+_SOURCES, _RUNTIME = ("runtime.cpp", "tensor_cores.cpp"), ("-O3", "-march=native", f"-I{KERNELS}")
 _KERNEL = (
     *("-Og", "-w", "-march=native", "-ftrivial-auto-var-init=pattern", "-fno-strict-aliasing"),
     "-fsanitize=alignment,bounds,shift-exponent,integer-divide-by-zero,signed-integer-overflow",
@@ -113,11 +114,7 @@ def _twins(forms: str) -> dict[str, str]:
 def _twin_of_form(form: re.Match[str]) -> str:
     kind, flags = _OPERANDS[form["operand"]], re.findall(r"\d", form["transposed"]) or ["0", "0"]
     in_registers = form["a"].startswith("const")
-    rows = (
-        f"RowsInRegisters<{kind}>(a)"
-        if in_registers
-        else f"RowsInMemory<{kind}, {flags[0]}>{{DescribedMatrix<{kind}, {flags[0]}>(a)}}"
-    )
+    rows = "RowsInRegisters(a)" if in_registers else f"RowsInMemory<{kind}, {flags[0]}>{{a}}"
     return (
         f"inline void wgmma(float (&sums)[{form['count']}], {form['a']}, unsigned long long b, bool add) {{\n"
         f"  wgmma_later<{kind}, {flags[-1]}>(sums, {rows}, b, add);\n}}\n"
@@ -155,7 +152,7 @@ def _runtime() -> tuple[Path, Any]:
     _forget_old(folder)
 
     def make(made: Path) -> None:
-        _gcc(*_COMMON, "-O2", "-shared", _HERE / "runtime.cpp", "-o", made / "runtime.so")
+        _gcc(*_COMMON, *_RUNTIME, "-shared", *(_HERE / name for name in _SOURCES), "-o", made / "runtime.so")
         _gcc(*_COMMON, *_KERNEL, *_QUICK, "-x", "c++-header", _HERE / "cuda_shim.h", "-o", made / "cuda_shim.h.gch")
 
     path = _made_once(folder / "runtime", make)
@@ -212,7 +209,8 @@ def _machine() -> str:
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
     flags = re.search(r"^flags.*$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     parts = [version, flags[0] if flags else "", *_COMMON, *_KERNEL, *_QUICK]
-    parts += [(_HERE / name).read_text(encoding="utf-8") for name in ("__init__.py", "cuda_shim.h", "runtime.cpp")]
+    files = [_HERE / name for name in ("__init__.py", "cuda_shim.h", *_SOURCES)] + [KERNELS / "core/swizzle.cuh"]
+    parts += [file.read_text(encoding="utf-8") for file in files]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

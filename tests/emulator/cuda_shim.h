@@ -96,10 +96,37 @@ struct Barrier { unsigned arrivals, missing : 31, parity : 1; };
 void barrier_init(Barrier* barrier, int arrivals);
 void barrier_arrive(Barrier* barrier);
 void barrier_wait(const Barrier* barrier, unsigned parity);
+/// A tensor map as the host twin of TMA reads it.
+struct alignas(64) TensorMap {
+  long long strides[4];  // in bytes, of all dimensions but the first
+  int sizes[5], box[5];
+  int swizzle;   // bytes within which chunks change places
+  int tf32;      // whether float32 is rounded on its way
+  int steps[5];  // from one element that is brought to the next
+  unsigned char unused[28];
+};
+/// Gathers a box, swizzled as it will lie at the shared address `to`; zeros come from outside of the tensor.
+void gather_box(unsigned char* box, unsigned to, const TensorMap& map, const void* tensor, const int (&place)[5],
+                unsigned element, unsigned bytes);
 void* scratch(std::size_t bytes);  // aligned memory that lives as long as its block
 void bulk_copy(Barrier* barrier, void* to, const void* from, std::size_t bytes);  // comes with the phase's end
 void bulk_store(void* to, const void* from, std::size_t bytes);  // goes when the thread waits for its stores
 void threads_sync(unsigned name, unsigned threads);  // a named barrier; unlike PTX, names go up to 31
+
+/// What a matrix instruction takes of a row of A, or of a column of B.
+union alignas(32) Line { unsigned char bytes[32]; unsigned words[8]; };
+enum class Operand : unsigned char { tf32, float16, bfloat16 };
+/// Rows of A, or columns of B, in shared memory.
+struct Matrix {
+  unsigned long long descriptor;
+  Operand operand;
+  bool transposed;
+  Line line(int row) const;
+};
+/// The running thread's accumulators of wgmma, whose rows are `lane / 4` and `lane / 4 + 8` of its warp.
+void wgmma(float* sums, int count, bool add, const Line (&rows)[2], const Matrix& columns);
+/// Its accumulators of mma, of the operands that lie in the warp's slots: four words of A and two of B.
+void mma_of_slots(float* sums, Operand operand);
 
 /// Asynchronous work of a thread is done as late as it may be: when the thread waits for the group it belongs to.
 enum class Async { copies, products, stores };

@@ -1,12 +1,12 @@
-// Operands as the tensor cores see them: TF32 is float32 without its last 13 bits.
+// How tensor cores read a kernel's operands.
 
 #pragma once
 
 #include "core/types.cuh"
 
 template <class T>
-inline float operand_value(T value) {
-  float wide = widen(value);
-  if (sizeof(T) == 4) wide = __uint_as_float(__float_as_uint(wide) & 0xffffe000u);
-  return wide;
-}
+constexpr emulator::Operand operand_of = emulator::Operand::tf32;
+template <>
+constexpr emulator::Operand operand_of<float16> = emulator::Operand::float16;
+template <>
+constexpr emulator::Operand operand_of<bfloat16> = emulator::Operand::bfloat16;

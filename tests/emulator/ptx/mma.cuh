@@ -22,19 +22,9 @@ inline void ldmatrix(unsigned (&to)[4], unsigned address) {
 
 template <class T>
 inline void mma(float* c, const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  typedef Vector<T, 4 / sizeof(T)> Word;
-  struct Operands {
-    unsigned a[4], b[2];
-  } const mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
-  const auto lanes = emulator::all_lanes(~0u, mine);
-  const int lane = threadIdx.x % 32;
-  for (int i = 0; i < 4; ++i)
-    for (int k = 0; k < 8; ++k) {
-      const Operands& left = lanes.of[lane / 4 * 4 + k % 4];
-      const Operands& right = lanes.of[(lane % 4 * 2 + i % 2) * 4 + k % 4];
-      const Word& row = *(const Word*)&left.a[i / 2 + k / 4 * 2];
-      const Word& column = *(const Word*)&right.b[k / 4];
-      for (int j = 0; j < (int)(4 / sizeof(T)); ++j)
-        c[i] += operand_value(row.value[j]) * operand_value(column.value[j]);
-    }
+  const unsigned mine[] = {a[0], a[1], a[2], a[3], b0, b1};
+  memcpy(emulator::warp_slots[emulator::lane()].bytes, mine, sizeof mine);
+  __syncwarp();
+  emulator::mma_of_slots(c, operand_of<T>);
+  __syncwarp();
 }

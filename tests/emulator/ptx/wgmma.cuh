@@ -4,7 +4,6 @@
 #pragma once
 
 #include "specialisation.cuh"
-#include "core/swizzle.cuh"
 #include "core/types.cuh"
 #include "emulator/tensor_cores.cuh"
 #include "ptx/wgmma_forms.cuh"
