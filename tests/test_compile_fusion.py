@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -93,6 +94,7 @@ CHAINS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     ),
     "the input changes": (lambda m, y, x: (F.relu(y * m.factor), x.add_(1))[0], ["conv_transpose → mul → relu"]),
     "the input changes before": (lambda m, y, x: (x.add_(1), F.relu(y))[1], []),
+    "in place": (lambda m, y, x: F.relu(y, inplace=True).mul_(m.factor) + 1, ["conv_transpose → relu → mul → add"]),
     "changed by a flag's position": (lambda m, y, x: (F.relu(x, True), F.relu(y))[1], []),
     "changed by an operator": (lambda m, y, x: (torch.ops.aten.neg_(x), F.relu(y))[1], []),
     "into another tensor": (lambda m, y, x: (z := torch.ones_like(y), z.add_(y))[0], []),
@@ -108,7 +110,26 @@ CHAINS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
     "a slice of channels": (lambda m, y, x: F.relu(y[:, 1:, 1:]), []),
     "a slice with a step": (lambda m, y, x: F.relu(y[..., ::2]), []),
     "a slice and the whole": (lambda m, y, x: F.relu(y[..., 1:]) + y.sum(), []),
-    "a slice behind another operation": (lambda m, y, x: F.relu(y)[..., 1:], ["conv_transpose → relu"]),
+    "a slice behind other operations": (
+        lambda m, y, x: (z := (2 * m.norm(y))[..., 1:-1]).tanh() * z,
+        ["conv_transpose → batch_norm → mul → getitem → tanh → mul"],
+    ),
+    "a slice behind a sum": (
+        lambda m, y, x: F.relu(y + y.detach().clone())[..., 1:],
+        ["conv_transpose → detach → clone → add → relu → getitem"],
+    ),
+    "a slice behind a residual": (
+        lambda m, y, x: F.relu(m.skip(x) + y)[..., 1:],
+        ["conv_transpose → add → relu", "conv_transpose → relu"],
+    ),
+    "two slices and a residual": (
+        lambda m, y, x: (y[..., 3:].contiguous()[:, :, :-1] + m.skip(x)[..., :-1, 3:]).relu(),
+        ["conv_transpose → getitem → contiguous → getitem → add → relu", "conv_transpose → relu → getitem"],
+    ),
+    "an earlier value behind a slice": (
+        lambda m, y, x: torch.sigmoid(y)[..., :1] + y.cumsum(1)[..., :1],
+        [],
+    ),
     "softmax": (lambda m, y, x: F.softmax(m.norm(y), 1) * 2, ["conv_transpose → batch_norm → softmax → mul"]),
 }
 
@@ -124,6 +145,26 @@ def test_chains(name: str) -> None:
         found = lowered(fusion.chains, model, *(x.clone() for x in inputs))
         torch.testing.assert_close(found, [model(x) for x in inputs], rtol=1e-4, atol=1e-5)
         assert sorted(fusion.chains) == sorted(chains)
+
+
+def resampled(x: Tensor, taps: Tensor, alpha: Tensor) -> Tensor:
+    """BigVGAN's activation: twice the rate, then a snake."""
+    channels = x.shape[1]
+    y = F.pad(x, (2, 2), mode="replicate")
+    y = 2 * F.conv_transpose1d(y, taps.expand(channels, -1, -1), stride=2, groups=channels)
+    y = y[..., 5:-5]
+    return y + (1.0 / (alpha + 1e-9)) * torch.sin(y * alpha).pow(2)
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_functions_of_a_library(device: str | None) -> None:
+    """Are layers while polyphase overrides PyTorch's."""
+    x, taps, alpha = torch.randn(2, 4, 20), torch.rand(1, 1, 6), torch.rand(1, 4, 1)
+    override = polyphase.override(device) if device else contextlib.nullcontext()
+    with torch.no_grad(), override, polyphase.enable_compile_fusion() as fusion:
+        found = torch.compile(resampled, fullgraph=True, dynamic=device is None)(x, taps, alpha)
+        torch.testing.assert_close(found, resampled(x, taps, alpha), rtol=1e-4, atol=1e-5)
+        assert fusion.chains == (["conv_transpose → mul → getitem → snake"] if device else [])
 
 
 @pytest.mark.parametrize("recorded", [False, True])

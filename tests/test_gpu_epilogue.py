@@ -26,6 +26,7 @@ from polyphase.program.batch_norm import BatchNorm, programs_of
 from polyphase.program.reduction import program_of
 from test_batch_norms import ACTIVATIONS, SHAPES
 from test_batch_norms import check as check_norm
+from test_compile_fusion import resampled
 from test_epilogue import ALONE, Case, cases, check, make
 from test_layer_norm import EPILOGUES as NORMALIZING
 from test_layer_norm import LAYERS as NORMALIZED
@@ -303,6 +304,23 @@ def test_crops(channels: int, dtype: torch.dtype) -> None:
             tolerance = 1e-3 if dtype == torch.float32 else 0.5
             torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
             assert torch.equal(captured, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_library_s_resampler_compiled(dtype: torch.dtype) -> None:
+    """BigVGAN's: a depthwise function of PyTorch's, a slice and a snake are one kernel while polyphase overrides."""
+    torch.manual_seed(0)
+    given = [torch.randn(2, 32, 300), torch.rand(1, 1, 12), torch.rand(1, 32, 1)]
+    given = [each.to(DEVICE, dtype) for each in given]
+    expected = resampled(*(each.cpu().double() for each in given))
+    torch._dynamo.reset()
+    no_cache = config.patch(fx_graph_cache=False)  # from which nothing is told
+    with torch.no_grad(), tf32(False), no_cache, polyphase.override(), polyphase.enable_compile_fusion() as fusion:
+        found = torch.compile(resampled, fullgraph=True)(*given)
+    torch._dynamo.reset()
+    assert fusion.chains == ["conv_transpose → mul → getitem → snake"]
+    tolerance = 1e-4 if dtype == torch.float32 else 0.15
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

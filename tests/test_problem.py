@@ -192,7 +192,11 @@ def test_pytorch_computes_some_layers_in_float32(monkeypatch: pytest.MonkeyPatch
     assert rounds((8, 64, 16, 16), 64, 4) == (False, True, True)  # 0.27 GFLOP
     assert rounds((8, 64, 9, 9, 9), 64, 5) == (True, True, True)
     assert rounds((8, 64, 9, 9, 9), 64, 4, 2) == (True, True, True)
-    assert rounds((8, 64, 9, 9, 9), 64, 5, 2) == (False, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 5, 2) == (True, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 5, 2, 1) == (True, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 5, 2, (0, 2, 0)) == (False, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 5, (1, 2, 2), (2, 1, 1)) == (True, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 5, (4, 1, 1)) == (False, True, True)
     assert rounds((8, 64, 9, 9, 9), 64, 5, (1, 3, 1)) == (True, True, True)
     assert rounds((8, 48, 9, 9, 9), 48, 3, groups=4) == (True, True, True)
     assert rounds((8, 32, 9, 9, 9), 32, 3, groups=4) == (False, True, True)
@@ -201,3 +205,5 @@ def test_pytorch_computes_some_layers_in_float32(monkeypatch: pytest.MonkeyPatch
     assert rounds((8, 64, 9, 9, 9), 64, 1, groups=4) == (False, False, True)
     assert rounds((8, 48, 9, 9, 9), 48, 3, 2, groups=4) == (False, False, True)
     assert rounds((8, 64, 9, 9, 9), 64, 3, 3) == (False, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 3, 3, 1) == (True, True, True)
+    assert rounds((8, 64, 9, 9, 9), 64, 4, 3, 1) == (False, True, True)

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
 from polyphase import functional
+from polyphase.torch_op.operators import conv_transpose
+from polyphase.torch_op.validate import FLOATING
 
 _lock = threading.Lock()
 _libraries: dict[str, tuple[torch.library.Library, int]] = {}  # by device, with the number of its overrides
@@ -86,6 +89,11 @@ def override(device: str = "cuda") -> Override:
     return Override(device)
 
 
+def devices() -> tuple[str, ...]:
+    """The kinds of devices on which polyphase computes PyTorch's transposed convolutions at the moment."""
+    return tuple(sorted(_libraries))
+
+
 def _register(device: str) -> torch.library.Library:
     """The kernels of PyTorch's three operators on a device, until the library is destroyed."""
     library = torch.library.Library("aten", "IMPL")
@@ -110,3 +118,40 @@ def _kernel(dims: int) -> Callable[..., Tensor]:
         return function(input, weight, bias, *constants)
 
     return kernel
+
+
+#: PyTorch's functions, as graphs have them, and their dimensions.
+_FUNCTIONS: dict[Any, int] = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+
+
+def replace_functions(graph: Graph, value_of: Callable[[Any], Any]) -> None:
+    """Replaces calls of PyTorch's functions in a graph without derivatives by polyphase's operator, where it overrides.
+
+    ``value_of``: the fake tensor of a node. Calls with symbolic constants, or of several dtypes (autocast), stay.
+    """
+    for call in [node for node in graph.nodes if node.target in _FUNCTIONS]:
+        dims = _FUNCTIONS[call.target]
+        names = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+        given: dict[str, Any] = {**_DEFAULTS, **dict(zip(names, call.args)), **call.kwargs}
+        input, weight, bias = (given[name] for name in names[:3])
+        tensors = [value_of(each) for each in (input, call, weight, *([] if bias is None else [bias]))]
+        if not all(isinstance(each, Tensor) for each in tensors) or tensors[0].dim() != dims + 2:
+            continue
+        of_one_dtype = len({each.dtype for each in tensors}) == 1 and tensors[0].dtype in FLOATING
+        constants = [_per_dim(given[name], dims) for name in ("stride", "padding", "output_padding", "dilation")]
+        if None in constants or type(given["groups"]) is not int or not of_one_dtype or tensors[1].requires_grad:
+            continue
+        if tensors[0].device.type in devices():
+            with graph.inserting_before(call):
+                layer = graph.call_function(conv_transpose, (input, weight, bias, *constants, given["groups"]))
+            layer.meta = {**call.meta}
+            call.replace_all_uses_with(layer)
+            graph.erase_node(call)
+
+
+def _per_dim(value: Any, dims: int) -> tuple[int, ...] | None:
+    """A constant as one integer per dimension; None where it is symbolic."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    values *= dims if len(values) == 1 else 1
+    return values if all(type(each) is int for each in values) else None

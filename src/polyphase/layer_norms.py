@@ -59,15 +59,15 @@ def layer_norm_of(value: Node, channels: Any, value_of: Callable[[Node], Any]) -
     """
     if type(channels) is not int:
         return None
-    for nodes in _closed(value):
+    for nodes in closed(value, is_smooth):
         found = _read(value, nodes, channels, value_of)
         if found is not None:
             return found
     return None
 
 
-def _closed(value: Node) -> Iterator[tuple[Node, ...]]:
-    """Nodes of smooth functions after ``value``, of which others read only the last."""
+def closed(value: Node, is_smooth: Callable[[Node], bool]) -> Iterator[tuple[Node, ...]]:
+    """Nodes after ``value`` that are all smooth functions, and of which others read only the last."""
     inside = {value: None}
     node = value.next
     while node.op != "root" and len(inside) <= _MOST_NODES:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from polyphase import fused
-from polyphase.layer_norms import functions_of, is_call_of
+from polyphase.layer_norms import closed, functions_of, is_call_of
 
 # None of these branches on values: a function made of them is a snake for all numbers if it is one for random numbers.
 _NAMES = ("add", "sub", "mul", "div", "truediv", "pow", "square", "sin", "exp", "reciprocal", "reshape", "view",
@@ -145,6 +145,16 @@ def snake_at(value: Node, value_of: Callable[[Node], Any]) -> Found | None:
             found = _read(input, nodes, leaves, (2, channels, *(4, 3, 2)[: tensor.dim() - 2]), value_of)
             if found is not None:
                 return found
+    return None
+
+
+def snake_behind(value: Node, value_of: Callable[[Node], Any]) -> Found | None:
+    """The snake of ``value`` that contains all of its readers, without nodes that read only alpha and beta."""
+    for nodes in closed(value, is_smooth):
+        if any(getattr(node.target, "__name__", node.target) == "sin" for node in nodes):
+            found = snake_at(nodes[-1], value_of)
+            if found is not None and found.input is value:
+                return found._replace(nodes=nodes)
     return None
 
 

@@ -36,9 +36,9 @@ class OtherProcess:
         self._worker: tuple[SpawnProcess, Connection[Any, Any]] | None = None
 
     def call(self, function: Callable[..., Result], *arguments: object, seconds: float | None = None) -> Result:
-        """What a function of a module returns there, of arguments that can be pickled.
+        """The result of a module's function, called in the process with arguments that can be pickled.
 
-        Raises what it raised, and RuntimeError where the process died, or has not answered after so many ``seconds``.
+        Raises what the function raised, and RuntimeError if the process died or has not answered after ``seconds``.
         """
         process, connection = self._worker = self._worker or _start()
         try:

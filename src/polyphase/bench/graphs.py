@@ -1,10 +1,10 @@
-"""GPU time of calls, captured as CUDA graphs: nothing of the host's is in it.
+"""GPU time of calls, captured as CUDA graphs, so that no host time is counted.
 
-A graph holds several calls in a row, each on operands of its own, as layers of a model follow each other, so that the
-time of its launch is shared by all of them. Before each replay a buffer larger than any L2 is written, and no call
-meets in cache what another has read or written: it has operands of its own, or so many lie between that none is left.
+A graph holds several calls in a row, as layers of a model follow each other, so that its launch is shared by all of
+them. Before each replay a buffer larger than any L2 is written. No call finds another call's data in cache: each has
+its own operands, or enough other data is read between two calls on the same operands.
 
-On a CPU the calls are timed by a clock, so that all of this runs without a GPU.
+On a CPU a clock times the calls, so that this module also runs without a GPU.
 """
 
 from __future__ import annotations

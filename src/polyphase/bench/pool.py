@@ -14,7 +14,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# A process takes as long to start as so many plans.
+# Starting a process takes as long as this many plans.
 _ITEMS_PER_PROCESS = 16
 
 

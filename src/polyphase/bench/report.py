@@ -36,7 +36,7 @@ def telling(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def plain_table(title: str, names: Iterable[str], figures: Iterable[str]) -> Table:
-    """A table of so many columns without rules, for logs that keep so many characters. Only a ``layer`` is wrapped."""
+    """A table without rules, for logs of limited width. Of its columns only ``layer`` is wrapped."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in names:
         table.add_column(name, no_wrap=name != "layer", min_width=24 if name == "layer" else None)

@@ -218,8 +218,10 @@ class ConvTransposeProblem:
 
     def _rounds_in_3d(self) -> bool:
         """`uses_tf32` for a forward pass of volumes with many channels."""
-        phases = math.prod(self.stride)
-        return phases <= 3 or (phases <= 12 and self.taps <= 64)
+        padding = max((axis.padding for axis in self.axes if axis.stride > 1), default=0)
+        if max(self.stride) > 3 or padding > 1:
+            return False
+        return math.prod(self.stride) <= 12 or (padding == 1 and self.taps <= 27)
 
     def _rounds_in_groups(self, pass_: Pass, few: int) -> bool:
         """`uses_tf32` for a forward pass or an input gradient of volumes in groups, with stride 1."""
