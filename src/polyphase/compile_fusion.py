@@ -92,9 +92,9 @@ def enable_compile_fusion() -> CompileFusion:
     a ``with``: a model is compiled at its first call. Fused are batch norms in evaluation mode, layer norms over
     channels if a kernel computes them, activations, snakes, sums with tensors of the output's shape, factors and sums
     per channel, and sums and products with an earlier value (``y·sigmoid(y)``), if nothing else reads the values
-    between and dtypes are the output's; and an activation or a snake whose result only a layer reads. Of an output that is
-    sliced, ``y[..., a:b]``, only the slice is computed. Graphs that record derivatives do not change, except for
-    concatenations along channels: layers write their slices in any graph.
+    between and dtypes are the output's; and an activation or a snake whose result only a layer reads. Of an output
+    that is sliced, ``y[..., a:b]``, only the slice is computed. Graphs that record derivatives do not change, except
+    for concatenations along channels: layers write their slices in any graph.
 
     Returns:
         The pass: a context, with ``disable()``, the ``chains`` that it has found, and the ``reasons`` why a
