@@ -211,7 +211,7 @@ def _with_functions(
     chosen config this function decides whether its kernel or a step before it computes a prologue.
     """
     program = schedule.program(computed, pass_, device, layouts, candidate.config)
-    if pass_ is Pass.WEIGHT_GRAD and computed.stride != given.stride and computed.taps > 1:
+    if pass_ is Pass.WEIGHT_GRAD and computed.kernel_size != given.kernel_size and computed.taps > 1:
         program = writing_frames(program, computed)
     if pass_ is not Pass.FORWARD or not (given.epilogue or given.prologue):
         return candidate, program
@@ -237,6 +237,9 @@ def as_computed(
     """The layer as the pass sees it, restated if that is simpler: it has the same tensors in memory."""
     layouts = layouts or Layouts.of_call(problem, pass_)
     given, problem = problem, problem.of_pass(pass_).without_idle_constants()
+    if pass_ is not Pass.FORWARD:
+        problem, apart = problem.of_outputs_met()
+        layouts = layouts.of_outputs(apart)
     # Single pixels have every memory format at once; for a weight's gradient nothing else tells the format.
     as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
     differs = given.epilogue and (given.epilogue.per_sample or problem.epilogue.normalizes)  # for a batch as channels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import mul
 
 from polyphase.problem.problem import ConvTransposeProblem, Pass
 
@@ -53,6 +54,11 @@ class Layouts:
         if pass_ is Pass.INPUT_GRAD:
             return replace(read, input=written.input)
         return replace(read, weight_channels_last=False)
+
+    def of_outputs(self, apart: tuple[int, ...]) -> Layouts:
+        """The layouts of a layer whose outputs are every n-th of this one's along each spatial dimension."""
+        factors = (1,) * (5 - len(apart)) + apart
+        return self if max(apart) == 1 else replace(self, output=tuple(map(mul, self.output, factors)))
 
     def are_dense(self, problem: ConvTransposeProblem) -> bool:
         """Whether tensors have no gaps, in the problem's memory format."""

@@ -315,6 +315,20 @@ class ConvTransposeProblem:
         dilation = tuple(1 if k == 1 and d > LARGE else d for k, d in zip(self.kernel_size, self.dilation))
         return replace(self, stride=stride, dilation=dilation)
 
+    def of_outputs_met(self) -> tuple[ConvTransposeProblem, tuple[int, ...]]:
+        """The layer on outputs that a tap meets, and the distance of these outputs along each dimension.
+
+        It has the same gradients. Along a dimension of one tap, without padding, it has no stride, and its outputs are
+        every s-th of this layer's.
+        """
+        single = [kernel == 1 and not padding for kernel, padding in zip(self.kernel_size, self.padding)]
+        apart = tuple(stride if each else 1 for each, stride in zip(single, self.stride))
+        if max(apart) == 1:
+            return self, apart
+        stride = tuple(1 if each else stride for each, stride in zip(single, self.stride))
+        extra = tuple(0 if each else extra for each, extra in zip(single, self.output_padding))
+        return replace(self, stride=stride, output_padding=extra), apart
+
     def mirrored(self) -> ConvTransposeProblem | None:
         """The layer whose forward pass is the input gradient of this layer, or None; the stride must be 1.
 
