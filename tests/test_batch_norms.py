@@ -111,7 +111,7 @@ def test_shapes(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_emulator
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=GRADIENTS)
 def test_activations(activation: Operation | None) -> None:
     check(BatchNorm((2, 3, 4, 6), 1e-3, 0.3, activation), "float64")
@@ -148,7 +148,7 @@ def test_shares() -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.sampled(20, 10)
+@pytest.mark.sampled(40, 10)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=GRADIENTS)
 def test_registers_suffice(activation: Operation | None, arch: str) -> None:

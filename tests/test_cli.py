@@ -91,6 +91,7 @@ def test_the_program_has_the_name_it_is_called_by(tmp_path: Path) -> None:
     assert "Usage: polyphase [OPTIONS]" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra_the_program_says_what_to_install(missing: str) -> None:
     code = (
@@ -104,6 +105,7 @@ def test_without_its_extra_the_program_says_what_to_install(missing: str) -> Non
     )
 
 
+@pytest.mark.slow
 def test_as_a_program_the_package_still_has_all_its_names() -> None:
     code = "import sys; sys.argv[0] = 'polyphase'; import polyphase; print('torch' in sys.modules, polyphase.explain)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -259,6 +261,7 @@ def test_check_refuses_what_is_no_model_file(tmp_path: Path) -> None:
 # bench
 
 
+@pytest.mark.slow
 def test_bench_prints_writes_and_draws(tmp_path: Path) -> None:
     table, png = tmp_path / "out" / "results.csv", tmp_path / "out" / "results.png"
     result = invoke(
@@ -286,6 +289,7 @@ def test_bench_prints_writes_and_draws(tmp_path: Path) -> None:
     assert again.stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_bench_measures_random_layers_in_all_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from polyphase.bench import random_layers as drawn
     from polyphase.bench.layers import NamedLayer, parse_layer
@@ -402,6 +406,7 @@ def test_bench_measures_the_host_s_time(monkeypatch: pytest.MonkeyPatch, tmp_pat
             assert 0 < float(row[f"{name}_p10"]) <= float(row[f"{name}_us"])
 
 
+@pytest.mark.slow
 def test_layers_of_the_host_s_time_cover_all_schedules() -> None:
     """On Hopper, with packing, transposes and split-K reductions among them."""
     schedules, kernels = set(), set()
@@ -428,6 +433,7 @@ def test_explain_prints_the_plan_of_every_pass_without_a_gpu() -> None:
     assert result.output.startswith(f"{parse_layer(LAYER)}\non sm_90a"), "the notation is not repeated"
 
 
+@pytest.mark.slow
 def test_explain_predicts_random_layers_beside_their_floors() -> None:
     result = invoke("explain", "--random", 2, "--seed", 5, "--over", 0, "--device", "sm_90a", "--layouts", "nchw")
     assert result.exit_code == 0, result.output

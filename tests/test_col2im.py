@@ -67,7 +67,7 @@ CELLS = {
 }
 
 
-@pytest.mark.sampled(10, 5)
+@pytest.mark.sampled(20, 5)
 @pytest.mark.parametrize("problem", list(cases(CELLS)))
 def test_layers_by_cells(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
@@ -76,7 +76,7 @@ def test_layers_by_cells(problem: ConvTransposeProblem) -> None:
         assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(order))
 
 
-@pytest.mark.sampled(10, 2)
+@pytest.mark.sampled(20, 2)
 @pytest.mark.parametrize("problem", [*cases(FEW), *(replace(each, dtype="float64") for each in FEW.values())])
 def test_layers_of_few_positions(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
@@ -102,7 +102,7 @@ def test_sizes_of_few_positions_share_kernels() -> None:
     assert len(sources) == 1
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize("schedule", [Col2im(), Col2imTma()], ids=lambda each: each.name)
 @pytest.mark.parametrize("problem", list(cases(LAYERS)))
 def test_layers(problem: ConvTransposeProblem, schedule: Schedule) -> None:

@@ -64,7 +64,7 @@ def strange_offers(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[tuple
         yield layouts, offers(DirectChannels(), problem, pass_, layouts)
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_layers(problem: ConvTransposeProblem, pass_: Pass) -> None:
     order = zlib.crc32(f"{problem} {pass_}".encode())

@@ -197,7 +197,7 @@ def kinds(schedule: Schedule, problem: ConvTransposeProblem) -> list[Layouts]:
     return found if schedule is not LONG_WGRAD else [layouts for layouts in found if layouts.output[4] == 1]
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize(("schedule", "problem"), list(cases()))
 def test_layers(schedule: Schedule, problem: ConvTransposeProblem) -> None:
     """Tensors of each kind, a config of each by turns; on a GPU it is all configs."""
@@ -277,7 +277,7 @@ def test_an_output_gradient_that_is_infinite_beside_the_image(
         assert found[..., first:].isfinite().all()
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_few_positions(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that compute several tiles of rows, with the same columns; sums that are stored as the result."""

@@ -78,6 +78,7 @@ def check_distributed_module(mesh: Any) -> None:
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)
 
 
+@pytest.mark.slow
 def test_compiled_at_the_first_call() -> None:
     """In a process of its own, where polyphase was imported before DTensors were."""
     pytest.importorskip("torch.distributed.tensor.experimental")

@@ -28,6 +28,7 @@ from polyphase.jit.includes import without_includes
 # What is in the file
 
 
+@pytest.mark.slow
 def test_it_is_python_3_8_and_imports_torch_and_the_standard_library_alone() -> None:
     for name, text in ((name, emitted(name)) for name in names()):
         tree = ast.parse(text, feature_version=(3, 8))
@@ -166,6 +167,7 @@ def test_what_emit_refuses(tmp_path: Path) -> None:
         assert reason in refused(text.replace("return [64, 64, 3]", f"return {arguments}"), tmp_path / "out.py")
 
 
+@pytest.mark.slow
 def test_a_file_names_the_command_that_writes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes, in another process, whose sets have another order."""
     pytest.importorskip("cuda.core", reason="how many blocks a kernel has is settled by NVRTC")
@@ -190,7 +192,7 @@ def kernels_of(module: Any, arch: str) -> str:
     return source.partition("#define POLYPHASE_KERNELS")[0]
 
 
-@pytest.mark.sampled(8, 2)
+@pytest.mark.sampled(16, 2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_its_kernels_compile_together(arch: str) -> None:
     """Their names do not meet. That each compiles, on every architecture, is for `compile` to find."""
@@ -209,7 +211,8 @@ def test_its_kernels_for_sm_80_compile_with_cuda_11(name: str) -> None:
     nvrtc11.compile_kernels(kernels_of(load(emitted(name)), "sm_80"), "sm_80")
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.slow
+@pytest.mark.sampled(8, 2)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_whole_source_compiles_with_nvcc(arch: str, tmp_path: Path) -> None:

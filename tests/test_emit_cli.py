@@ -116,6 +116,7 @@ def test_what_is_timed_are_the_largest_inputs(
 # The command line
 
 
+@pytest.mark.slow
 def test_emit_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "new" / "out.py"
     result = invoke("emit", ROOT / "examples" / "grouped_strided.py", "--arch", "sm_80,sm_90", "-o", output)

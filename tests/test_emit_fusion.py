@@ -101,6 +101,7 @@ class Loaded:
         return [str(self.fused[number]) for number in self.numbers if number in self.fused]
 
 
+@pytest.mark.slow
 def test_the_chains_of_every_file() -> None:
     for path in sorted(LEVEL2.glob("*.py")):
         found = emitted(path.stem)
@@ -122,7 +123,7 @@ def test_files_keep_the_rules() -> None:
 
 
 @needs_emulator
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("name", sorted(path.stem for path in LEVEL2.glob("*.py")))
 def test_it_computes_the_model(name: str) -> None:
     """In both modes, without derivatives, of the file's inputs and of other sizes."""
@@ -314,6 +315,7 @@ def test_a_model_without_chains_has_no_more_text_than_before() -> None:
     assert Fusion().methods is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bias_clamp_scale", "second_input"])
 def test_kernels_with_epilogues_compile_together(name: str) -> None:
     core = pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC, but no GPU")

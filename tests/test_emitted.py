@@ -51,7 +51,7 @@ def random_sizes(problem: ConvTransposeProblem, seed: int) -> list[ConvTranspose
     return found
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_it_launches_what_the_package_launches_at_any_size(arch: str) -> None:
     """Grid, block, shared memory, geometry, boxes, workspace and constants, as the package has them.
@@ -155,7 +155,7 @@ def both(module: Any) -> tuple[nn.Module, nn.Module]:
     return models[0], models[1]
 
 
-@pytest.mark.sampled(8, 4)
+@pytest.mark.sampled(16, 4)
 @needs_emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("layer", [*LAYERS[:6], BY_BOXES, IN_PARTS])

@@ -44,7 +44,7 @@ def draw(seed: int) -> tuple[ConvTransposeProblem, Pass, random.Random]:
 
 
 @pytest.mark.skipif(not available(), reason="needs Linux and g++")
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize("seed", range(120))
 def test_a_layer_by_a_config(seed: int) -> None:
     problem, pass_, draws = draw(seed)
@@ -63,7 +63,7 @@ def test_a_layer_by_a_config(seed: int) -> None:
 
 
 @pytest.mark.skipif(not available(), reason="needs Linux and g++")
-@pytest.mark.sampled(30, 6)
+@pytest.mark.sampled(60, 6)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_cropped_layer_by_a_config(seed: int) -> None:
     """`polyphase.fused.crop`: padding beyond the kernel's reach, and negative output padding."""

@@ -198,7 +198,7 @@ def check(
 
 
 @emulated
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 4)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ALONE)
 def test_every_operation_alone(name: str, dtype: str) -> None:
@@ -255,7 +255,7 @@ def cases(*devices: DeviceInfo) -> Iterator[ParameterSet]:
 
 
 @emulated
-@pytest.mark.sampled(30, 10)
+@pytest.mark.sampled(60, 10)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", list(cases()))
 def test_combined_in_every_schedule(case: Case) -> None:

@@ -141,7 +141,7 @@ def test_onnx_of_random_layers(dynamo: bool) -> None:
             torch.testing.assert_close(torch.from_numpy(got), expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("dynamo", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_onnx_of_models(name: str, dynamo: bool) -> None:

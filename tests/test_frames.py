@@ -34,7 +34,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("pass_", [Pass.INPUT_GRAD, Pass.WEIGHT_GRAD])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)

@@ -157,6 +157,7 @@ def test_copies_and_pickles_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [2, 0, 1] * 6
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph() -> None:
     model, x = _model().eval(), torch.randn(1, 6, 3, 3)
     expected = model(x)
@@ -233,7 +234,7 @@ ACTIVATIONS: list[Callable[[], nn.Module]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("make", ACTIVATIONS)
 def test_every_module(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

@@ -105,7 +105,7 @@ def test_modules_that_are_replaced(name: str, copied: bool) -> None:
     _assert_the_same(plain, model, lambda m, x: m(x))
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("name", list(CHANGES)[:4])
 @pytest.mark.parametrize("derivatives", [False, True])
 def test_modules_that_are_replaced_in_what_is_compiled(name: str, derivatives: bool) -> None:

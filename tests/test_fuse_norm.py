@@ -197,6 +197,7 @@ def unfused(x: Tensor, w: Tensor, b: Tensor, scale: Tensor, shift: Tensor) -> Te
     return F.layer_norm(v, (4,), scale, shift, 0.25).tanh().mul(v).movedim(-1, 1)
 
 
+@pytest.mark.slow
 def test_values_and_derivatives() -> None:
     given = operands()
     torch.testing.assert_close(call(*given), unfused(*given))

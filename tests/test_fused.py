@@ -123,7 +123,7 @@ def test_values_and_gradients_are_pytorchs(name: str) -> None:
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_derivatives_of_second_order(name: str) -> None:
     layer, tensors = _case(name, 1)

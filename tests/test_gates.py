@@ -66,6 +66,7 @@ def test_what_is_no_kernel_has_no_digest(file: bytes) -> None:
         cubin.code_digest(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.WEIGHT_GRAD])
 def test_names_and_comments_are_not_in_a_kernels_digest(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.core")
@@ -205,6 +206,7 @@ def test_compile_writes_digests(tmp_path: Path) -> None:
     assert len({row["digest"] for row in found}) == len(found) > 1
 
 
+@pytest.mark.slow
 def test_plans_are_a_line_for_each_choice(tmp_path: Path) -> None:
     file, again = tmp_path / "plans.csv", tmp_path / "again.csv"
     options = ("--arch", "sm_80,sm_90a", "--layer", LAYER, "--random", 2, "--dtypes", "float32,float64")

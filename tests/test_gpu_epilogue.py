@@ -50,7 +50,7 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
     return Gpu(0)
 
 
-@pytest.mark.sampled(12, 2)
+@pytest.mark.sampled(24, 2)
 @pytest.mark.parametrize("case", list(cases(DeviceInfo.of(DEVICE))))
 def test_combined_in_every_schedule(case: Case, gpu: Gpu) -> None:
     for offer in case.offers():

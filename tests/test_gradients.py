@@ -55,6 +55,7 @@ def test_gradgradcheck(problem: ConvTransposeProblem, device: torch.device) -> N
     assert gradgradcheck(function, tensors, check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", TINY[:3], ids=str)
 def test_complex_gradcheck(problem: ConvTransposeProblem, device: torch.device) -> None:
     function, tensors = leaves(problem, device, torch.complex128)
@@ -234,7 +235,7 @@ OPERATORS = {
 }
 
 
-@pytest.mark.sampled(16, 4)
+@pytest.mark.sampled(32, 4)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("problem", [*TINY, make((0, 2, 2, 3), 2, 3)], ids=str)

@@ -73,7 +73,7 @@ def cases() -> Iterator[ParameterSet]:
             yield pytest.param(replace(problem, dtype=dtype), id=f"{name}-{dtype}")
 
 
-@pytest.mark.sampled(16, 8)
+@pytest.mark.sampled(32, 8)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
@@ -118,7 +118,7 @@ def share_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_gemm, "_sharing", lambda device: Sharing(waves=0, cycles=0, most=math.inf))
 
 
-@pytest.mark.sampled(8, 4)
+@pytest.mark.sampled(16, 4)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("room", "outputs"), [(H200.shared_bytes_per_block, 2), (101376, 1)])
 @pytest.mark.parametrize(

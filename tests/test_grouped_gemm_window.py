@@ -72,14 +72,14 @@ def cases() -> Iterator[ParameterSet]:
 
 
 @emulated
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_layers(problem: ConvTransposeProblem, pass_: Pass) -> None:
     assert_one_config_exact(WINDOW, problem, pass_)
 
 
 @emulated
-@pytest.mark.sampled(8, 4)
+@pytest.mark.sampled(16, 4)
 @pytest.mark.parametrize("pass_", PASSES, ids=lambda each: each.value)
 @pytest.mark.parametrize("name", ["stride 1", "every parameter", "wide"])
 @pytest.mark.parametrize("last", [False, True])
@@ -88,6 +88,7 @@ def test_kinds_of_tensors(name: str, last: bool, pass_: Pass) -> None:
     assert assert_kinds_exact(WINDOW, problem, pass_) == 5
 
 
+@pytest.mark.slow
 def test_layers_take_every_path() -> None:
     """Every branch that a config or a tiling decides is taken by some of the layers."""
     taken = set()
@@ -161,7 +162,7 @@ def check_inf_and_nan(dtype: str, pass_: Pass, executor: Executor) -> None:
         assert_carries_inf_and_nan(problem, pass_, programs, executor)
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @emulated
 @pytest.mark.parametrize("pass_", PASSES, ids=lambda each: each.value)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -74,6 +74,7 @@ LOADED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", [False, True])
 def test_loads_beside_the_package(repository: Path, library: bool, device: torch.device) -> None:
     """By the library where it is installed, and by what it does."""

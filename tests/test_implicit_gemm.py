@@ -167,7 +167,7 @@ def gemm_configs(
             yield GemmCase(problem, layouts, each)
 
 
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 4)
 @pytest.mark.parametrize("problem", list(gemm_problems(GEMM_LAYERS, share=2)))
 def test_products(problem: ConvTransposeProblem) -> None:
     """Settings of implicit_gemm beyond what the planner likes best for small layers; on a GPU it is many more."""
@@ -178,7 +178,7 @@ def test_products(problem: ConvTransposeProblem) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(seed % 1000))
 
 
-@pytest.mark.sampled(54, 18)
+@pytest.mark.sampled(108, 18)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("split", ["turns", "rows", "cells"])
 @pytest.mark.parametrize("name", ["1-D, wide cells", "1-D, cells of four", "wide cells"])
@@ -253,7 +253,7 @@ def test_products_stored_in_pieces(stride: int, piece_bytes: int, cells: int, wi
         assert_exact(problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(2))
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("channels", "channel_blocks"), [(192, 2), (192, 4), (320, 2)])
 def test_products_of_whole_blocks_that_do_not_exist(channels: int, channel_blocks: int, channels_last: bool) -> None:
@@ -292,7 +292,7 @@ def ring_case(name: str, device: DeviceInfo) -> GemmCase:
     raise AssertionError("too few work tiles")
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("name", RINGS)
 def test_work_tiles_around_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     share_all_work_tiles(monkeypatch)
@@ -302,7 +302,7 @@ def test_work_tiles_around_the_ring(name: str, monkeypatch: pytest.MonkeyPatch) 
             assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(order))
 
 
-@pytest.mark.sampled(8, 4)
+@pytest.mark.sampled(16, 4)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("wgmma", "split"), [(True, "turns"), (True, "rows"), (True, "cells"), (False, "cells")])
 def test_products_do_not_race(wgmma: bool, split: str, channels_last: bool) -> None:
@@ -359,7 +359,7 @@ ROUNDS = {
 }
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("name", ROUNDS)
 def test_rounds_of_images(name: str) -> None:
     layer, settings, sets = ROUNDS[name]
@@ -520,7 +520,7 @@ def boxed(
     return case, *case.offers(H200)[0]
 
 
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 4)
 @pytest.mark.parametrize("name", BOXED)
 def test_products_of_boxes(name: str) -> None:
     case, candidate, program = boxed(*BOXED[name])
@@ -533,7 +533,7 @@ def test_products_of_boxes(name: str) -> None:
         assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts, Emulator(order))
 
 
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 4)
 @pytest.mark.parametrize(
     ("channels_last", "settings"),
     [
@@ -568,6 +568,7 @@ def stages_by_tma(problem: ConvTransposeProblem, **layout: bool) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_tma_only_where_it_can(channels_last: bool) -> None:
     """Not of unaligned tensors, rows or pixels that are no multiple of 16 bytes, nor beyond a group's channels."""
@@ -641,7 +642,7 @@ def test_products_of_float32(parts: int, channels_last: bool, width: int) -> Non
         assert bool(out[finite].isfinite().all())
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("channels", [20, 70])
 def test_chains_of_two_parts_end_within_a_stage(channels: int) -> None:
     """21 operations of a row block are more than the 16 of a chain (CHAIN in implicit_gemm.cu)."""
@@ -651,7 +652,7 @@ def test_chains_of_two_parts_end_within_a_stage(channels: int) -> None:
     assert_exact(case.problem, Pass.FORWARD, candidate, program, case.layouts)
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("split", ["cells", "rows", "turns"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(

@@ -467,6 +467,7 @@ def test_an_architecture_that_the_compiler_does_not_know(directory: Path) -> Non
         compiler.compile_kernel(SOURCE, "sm_1234")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("missing", "folder"), [("cuda.core", "usable"), ("cuda", "unusable")])
 def test_cuda_core_may_be_missing(tmp_path: Path, missing: str, folder: str) -> None:
     """Importing polyphase works, the portable path works, and a kernel says what to install."""
@@ -637,7 +638,8 @@ def test_the_compiler_does_spill(directory: Path) -> None:
     assert 1 <= report.source.min_blocks < source.min_blocks
 
 
-@pytest.mark.sampled(8, 2)
+@pytest.mark.slow
+@pytest.mark.sampled(16, 2)
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "problem",
@@ -727,6 +729,7 @@ def test_stores_leave_sums_in_registers(
     assert report.clean, report
 
 
+@pytest.mark.slow
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("shape", "channels", "kernel", "dilation"),
@@ -747,7 +750,8 @@ def test_long_pieces_leave_sums_in_registers(
     assert report.clean, (most, report)
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.slow
+@pytest.mark.sampled(8, 2)
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("layer", "dtype", "kinds"),
@@ -770,6 +774,7 @@ def test_no_fence_among_the_products_of_a_stage(layer: str, dtype: str, kinds: i
         assert words.count(FENCE) == kinds, source.specialisation
 
 
+@pytest.mark.slow
 @pytest.mark.nvrtc
 def test_reports() -> None:
     problem = ConvTransposeProblem.make((1, 2, 8, 8), 2, 3, 2, bias=True)

@@ -95,7 +95,7 @@ def passes() -> Iterator[ParameterSet]:
             yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
-@pytest.mark.sampled(18, 6)
+@pytest.mark.sampled(36, 6)
 @pytest.mark.parametrize(("problem", "pass_"), list(passes()))
 def test_configs_are_exact(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One of every schedule."""
@@ -139,7 +139,7 @@ def wide_cases() -> Iterator[ParameterSet]:
                     yield pytest.param(problem, pass_, id=f"{name}-{'last' if last else 'first'}-{pass_.value}-{dtype}")
 
 
-@pytest.mark.sampled(16, 8)
+@pytest.mark.sampled(32, 8)
 @pytest.mark.parametrize(("layer", "pass_"), list(wide_cases()))
 def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
     """Quad loads and vector stores, where images allow them and where not; the kernels are those of every width."""
@@ -156,6 +156,7 @@ def test_wide_images(layer: ConvTransposeProblem, pass_: Pass) -> None:
     assert len(sources) == 1
 
 
+@pytest.mark.slow
 def test_wide_images_meet_every_path() -> None:
     """The sample above is worth its time: several tiles along h and w, aligned and not, on both sides."""
     met = set()
@@ -212,7 +213,7 @@ def chained(problem: ConvTransposeProblem, buffers: int, slices: int) -> tuple[C
     return Candidate("direct_tiled", config, 0.0, ""), program
 
 
-@pytest.mark.sampled(16, 2)
+@pytest.mark.sampled(32, 2)
 @pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("buffers", [2, 3])
 @pytest.mark.parametrize("width", [9, 12])
@@ -287,7 +288,7 @@ def test_long_sums(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
-@pytest.mark.sampled(16, 2)
+@pytest.mark.sampled(32, 2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pass_", Pass)
 def test_wide_offsets(dtype: str, pass_: Pass) -> None:
@@ -317,7 +318,7 @@ def test_offsets_widen_at_4_gib() -> None:
         assert replace(beyond, wide_offsets=False) == below
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize(("channels_last", "width"), [(False, 5), (False, 8), (True, 5)])
 @pytest.mark.parametrize("schedule", ["direct_tiled", "direct_general"])
 @pytest.mark.parametrize("as_pytorch", [False, True])

@@ -125,7 +125,7 @@ def test_what_kernels_write_to_in_channels_last() -> None:
 
 
 @pytest.mark.skipif(not available(), reason="needs Linux and g++")
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_schedule_leaves_what_lies_between_images(name: str, dtype: str) -> None:
@@ -143,7 +143,7 @@ def test_a_schedule_leaves_what_lies_between_images(name: str, dtype: str) -> No
 
 
 @pytest.mark.skipif(not available(), reason="needs Linux and g++")
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name, problem in LAYERS.items() if problem.dims > 1])
 def test_a_schedule_leaves_what_lies_between_pixels(name: str, dtype: str) -> None:

@@ -37,7 +37,7 @@ def test_a_stride_without_padding_is_a_view() -> None:
 
 
 @pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
-@pytest.mark.sampled(4, 1)
+@pytest.mark.sampled(8, 1)
 @pytest.mark.parametrize("pass_", [Pass.INPUT_GRAD, Pass.WEIGHT_GRAD])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_every_schedule(layer: ConvTransposeProblem, pass_: Pass) -> None:

@@ -59,7 +59,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize("problem", list(cases(LAYERS)))
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())

@@ -51,6 +51,7 @@ print((end - middle) / (middle - start))
     assert 1e-3 < min(shares) < IMPORT, shares  # less than a thousandth imports nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["polyphase", "torch.utils.flop_counter"])
 def test_flops_are_counted_whoever_is_imported_first(first: str) -> None:
     """The counter may import Triton, and so is not imported for its formulas."""

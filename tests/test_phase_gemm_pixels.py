@@ -46,7 +46,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(8, 2)
+@pytest.mark.sampled(16, 2)
 @pytest.mark.parametrize("problem", CASES)
 def test_layers(problem: ConvTransposeProblem) -> None:
     order = zlib.crc32(str(problem).encode())
@@ -66,7 +66,7 @@ def test_blocks_of_several_tiles(blocks: int, dtype: str) -> None:
         assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(blocks))
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("resident", [False, True])

@@ -131,7 +131,7 @@ def run_pass(problem: ConvTransposeProblem, pass_: Pass, operands: Operands) -> 
         runtime.weight_grad(x, g, problem.kernel_size, *fixed)
 
 
-@pytest.mark.sampled(32, 8)
+@pytest.mark.sampled(64, 8)
 @pytest.mark.parametrize("layer", MODELS, ids=lambda layer: layer.name)
 def test_layers_of_models_have_plans(layer: NamedLayer) -> None:
     """Each with the kernel that it has at most other sizes, where that is another."""
@@ -207,7 +207,7 @@ def test_small_sizes_have_a_kernel_of_their_own() -> None:
     assert sizes[0].candidate.seconds < sizes[0].selected[1].candidate.seconds
 
 
-@pytest.mark.sampled(8, 4)
+@pytest.mark.sampled(16, 4)
 @pytest.mark.parametrize("first", range(4))
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a"])
 def test_every_config_is_launchable(arch: str, first: int) -> None:
@@ -294,7 +294,7 @@ def test_tiny_images_far_apart_share_no_tile() -> None:
             assert params(program)["images"] * layouts.input[0] < 2**31
 
 
-@pytest.mark.sampled(18, 6)
+@pytest.mark.sampled(36, 6)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
 def test_kernels_do_not_depend_on_sizes(layer: NamedLayer) -> None:
     """In float32 and bfloat16; where there are two memory formats, one in each."""
@@ -304,7 +304,7 @@ def test_kernels_do_not_depend_on_sizes(layer: NamedLayer) -> None:
         assert_few_sources(replace(formatted, dtype=dtype))
 
 
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 4)
 @pytest.mark.parametrize("seed", range(30))
 def test_kernels_of_random_layers_do_not_depend_on_sizes(seed: int) -> None:
     for formatted in formats(random_problem(random.Random(seed))):
@@ -436,7 +436,7 @@ def assert_driver_takes(boxes: TensorMap) -> None:
     assert boxes.swizzle == 16 or boxes.box[0] * size <= boxes.swizzle
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("first", range(3))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_boxes_are_what_the_driver_takes(dtype: str, first: int) -> None:

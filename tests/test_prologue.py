@@ -168,7 +168,7 @@ def cases(*devices: DeviceInfo) -> Iterator[ParameterSet]:
 
 
 @emulated
-@pytest.mark.sampled(30, 10)
+@pytest.mark.sampled(60, 10)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("bare", "device", "number"), list(cases()))
 def test_in_every_schedule(bare: ConvTransposeProblem, device: DeviceInfo, number: int) -> None:
@@ -200,7 +200,7 @@ def ways(problem: ConvTransposeProblem) -> Iterator[tuple[Candidate, Program, Pr
 
 
 @emulated
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["float32", "tf32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", KEEP_ZERO)
@@ -249,7 +249,7 @@ def test_inputs_that_lie_otherwise(name: str) -> None:
 
 
 @emulated
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["snake beta", "sigmoid", "norm and relu", "prelu"])
 @pytest.mark.parametrize("layer", ["1-D, rows", "grouped", "stride 2", "split sums"])

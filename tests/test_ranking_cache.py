@@ -70,7 +70,7 @@ def offers(problem: ConvTransposeProblem = LAYER, device: DeviceInfo = H200, pas
     return [candidate.describe() for candidate, _ in plan.programs(problem, pass_, device)]
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -146,7 +146,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize("pass_", Pass)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_damaged_is_ranked_anew(damage: str, pass_: Pass, made: list[object], folder: Path) -> None:

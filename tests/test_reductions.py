@@ -217,7 +217,7 @@ def test_what_a_group_needs() -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.sampled(16, 4)
+@pytest.mark.sampled(32, 4)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("name", CASES)
 def test_registers_suffice(name: str, arch: str) -> None:

@@ -77,7 +77,7 @@ def assert_near(
     assert not wrong.any(), (program.main.source.specialisation, wrong.nonzero()[0], found[wrong][0], exact[wrong][0])
 
 
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 4)
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
 def test_numbers_of_many_sizes(name: str, tf32: bool) -> None:
@@ -97,7 +97,7 @@ def of_many_sizes(problem: ConvTransposeProblem) -> tuple[torch.Tensor, torch.Te
     return x, weight
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("magnitude", [2.0**-110, 1.0, 2.0**120])
 def test_a_pixel_far_larger_than_all_others(magnitude: float, tf32: bool) -> None:
@@ -112,7 +112,7 @@ def test_a_pixel_far_larger_than_all_others(magnitude: float, tf32: bool) -> Non
                 assert_near(problem, program, x, weight)
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("outlier", [1.0, 2.0**16, 2.0**26])
 def test_channels_of_many_sizes(outlier: float, tf32: bool) -> None:
@@ -151,7 +151,7 @@ MANY_TAPS = {
 }
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("name", MANY_TAPS)
 def test_packing_kernels_have_room(name: str) -> None:
     """A kernel has 48 KiB of shared memory unless more is asked for."""
@@ -163,7 +163,7 @@ def test_packing_kernels_have_room(name: str) -> None:
         assert resources_of(source, "sm_90a").shared <= 48 << 10, source.kernel
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("most", [0, 60])
 def test_what_is_not_finite(most: int, tf32: bool) -> None:
@@ -206,7 +206,7 @@ def test_zeros(zeros: str) -> None:
         assert not run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)).any()
 
 
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_all_pixels_are_measured(name: str) -> None:
     """Wherever the largest lies, in tensors of all kinds: unaligned, with gaps between rows and columns."""

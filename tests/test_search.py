@@ -54,7 +54,7 @@ def calls_of(action: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 def test_what_a_schedule_supports_is_arithmetic(schedule: planner.Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is ranked, no tile is searched: there are few calls, whatever the layer, and nothing cached before."""
@@ -73,6 +73,7 @@ def test_what_a_schedule_supports_is_arithmetic(schedule: planner.Schedule, monk
                 assert calls_of(lambda: schedule.supports(fresh, pass_, DeviceInfo.for_arch(arch))) < 200  # noqa: B023
 
 
+@pytest.mark.slow
 def test_a_cold_plan_is_short() -> None:
     """In calls of functions, which a busy machine does not change. Without bounds it takes three times as many."""
     found = []
@@ -93,7 +94,7 @@ def test_schedules_know_nothing_of_the_planner() -> None:
                 assert not any(name.startswith("polyphase.plan") for name in names), path
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("problem", list(problems(8, seed=5)), ids=str)
 def test_no_prediction_falls_below_its_bound(problem: ConvTransposeProblem) -> None:
     """Of implicit_gemm, at all sizes that it is compared at; and the fastest are those of a search of all."""

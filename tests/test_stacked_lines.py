@@ -44,7 +44,7 @@ def cases(problem: ConvTransposeProblem, most: int) -> Iterator[GemmCase]:
         yield case
 
 
-@pytest.mark.sampled(12, 4)
+@pytest.mark.sampled(24, 4)
 @pytest.mark.parametrize("problem", list(gemm_problems(LAYERS)))
 def test_stacked_lines(problem: ConvTransposeProblem) -> None:
     """Whatever the instruction, the split and the way that operands are loaded."""

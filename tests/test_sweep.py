@@ -187,6 +187,7 @@ def _pid() -> int:
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_hangs_is_replaced() -> None:
     other = OtherProcess()
     try:

@@ -77,7 +77,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
-@pytest.mark.sampled(32, 8)
+@pytest.mark.sampled(64, 8)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_every_pass(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """On tensors of one kind, every third of them dense; on a GPU it is all configs and kinds."""
@@ -88,7 +88,7 @@ def test_every_pass(problem: ConvTransposeProblem, pass_: Pass) -> None:
     assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
 
 
-@pytest.mark.sampled(32, 8)
+@pytest.mark.sampled(64, 8)
 @pytest.mark.parametrize(("problem", "pass_"), [case for case in cases() if case.values[1] is not Pass.WEIGHT_GRAD])
 def test_every_pass_by_tma(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """The same by TMA and wgmma, but for strides that it does not take."""
@@ -118,7 +118,7 @@ RUNS = (
 )
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.INPUT_GRAD])
 @pytest.mark.parametrize("problem", RUNS, ids=str)
 def test_runs(problem: ConvTransposeProblem, pass_: Pass) -> None:
@@ -168,7 +168,7 @@ BORDERS = (
 )
 
 
-@pytest.mark.sampled(18, 6)
+@pytest.mark.sampled(36, 6)
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("channels_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.INPUT_GRAD])
@@ -201,7 +201,7 @@ def test_taps_that_are_met() -> None:
             assert taps_met(axis, forward, size, cells, extent) == (sum(found), found[len(found) // 2])
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize("problem", [case.values[0] for case in cases() if case.values[1] is Pass.WEIGHT_GRAD], ids=str)
 def test_weight_gradient_by_tma(problem: ConvTransposeProblem) -> None:
     """The weight gradient of planes whose positions are innermost."""
@@ -212,7 +212,7 @@ def test_weight_gradient_by_tma(problem: ConvTransposeProblem) -> None:
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, layouts, Emulator(seed % 1000))
 
 
-@pytest.mark.sampled(8, 4)
+@pytest.mark.sampled(16, 4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "tf32", "float32"])
 @pytest.mark.parametrize(
     "layer",
@@ -237,7 +237,7 @@ def test_every_config_of_a_weight_gradient_by_tma(layer: ConvTransposeProblem, d
         assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, layouts, Emulator(3))
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize("shape", _SHAPES, ids=str)
 @pytest.mark.parametrize("pass_", list(Pass))
 def test_every_shape(pass_: Pass, shape: tuple[int, int, int]) -> None:
@@ -252,7 +252,7 @@ def test_every_shape(pass_: Pass, shape: tuple[int, int, int]) -> None:
             assert_exact(problem, pass_, candidate, program, executor=Emulator(3))
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("pass_", list(Pass))
 @pytest.mark.parametrize("name", ["exact", "3-D, many taps", "few positions"])
 def test_no_races(name: str, pass_: Pass) -> None:
@@ -311,7 +311,7 @@ def test_many_residues(dtype: str) -> None:
     assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_images_in_shares(dtype: str, batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def configs_in_place(problem: ConvTransposeProblem, count: int) -> list[WgradTma
     return found[zlib.crc32(str(problem).encode()) % 4 % len(found) :: max(1, len(found) // count)]
 
 
-@pytest.mark.sampled(8, 2)
+@pytest.mark.sampled(16, 2)
 @pytest.mark.parametrize("problem", IN_PLACE, ids=str)
 def test_operands_in_place(problem: ConvTransposeProblem) -> None:
     """The input, or with stride 1 the gradient, is read as it lies; of single taps both are, without a step before."""
@@ -508,7 +508,7 @@ WEIGHT_BOXES = (
 )
 
 
-@pytest.mark.sampled(18, 6)
+@pytest.mark.sampled(36, 6)
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("problem", WEIGHT_BOXES, ids=str)
 def test_boxes_of_weights(problem: ConvTransposeProblem, share: int) -> None:

@@ -32,7 +32,7 @@ LAYERS = (
 )
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.INPUT_GRAD])
 @pytest.mark.parametrize("problem", LAYERS, ids=str)
 def test_windows(problem: ConvTransposeProblem, pass_: Pass) -> None:

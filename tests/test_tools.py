@@ -238,6 +238,7 @@ def test_thop() -> None:
     assert thop.profile(ours, (X,), verbose=False) == thop.profile(theirs, (X,), verbose=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", ["fvcore.nn", "ptflops"])
 def test_counters_that_are_imported_after_the_model_was_accelerated(tool: str) -> None:
     pytest.importorskip(tool)

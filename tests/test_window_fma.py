@@ -63,7 +63,7 @@ def cases() -> Iterator[ParameterSet]:
             yield pytest.param(replace(layer, dtype=dtype), id=f"{name}-{dtype}")
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize("problem", list(cases()))
 def test_layers(problem: ConvTransposeProblem) -> None:
     """Tensors of each kind whose rows have no gaps, a config of each by turns; on a GPU it is all configs."""
@@ -71,7 +71,7 @@ def test_layers(problem: ConvTransposeProblem) -> None:
     assert assert_kinds_exact(FMA, problem, PASS, given) == len(given)
 
 
-@pytest.mark.sampled(8, 2)
+@pytest.mark.sampled(16, 2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_config(name: str) -> None:
     """Those that the planner is not offered, too."""

@@ -69,7 +69,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(formatted, pass_, id=f"{name}-{order}-{pass_.value}")
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize(("problem", "pass_"), list(cases()))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """On tensors of one kind, every third of them dense; on a GPU it is all configs and kinds."""
@@ -80,7 +80,7 @@ def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     assert_exact(problem, pass_, candidate, program, layouts, Emulator(seed % 1000))
 
 
-@pytest.mark.sampled(16, 2)
+@pytest.mark.sampled(32, 2)
 @pytest.mark.parametrize("shape", gradient_gemm._SHAPES, ids=str)
 @pytest.mark.parametrize("pass_", GRADIENTS)
 def test_every_shape(pass_: Pass, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_configs_fit_images_of_any_alignment() -> None:
     assert len(first) == 1
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("pass_", GRADIENTS)
 @pytest.mark.parametrize("name", ["stride 1", "tiny images"])
 def test_no_races(name: str, pass_: Pass) -> None:
@@ -192,7 +192,7 @@ MIRRORED = {
 }
 
 
-@pytest.mark.sampled(16, 8)
+@pytest.mark.sampled(32, 8)
 @pytest.mark.parametrize("name", MIRRORED)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_mirrored_layers(name: str, channels_last: bool) -> None:

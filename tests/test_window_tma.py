@@ -81,7 +81,7 @@ LAYERS = {
 WITHOUT_WEIGHT = {"grouped, odd", "kernel < stride", "output padding"}
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS, WITHOUT_WEIGHT)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One config; on a GPU it is all of them."""
@@ -117,7 +117,7 @@ def _shape(config: TmaConfig) -> tuple[object, ...]:
     return config.taps, config.row_groups, config.column_groups, config.lines > 1
 
 
-@pytest.mark.sampled(24, 4)
+@pytest.mark.sampled(48, 4)
 @pytest.mark.parametrize("third", range(3))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pass_", SCHEDULES)
@@ -141,7 +141,7 @@ def test_no_races(name: str, pass_: Pass) -> None:
     assert_no_races(SCHEDULES[pass_], LAYERS[name], pass_)
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pass_", SCHEDULES)
 def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_long_sums(pass_: Pass, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     tma_cost.input_splits.cache_clear()
 
 
-@pytest.mark.sampled(4, 2)
+@pytest.mark.sampled(8, 2)
 @pytest.mark.parametrize("in_channels", [264, 27])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_splits_of_an_input_gradient(dtype: str, in_channels: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS, WITHOUT_WEIGHT)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One config; on a GPU it is all of them."""

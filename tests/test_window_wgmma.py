@@ -97,7 +97,7 @@ LAST = {
 }
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("name", LAST)
 def test_channels_last(name: str) -> None:
     """Tensors of each kind that TMA takes, a config of each; on a GPU it is all of them."""
@@ -121,7 +121,7 @@ def test_channels_last_take_every_way() -> None:
     assert {dict(program.main.source.constants)["COLUMN_TILES"] for program in found} > {2, 8}
 
 
-@pytest.mark.sampled(24, 8)
+@pytest.mark.sampled(48, 8)
 @pytest.mark.parametrize(("problem", "pass_"), list(gradient_cases(LAYERS)))
 def test_gradients(problem: ConvTransposeProblem, pass_: Pass) -> None:
     """One config; on a GPU it is all of them."""
@@ -148,6 +148,7 @@ def test_blocks_go_on_to_further_tiles(problem: ConvTransposeProblem, monkeypatc
         assert_exact(problem, Pass.INPUT_GRAD, candidate, program, layouts, Emulator(5))
 
 
+@pytest.mark.slow
 def test_layers_take_every_way() -> None:
     """Windows come as boxes and by copies; the input's runs are rows or join them, long or short."""
     ways = set()
@@ -179,7 +180,7 @@ def mixed_formats(problem: ConvTransposeProblem) -> Iterator[Layouts]:
         yield replace(Layouts.dense(problem), input=input, output=output, weight_channels_last=False)
 
 
-@pytest.mark.sampled(8, 4)
+@pytest.mark.sampled(16, 4)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(
     "problem",
@@ -207,7 +208,7 @@ def test_input_and_gradient_in_different_formats(problem: ConvTransposeProblem, 
             assert_exact(problem, pass_, candidate, program, layouts, executor=Emulator(number))
 
 
-@pytest.mark.sampled(16, 2)
+@pytest.mark.sampled(32, 2)
 @pytest.mark.parametrize(
     "shape",
     [(row_tiles, columns) for row_tiles in (1, 2, 3, 4) for columns in (8, 64, 128, 256) if row_tiles * columns <= 256],
