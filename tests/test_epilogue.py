@@ -256,7 +256,6 @@ def cases(*devices: DeviceInfo) -> Iterator[ParameterSet]:
 
 @emulated
 @pytest.mark.sampled(60, 10)
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", list(cases()))
 def test_combined_in_every_schedule(case: Case) -> None:
     for number, offer in enumerate(case.offers()):

@@ -260,7 +260,6 @@ def gpu_with_kernels(request: pytest.FixtureRequest) -> Gpu:
     return executor
 
 
-@pytest.mark.timeout(600)  # the first one waits for the compiler
 @pytest.mark.parametrize("case", [*cases(), *strange_cases()])
 def test_every_config_is_exact(case: Case, gpu_with_kernels: Gpu) -> None:
     """On poisoned outputs, amid guards."""
@@ -268,7 +267,6 @@ def test_every_config_is_exact(case: Case, gpu_with_kernels: Gpu) -> None:
         assert_exact(case.problem, case.pass_, candidate, program, case.layouts, gpu_with_kernels)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", list(gemm_cases(20, DeviceInfo.of(DEVICE))) if torch.cuda.is_available() else [])
 def test_products(case: GemmCase, gpu_with_kernels: Gpu) -> None:
     """Settings of implicit_gemm beyond what the planner likes best, blocks that take many tiles each."""
@@ -338,7 +336,6 @@ def busy_cases() -> Iterator[ParameterSet]:
             )
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", list(busy_cases()))
 def test_products_of_busy_layers(case: Case, gpu_with_kernels: Gpu) -> None:
     for candidate, program in case.offers(DeviceInfo.of(gpu_with_kernels.device)):

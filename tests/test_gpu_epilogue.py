@@ -36,7 +36,7 @@ from test_reductions import check as check_reduction
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 
 

@@ -77,7 +77,6 @@ def cases() -> Iterator[ParameterSet]:
 
 @emulated
 @pytest.mark.sampled(48, 8)
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("problem", "device", "number"), list(cases()))
 def test_every_kind_of_config(problem: ConvTransposeProblem, device: DeviceInfo, number: int) -> None:
     kinds: dict[tuple[object, ...], tuple[Candidate, Program]] = {}

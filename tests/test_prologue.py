@@ -169,7 +169,6 @@ def cases(*devices: DeviceInfo) -> Iterator[ParameterSet]:
 
 @emulated
 @pytest.mark.sampled(60, 10)
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("bare", "device", "number"), list(cases()))
 def test_in_every_schedule(bare: ConvTransposeProblem, device: DeviceInfo, number: int) -> None:
     """A config of each, in a dtype, behind one of the functions by turns; in its kernels where they can."""
@@ -201,7 +200,6 @@ def ways(problem: ConvTransposeProblem) -> Iterator[tuple[Candidate, Program, Pr
 
 @emulated
 @pytest.mark.sampled(48, 8)
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["float32", "tf32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", KEEP_ZERO)
 def test_within_kernels_is_what_a_step_gives(name: str, dtype: str) -> None:
@@ -250,7 +248,6 @@ def test_inputs_that_lie_otherwise(name: str) -> None:
 
 @emulated
 @pytest.mark.sampled(8, 2)
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["snake beta", "sigmoid", "norm and relu", "prelu"])
 @pytest.mark.parametrize("layer", ["1-D, rows", "grouped", "stride 2", "split sums"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
