@@ -100,6 +100,7 @@ def test_values_and_gradients_are_pytorchs(name: str, dims: int) -> None:
         torch.testing.assert_close(*(torch.autograd.grad(f(*some), of, cotangent)[0] for f in (ours, theirs)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["elu", "prelu", "snake", "snake beta, logarithmic"])
 def test_derivatives_of_second_order(name: str) -> None:
     ours, _, count = both(name, 1)
