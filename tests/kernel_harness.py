@@ -73,7 +73,7 @@ class Emulator:
 
 
 def tensor_map(boxes: TensorMap) -> bytes:
-    """The emulator's ``TensorMap`` (tests/emulator/ptx/tma.cuh)."""
+    """The emulator's ``TensorMap`` (tests/emulator/cuda_shim.h)."""
     assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in boxes.strides)
     assert all(0 < side <= 256 for side in boxes.spans)
     assert all(0 < step <= 8 for step in boxes.steps)

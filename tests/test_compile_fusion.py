@@ -147,6 +147,13 @@ def test_chains(name: str) -> None:
         assert sorted(fusion.chains) == sorted(chains)
 
 
+def _passed(graph: torch.fx.GraphModule, examples: list[Any]) -> Any:
+    fusion: Any = config.pre_grad_custom_pass
+    fusion(graph.graph)
+    graph.recompile()
+    return graph
+
+
 def resampled(x: Tensor, taps: Tensor, alpha: Tensor) -> Tensor:
     """BigVGAN's activation: twice the rate, then a snake."""
     channels = x.shape[1]
@@ -162,9 +169,104 @@ def test_functions_of_a_library(device: str | None) -> None:
     x, taps, alpha = torch.randn(2, 4, 20), torch.rand(1, 1, 6), torch.rand(1, 4, 1)
     override = polyphase.override(device) if device else contextlib.nullcontext()
     with torch.no_grad(), override, polyphase.enable_compile_fusion() as fusion:
-        found = torch.compile(resampled, fullgraph=True, dynamic=device is None)(x, taps, alpha)
+        found = torch.compile(resampled, fullgraph=True, dynamic=device is None, backend=_passed)(x, taps, alpha)
         torch.testing.assert_close(found, resampled(x, taps, alpha), rtol=1e-4, atol=1e-5)
         assert fusion.chains == (["conv_transpose → mul → getitem → snake"] if device else [])
+
+
+def _of_a_later_value(layer: nn.Module, alpha: Tensor, x: Tensor) -> Tensor:
+    kept = alpha.clone()
+    factor = kept.exp()
+    kept.zero_()
+    y = layer(x)
+    return y + torch.sin(factor * y).pow(2) * (1 / (factor + 1e-9))
+
+
+def _of_a_changed_value(layer: nn.Module, alpha: Tensor, x: Tensor) -> Tensor:
+    factor = alpha.exp()
+    factor.mul_(2)
+    y = layer(x)
+    return y + torch.sin(factor * y).pow(2) * (1 / (factor + 1e-9))
+
+
+def _before_of_a_changed_value(layer: nn.Module, alpha: Tensor, x: Tensor) -> Tensor:
+    factor = alpha.exp()
+    factor.mul_(2)
+    return layer(x + torch.sin(factor * x).pow(2) * (1 / (factor + 1e-9)))
+
+
+def _read_twice(layer: nn.Module, alpha: Tensor, x: Tensor) -> Tensor:
+    z = F.leaky_relu(x * 1, 0.1, inplace=True)
+    return layer(z)[..., 1:-1] + z
+
+
+def _by_strides(layer: nn.Module, alpha: Tensor, x: Tensor) -> Tensor:
+    y = layer(x)[..., 1:]
+    return torch.as_strided(y, y.shape, y.stride()) + 1
+
+
+def _mapped(layer: nn.Module, alpha: Tensor, x: Tensor) -> Tensor:
+    return torch.vmap(lambda each: torch.relu(F.conv_transpose1d(each[None], layer.weight, padding=1))[0])(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "chains"),
+    [
+        (_of_a_later_value, []),
+        (_of_a_changed_value, []),
+        (_before_of_a_changed_value, []),
+        (_read_twice, ["conv_transpose → getitem → add"]),
+        (_by_strides, []),
+        (_mapped, []),
+    ],
+)
+def test_values_that_change_or_are_read_otherwise(function: Callable[..., Tensor], chains: list[str]) -> None:
+    torch.manual_seed(0)
+    layer = polyphase.ConvTranspose1d(4, 4, 3, padding=0 if function is _read_twice else 1).requires_grad_(False)
+    alpha, x = torch.rand(4, 1), torch.randn(2, 4, 12)
+    with torch.no_grad(), polyphase.override("cpu"), polyphase.enable_compile_fusion() as fusion:
+        found = torch.compile(function, fullgraph=True, backend=_passed)(layer, alpha.clone(), x.clone())
+        torch.testing.assert_close(found, function(layer, alpha.clone(), x.clone()), rtol=1e-4, atol=1e-5)
+        assert fusion.chains == chains
+
+
+def test_a_slice_of_a_volume_keeps_what_decides_about_tf32() -> None:
+    layer = polyphase.ConvTranspose3d(2, 3, 3, (1, 2, 2)).requires_grad_(False)
+    with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:
+        for index in (slice(1, None), (..., slice(None, -1)), (..., slice(1, None))):
+            torch._dynamo.reset()
+            torch.compile(
+                lambda x, index=index: (
+                    layer(x)[(slice(None), slice(None), index)].relu()
+                    if isinstance(index, slice)
+                    else layer(x)[index].relu()
+                ),
+                backend=_passed,
+            )(torch.randn(1, 2, 4, 4, 4))
+    assert fusion.chains == ["conv_transpose → getitem → relu"] * 2
+
+
+def test_sizes_that_depend_on_data() -> None:
+    layer = polyphase.ConvTranspose1d(4, 4, 3).requires_grad_(False)
+
+    def function(x: Tensor) -> Tensor:
+        return torch.tanh(layer(x[(x[:, 0, 0] > 0).nonzero()[:, 0]])[..., 1:])
+
+    x = torch.randn(5, 4, 9)
+    with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            found = torch.compile(function, backend=_passed, fullgraph=True)(x)
+        torch.testing.assert_close(found, function(x))
+    assert fusion.chains == ["conv_transpose → getitem → tanh"]
+
+
+def test_a_snake_that_records_derivatives() -> None:
+    layer, alpha = polyphase.ConvTranspose1d(4, 4, 3).requires_grad_(False), torch.rand(1, 4, 1, requires_grad=True)
+    with polyphase.enable_compile_fusion() as fusion:
+        torch.compile(lambda x: (y := layer(x)) + torch.sin(alpha * y).pow(2) / alpha, backend=_passed)(
+            torch.randn(1, 4, 9)
+        )
+    assert fusion.chains == []
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -173,7 +275,7 @@ def test_a_slice_whose_bound_is_a_size(recorded: bool) -> None:
     model = Block(lambda m, y, x: torch.tanh(y[..., 1 : y.shape[-1] - 2])).eval()
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     with torch.set_grad_enabled(recorded), polyphase.enable_compile_fusion() as fusion:
-        found = torch.compile(model, fullgraph=True, dynamic=False)(x)
+        found = torch.compile(model, fullgraph=True, dynamic=False, backend=_passed)(x)
         torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
         assert fusion.chains == ([] if recorded else ["conv_transpose → getitem → tanh"])
 

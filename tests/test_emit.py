@@ -20,10 +20,17 @@ from typer.testing import CliRunner
 
 import nvrtc11
 from emitted import ARCHS, LAYERS, ON_ALL, ROOT, TWO_LAYERS, as_planned, emitted, emitted_file, load, names
+from kernel_harness import H200
 from polyphase.__main__ import app
 from polyphase.emit import rules
+from polyphase.emit.file import _choose
 from polyphase.emit.model import EmitError
 from polyphase.jit.includes import without_includes
+from polyphase.plan.shortlist import candidates
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.layouts import Layouts
+
+make = ConvTransposeProblem.make
 
 # What is in the file
 
@@ -144,6 +151,27 @@ def test_emitted_forward_passes_round_where_pytorch_does(
         )
         assert {value for backward, value in constants if backward == "false"} == {expected}
         assert {value for backward, value in constants if backward == "true"} <= {"false", exact if flags else rounded}
+
+
+@pytest.mark.parametrize("pass_", [Pass.INPUT_GRAD, Pass.WEIGHT_GRAD])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        make((8, 64, 28, 28), 128, 1, 2),
+        make((4, 64, 28, 28), 32, (1, 3), 2, (0, 1), dtype="bfloat16"),
+        make((1, 16, 64, 64), 1, 1, 4),
+        make((4, 513, 100), 1, 1024, 256),
+        make((4, 64, 100), 1, 512, 128, 128),
+    ],
+    ids=str,
+)
+def test_layers_are_not_restated(layer: ConvTransposeProblem, pass_: Pass) -> None:
+    """A file computes a layer as it is at every size: the chosen config is not one for an equivalent layer."""
+    chosen, sources = _choose(layer, pass_, H200)
+    layouts = Layouts.of_call(layer, pass_)
+    offered = candidates(chosen.schedule, layer.of_pass(pass_), pass_, H200, layouts)
+    assert chosen.candidate.config in [each.config for each in offered]
+    assert sources
 
 
 def test_what_emit_refuses(tmp_path: Path) -> None:

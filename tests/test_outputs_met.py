@@ -32,8 +32,8 @@ def test_a_stride_without_padding_is_a_view() -> None:
         assert layouts.output == (*whole.output[:3], 3 * whole.output[3], whole.output[4])
         assert layouts.input == whole.input
     assert as_computed(layer, Pass.FORWARD, None)[0] == layer
-    padded = make((2, 8, 5, 6), 4, (1, 3), (3, 2), 1)
-    assert as_computed(padded, Pass.INPUT_GRAD, None) == (padded, Layouts.of_call(padded, Pass.INPUT_GRAD))
+    for other in (make((2, 24, 5), 16, 1, 2, output_padding=-1), make((2, 8, 5, 6), 4, (1, 3), (3, 2), 1)):
+        assert as_computed(other, Pass.INPUT_GRAD, None) == (other, Layouts.of_call(other, Pass.INPUT_GRAD))
 
 
 @pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")

@@ -21,9 +21,17 @@ from typing import Any
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from polyphase import crops, elementwise, functional_override, graph_steps, inductor, layer_norms, snakes
-from polyphase.elementwise import change_between, changes_what_is_read, is_closed, is_in_place, next_reader
+from polyphase.elementwise import (
+    change_between,
+    changes_what_is_read,
+    is_closed,
+    is_in_place,
+    may_change,
+    next_reader,
+)
 from polyphase.functional_override import replace_functions
 from polyphase.graph_steps import GraphStep, is_only_for, step_after, step_before, value_of
 from polyphase.inductor import LAYERS
@@ -94,7 +102,8 @@ def enable_compile_fusion() -> CompileFusion:
     per channel, and sums and products with an earlier value (``y·sigmoid(y)``), if nothing else reads the values
     between and dtypes are the output's; and an activation or a snake whose result only a layer reads. Of an output
     that is sliced, ``y[..., a:b]``, only the slice is computed. Graphs that record derivatives do not change, except
-    for concatenations along channels: layers write their slices in any graph.
+    for concatenations along channels: layers write their slices in any graph. Calls of PyTorch's functions are layers
+    too, while `override` is active. A sliced output is whole in memory, where PyTorch's is a view.
 
     Returns:
         The pass: a context, with ``disable()``, the ``chains`` that it has found, and the ``reasons`` why a
@@ -138,6 +147,8 @@ _MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 def _fuse(graph: Graph) -> list[str]:
     """Fuses every chain of a graph, and returns their descriptions."""
     found: dict[Node, str] = {}
+    if any(getattr(node.target, "__name__", "").endswith("_increment_nesting") for node in graph.nodes):
+        return []  # transforms of torch.func, which have no rules for all operators
     replace_functions(graph, value_of)
     nodes = list(graph.nodes)
     order = {node: place for place, node in enumerate(nodes)}
@@ -170,11 +181,9 @@ def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[No
         further = {*chain, *step.nodes}
         if any(each in taken or each not in order for each in step.nodes):
             break  # the last test: the call that replaced another layer's chain
-        between = nodes[order[layer] : order[step.nodes[-1]]]
-        if change_between(between, further | taken, lambda each: None) is not None:
+        first = min(order.get(each, 0) for each in (layer, *step.helpers))
+        if not _may_move(nodes[first : order[step.nodes[-1]]], further | taken | {*step.helpers}):
             break
-        if any(getattr(each.target, "__name__", "") in _MODES for each in between):
-            break  # the layer would be computed in another mode, and be recorded for derivatives
         steps.append(step)
         chain += step.nodes
         if step.ends is not None:  # the values before it have another size
@@ -187,9 +196,9 @@ def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[No
 
 def _before(layer: Node, nodes: list[Node]) -> GraphStep | None:
     """The operation that a layer can compute on its input; the first operand is the layer's new input."""
-    value = layer.args[0]
-    if not isinstance(value, Node) or list(value.users) != [layer]:
-        return None
+    value, *others = layer.args
+    if not isinstance(value, Node) or list(value.users) != [layer] or value in _nodes_of(others):
+        return None  # a residual may be the same tensor
     step = step_before(value)
     if step is None or step.step is None:
         return None
@@ -202,10 +211,24 @@ def _before(layer: Node, nodes: list[Node]) -> GraphStep | None:
         return None
     source, _ = step.operands[0]
     first = source if is_only_for(source, value) else step.nodes[0]
-    between = nodes[nodes.index(first) : nodes.index(layer)]
-    changing = change_between(between, step.nodes, lambda each: None)
-    modes = any(getattr(each.target, "__name__", "") in _MODES for each in between)
-    return None if changing is not None or modes else step
+    return step if _may_move(nodes[nodes.index(first) : nodes.index(layer)], {*step.nodes}) else None
+
+
+def _may_move(nodes: Sequence[Node], taken: set[Node]) -> bool:
+    """Whether calls ``taken`` from a row of nodes have the same result at its end."""
+    if change_between(nodes, taken, lambda each: None) is not None:
+        return False
+    others = [node for node in nodes if node not in taken]
+    if any(each in taken for node in others for each in may_change(node)):
+        return False
+    # In another mode the layer would be recorded for derivatives.
+    return not any(getattr(node.target, "__name__", "") in _MODES for node in others)
+
+
+def _nodes_of(arguments: Sequence[Any]) -> list[Node]:
+    found: list[Node] = []
+    map_arg(tuple(arguments), found.append)
+    return found
 
 
 def _replace_input(graph: Graph, layer: Node, step: GraphStep) -> Node:

@@ -27,29 +27,35 @@ def name_of(target: Any) -> str:
     return CONTIGUOUS if target == CONTIGUOUS or target is Tensor.contiguous else ""
 
 
-def may_be_crop(index: Any, dims: int) -> bool:
-    """Whether an index of a tensor with ``dims`` may cut only its spatial ones; bounds may be nodes of a graph."""
-    parts = _parts(index, dims)
+def may_be_crop(index: Any, stride: Sequence[int]) -> bool:
+    """Whether an index of a layer's output may be a slice that the layer computes; bounds may be nodes of a graph.
+
+    It cuts only spatial dimensions. In 3-D, it cuts no beginning along a dimension with a stride: there padding decides
+    whether float32 is rounded to TF32 as PyTorch does.
+    """
+    parts = _parts(index, len(stride) + 2)
     if parts is None or any(part != slice(None) for part in parts[:2]):
         return False
     bounds = [each for part in parts[2:] for each in (part.start, part.stop)]
+    begins = [part.start in (None, 0) for part, step in zip(parts[2:], stride) if step > 1]
+    if len(stride) == 3 and not all(begins):
+        return False
     return all(each is None or type(each) is int or isinstance(each, Node) for each in bounds)
 
 
-def ends_of(index: Any, size: Sequence[int]) -> Ends | None:
+def ends_of(index: Any, size: Sequence[int], stride: Sequence[int]) -> Ends | None:
     """Numbers of elements that an index cuts off at both ends of each spatial dimension; None if it is not a crop.
 
-    None too where that depends on a symbolic size.
+    Also None if that depends on a symbolic size; with such a size the slice may still leave nothing.
     """
-    parts = _parts(index, len(size))
-    if parts is None or not may_be_crop(index, len(size)):
+    if len(size) != len(stride) + 2 or not may_be_crop(index, stride):
         return None
-    ends = [_ends_of(part, count) for part, count in zip(parts[2:], size[2:])]
+    ends = [_cut_by(part, count) for part, count in zip((_parts(index, len(size)) or ())[2:], size[2:])]
     return None if None in ends else tuple(ends)  # type: ignore[arg-type]
 
 
-def _ends_of(part: slice, count: Any) -> tuple[int, int] | None:
-    """Numbers of elements that a slice cuts off at both ends of ``count``; None if it leaves none."""
+def _cut_by(part: slice, count: Any) -> tuple[int, int] | None:
+    """Numbers of elements that a slice cuts off at both ends of ``count``; None if it is known to leave none."""
     if isinstance(count, int):
         start, stop, _ = part.indices(count)
         return (start, count - stop) if start < stop else None

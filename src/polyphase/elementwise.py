@@ -154,7 +154,7 @@ def change_between(
             new = isinstance(module, MAKE_NEW)
         else:
             call = node.op in ("call_function", "call_method")
-            changed = _may_change(node) if call else ()
+            changed = may_change(node) if call else ()
             new = makes_new(node)
         if not made.issuperset(changed):
             return node
@@ -165,7 +165,7 @@ def change_between(
     return None
 
 
-def _may_change(node: Any) -> Sequence[Any]:
+def may_change(node: Any) -> Sequence[Any]:
     """The arguments that a call may change."""
     target, kwargs = node.target, node.kwargs
     if isinstance(target, torch._ops.OpOverload):

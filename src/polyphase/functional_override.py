@@ -55,7 +55,8 @@ def override(device: str = "cuda") -> Override:
 
     It reaches what `accelerate` cannot: calls of ``torch.nn.functional``'s functions in anyone's code, and modules of
     models that are not built yet. PyTorch's operators ``aten::conv_transpose1d/2d/3d`` get polyphase as their kernel in
-    PyTorch's dispatcher, so autograd, autocast and ``torch.compile`` work as with `conv_transpose2d`. What was compiled
+    PyTorch's dispatcher, so autograd, autocast and ``torch.compile`` work as with `conv_transpose2d`, and
+    `enable_compile_fusion` fuses what is around such a call as around a layer. What was compiled
     or captured before stays as it was, and so does what is compiled meanwhile. A ``torch.export`` program keeps
     PyTorch's operator, which is polyphase's wherever an override is active. PyTorch still computes calls within the
     transforms of `torch.func` (``grad``, ``vmap``, ``jvp``), tensors of other layouts, such as MKL-DNN's, and calls of

@@ -256,7 +256,7 @@ class Chain:
 
         reads = tensors if tensors[2] is not None else tensors[:2]
         reads = (*reads, *(each for step in before for _, each in step.tensors))
-        return Waiting(compute, reads, expected, size, dtype, input.device)
+        return Waiting(compute, reads, expected, size, dtype, input.device, stride=layer.stride)
 
 
 @lru_cache(maxsize=1024)

@@ -331,7 +331,8 @@ class Trace:
             wrong = len(call.args) > 1 or bool(call.kwargs)
         else:
             again = any(reader is not call and reader not in nodes for each in (layer, *nodes) for reader in each.users)
-            wrong = again or not crops.may_be_crop(call.args[1], _dims(self._module(layer)))
+            of: Any = self._module(layer)
+            wrong = again or not crops.may_be_crop(call.args[1], of.stride)
             wrong |= any(len(node.all_input_nodes) > 1 for node in nodes)
         if wrong or self._reduced_before([layer, *nodes]):
             return f"{call_name(call)}() reads its output, in a way that is not fused"

@@ -23,7 +23,7 @@ from polyphase.elementwise import (
     step_of,
     step_of_value,
 )
-from polyphase.layer_norms import layer_norm_of
+from polyphase.layer_norms import known_equal, layer_norm_of
 from polyphase.problem.epilogue import ACTIVATIONS, NONE, decoded
 from polyphase.snakes import Found, snake_at, snake_behind
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
@@ -43,6 +43,7 @@ class GraphStep(NamedTuple):
     step: fused.Step | None
     operands: Sequence[tuple[Node, tuple[int, ...] | None]] = ()  # with the shape to read each in, if it differs
     ends: crops.Ends | None = None  # of a slice
+    helpers: Sequence[Node] = ()  # nodes whose values the step computes from their inputs, which it reads
 
     @property
     def computes(self) -> bool:
@@ -102,10 +103,11 @@ def _snake(found: Found | None, number: int = 0) -> GraphStep | None:
 
 
 def _snake_behind(value: Node, numbers: dict[Node, int]) -> GraphStep | None:
-    step = (
-        _snake(snake_behind(value, value_of), numbers[value] + 1) if numbers[value] == max(numbers.values()) else None
-    )
-    return None if step is None else step._replace(operands=step.operands[1:])  # its input is the chain's
+    found = snake_behind(value, value_of) if numbers[value] == max(numbers.values()) else None
+    if found is None or any(getattr(value_of(node), "requires_grad", False) for node in found.nodes):
+        return None
+    step = _snake(found, numbers[value] + 1)
+    return None if step is None else step._replace(operands=step.operands[1:], helpers=found.helpers)
 
 
 def _slice(call: Node, layer: Node, numbers: dict[Node, int]) -> GraphStep | None:
@@ -116,14 +118,16 @@ def _slice(call: Node, layer: Node, numbers: dict[Node, int]) -> GraphStep | Non
     if name == crops.CONTIGUOUS:
         alone = len(call.args) == 1 and not call.kwargs and value_of(layer).is_contiguous()
         return GraphStep(name, numbers[value], (call,), None) if alone else None
-    _, padding, extra, *_ = layer.args[-5:]
+    stride, padding, extra, *_ = layer.args[-5:]
     existing, _ = decoded(layer.args[4]) if layer.target is conv_transpose_epilogue else (NONE, NONE)  # type: ignore[arg-type]
     size, kept = value_of(value).shape, value_of(call)
-    ends = crops.ends_of(map_arg(call.args[1], value_of), size)
+    ends = crops.ends_of(map_arg(call.args[1], value_of), size, stride)  # type: ignore[arg-type]
     if ends is None or existing.residuals or not all(type(each) is int for each in (*padding, *extra)):  # type: ignore[misc]
         return None
-    if not all(_known_equal(count - sum(pair), left) for count, pair, left in zip(size[2:], ends, kept.shape[2:])):
+    if not all(known_equal(count - sum(pair), left) for count, pair, left in zip(size[2:], ends, kept.shape[2:])):
         return None
+    if any("as_strided" in (node.target, getattr(node.target, "__name__", "")) for node in layer.graph.nodes):
+        return None  # a slice has the strides of the whole output
     return GraphStep(name, numbers[value], (call,), None, ends=ends)
 
 
@@ -165,7 +169,7 @@ def _step_of(call: Node, last: Node, numbers: dict[Node, int]) -> GraphStep | No
     other = value_of(reading.other)
     if not isinstance(reading.other, Node) or not isinstance(other, Tensor) or other.dtype != output.dtype:
         return None
-    kind = per(reading.kind, other.shape, size, _known_equal)
+    kind = per(reading.kind, other.shape, size, known_equal)
     if not kind:
         return None
     shape = read_as(kind, size)
@@ -188,12 +192,3 @@ def _norm(call: Node, numbers: dict[Node, int]) -> GraphStep | None:
     return GraphStep(
         "batch_norm", number + 1, (call,), step, [(each, None) for each in tensors if isinstance(each, Node)]
     )
-
-
-def _known_equal(one: Any, other: Any) -> bool:
-    """Whether two sizes, maybe symbolic, are known to be equal."""
-    if isinstance(one, int) and isinstance(other, int):
-        return one == other
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(one == other)

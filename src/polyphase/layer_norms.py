@@ -66,13 +66,13 @@ def layer_norm_of(value: Node, channels: Any, value_of: Callable[[Node], Any]) -
     return None
 
 
-def closed(value: Node, is_smooth: Callable[[Node], bool]) -> Iterator[tuple[Node, ...]]:
-    """Nodes after ``value`` that are all smooth functions, and of which others read only the last."""
+def closed(value: Node, taken: Callable[[Node], bool]) -> Iterator[tuple[Node, ...]]:
+    """Nodes after ``value`` that are all ``taken``, and of which others read only the last."""
     inside = {value: None}
     node = value.next
     while node.op != "root" and len(inside) <= _MOST_NODES:
         if any(each in inside for each in node.all_input_nodes):
-            if not is_smooth(node):
+            if not taken(node):
                 return
             inside[node] = None
             if all(user in inside for each in inside if each is not node for user in each.users):
@@ -135,3 +135,12 @@ _FUNCTIONS = functions_of(_NAMES, (operator, torch, torch.nn.functional))
 def is_smooth(node: Node) -> bool:
     """Whether a node calls a smooth function."""
     return is_call_of(node, _NAMES, _FUNCTIONS)
+
+
+def known_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes, maybe symbolic, are known to be equal."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(one == other)

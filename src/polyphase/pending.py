@@ -57,7 +57,7 @@ class Waiting(NamedTuple):
     steps' tensors, which must not change before; ``expected``: the kinds of the calls in order, or modules, which call
     ``pass_through``; ``size``, ``dtype`` and ``device``: the tensor's. ``records``: autograd records the computation,
     as it would have when the layer was called; ``graph``: then a tensor at the first output's position in the graph,
-    with other values, for uses that do not need values, such as an `autograd.Function`.
+    with other values, for uses that do not need values, such as an `autograd.Function`; ``stride``: the layer's.
     """
 
     compute: Callable[..., Tensor]
@@ -68,6 +68,7 @@ class Waiting(NamedTuple):
     device: torch.device
     records: bool = False
     graph: Tensor | None = None
+    stride: tuple[int, ...] = ()
 
 
 #: The base of tensors without values: C++ code that reads them without the dispatcher finds no elements.
@@ -180,7 +181,7 @@ class Pending(Tensor):
             apart = len(args) > 1 or output_channels_last(*waiting.reads[:2])
             return None if apart else Pending.of(waiting, self._steps, self._versions, self._place)
         whole = any(role == "residual" for step in self._steps for role, _ in step.tensors)
-        ends = None if whole or not self._expects(name) else crops.ends_of(args[1], self._size())
+        ends = None if whole or not self._expects(name) else crops.ends_of(args[1], self._size(), waiting.stride)
         if ends is None:
             return None
         later = Pending.of(crops.cropped(waiting, ends), self._steps, self._versions, self._place + 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from polyphase import fused
-from polyphase.layer_norms import closed, functions_of, is_call_of
+from polyphase.layer_norms import closed, functions_of, is_call_of, known_equal
 
 # None of these branches on values: a function made of them is a snake for all numbers if it is one for random numbers.
 _NAMES = ("add", "sub", "mul", "div", "truediv", "pow", "square", "sin", "exp", "reciprocal", "reshape", "view",
@@ -113,12 +113,16 @@ def snake(module: Any) -> fused.Step | None:
 
 
 class Found(NamedTuple):
-    """Nodes of a graph, in order, the last of which is a snake of ``input``; ``operands``: its alpha, and beta."""
+    """Nodes of a graph, in order, the last of which is a snake of ``input``; ``operands``: its alpha, and beta.
+
+    ``helpers``: nodes that read only these, if they are not among ``nodes``.
+    """
 
     nodes: tuple[Node, ...]
     snake: Snake
     input: Node
     operands: tuple[Node, ...]
+    helpers: tuple[Node, ...] = ()
 
 
 _RESHAPES = ("reshape", "view", torch.reshape)
@@ -149,12 +153,12 @@ def snake_at(value: Node, value_of: Callable[[Node], Any]) -> Found | None:
 
 
 def snake_behind(value: Node, value_of: Callable[[Node], Any]) -> Found | None:
-    """The snake of ``value`` that contains all of its readers, without nodes that read only alpha and beta."""
+    """The snake of ``value`` that contains all of its readers."""
     for nodes in closed(value, is_smooth):
         if any(getattr(node.target, "__name__", node.target) == "sin" for node in nodes):
             found = snake_at(nodes[-1], value_of)
             if found is not None and found.input is value:
-                return found._replace(nodes=nodes)
+                return found._replace(nodes=nodes, helpers=tuple(each for each in found.nodes if each not in nodes))
     return None
 
 
@@ -211,4 +215,7 @@ def _is_idle(node: Node, value_of: Callable[[Node], Any]) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.dim() > 2 and one.shape == other.shape
+    """Whether two values are tensors with space and of one shape; symbolic sizes must be known to be equal."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or not 2 < one.dim() == other.dim():
+        return False
+    return all(map(known_equal, one.shape, other.shape))

@@ -113,7 +113,7 @@ void bulk_copy(Barrier* barrier, void* to, const void* from, std::size_t bytes);
 void bulk_store(void* to, const void* from, std::size_t bytes);  // goes when the thread waits for its stores
 void threads_sync(unsigned name, unsigned threads);  // a named barrier; unlike PTX, names go up to 31
 
-/// What a matrix instruction takes of a row of A, or of a column of B.
+/// 32 bytes along k, of one row of A or one column of B: the depth of a matrix instruction.
 union alignas(32) Line { unsigned char bytes[32]; unsigned words[8]; };
 enum class Operand : unsigned char { tf32, float16, bfloat16 };
 /// Rows of A, or columns of B, in shared memory.
@@ -123,9 +123,10 @@ struct Matrix {
   bool transposed;
   Line line(int row) const;
 };
-/// The running thread's accumulators of wgmma, whose rows are `lane / 4` and `lane / 4 + 8` of its warp.
+/// Adds to the running thread's accumulators of wgmma. `rows` are rows `lane / 4` and `lane / 4 + 8` of its warp.
 void wgmma(float* sums, int count, bool add, const Line (&rows)[2], const Matrix& columns);
-/// Its accumulators of mma, of the operands that lie in the warp's slots: four words of A and two of B.
+/// Adds to the running thread's accumulators of mma. The warp's slots hold its operands: of each lane, four words of A,
+/// then two of B.
 void mma_of_slots(float* sums, Operand operand);
 
 /// Asynchronous work of a thread is done as late as it may be: when the thread waits for the group it belongs to.

@@ -322,7 +322,7 @@ struct Grid {
   }
 
   /// Whether an instruction is one of the kernel's library.
-  bool has(const void* site) const {
+  bool is_in_kernel(const void* site) const {
     Dl_info library, place;
     return dladdr(&kernel, &library) && dladdr(site, &place) && library.dli_fbase == place.dli_fbase;
   }
@@ -369,7 +369,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   const char* access = "access";
 #ifdef __x86_64__
   site = reinterpret_cast<const char*>(registers.gregs[REG_RIP]) + 1;
-  if (!running->has(site)) site = nullptr;  // a fault of the runtime, at an address that the kernel gave
+  if (!running->is_in_kernel(site)) site = nullptr;  // a fault of the runtime, at an address that the kernel gave
   access = registers.gregs[REG_ERR] & 2 ? "write" : "read";
 #endif
   if (signal == SIGVTALRM) fail(current ? site : nullptr, "still running when the time was up");

@@ -169,7 +169,7 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
     """
     given, problem = problem, problem.of_pass(pass_)
     at_typical = replace(typical(problem), epilogue=given.epilogue) if pass_ is Pass.FORWARD else typical(problem)
-    selected = plan(at_typical, pass_, device, by_prediction=True).selected
+    selected = plan(at_typical, pass_, device, by_prediction=True, as_given=True).selected
     chosen = next(each for each in selected if each.schedule.any_size(problem, pass_, device))
 
     def program(sized: ConvTransposeProblem, layouts: Layouts | None = None) -> Program:

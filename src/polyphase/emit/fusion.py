@@ -262,7 +262,7 @@ class _Forward:
         """Whether a node may change a tensor in place."""
         if node.op == "call_module":
             return bool(getattr(self._model.get_submodule(str(node.target)), "inplace", False))
-        return node.op in ("call_function", "call_method") and bool(elementwise._may_change(node))
+        return node.op in ("call_function", "call_method") and bool(elementwise.may_change(node))
 
     def _step_of(self, node: Node, layer: Node, numbers: dict[Node, int]) -> tuple[list[fused.Step], list[str]] | None:
         """What a node computes, none or one step, and its operands as they are written; None for what none computes."""

@@ -117,10 +117,12 @@ def plan(
     device: DeviceInfo,
     layouts: Layouts | None = None,
     by_prediction: bool = False,
+    as_given: bool = False,
 ) -> Plan:
     """The plan of a pass: ``layouts`` are the tensors' strides, by default from `Layouts.of_call`.
 
-    ``by_prediction``: ignores choices that were measured on this machine.
+    ``by_prediction``: ignores choices that were measured on this machine; ``as_given``: the layer is not restated, for
+    programs that are made later, at other sizes, from the chosen schedule and config (emitted files).
 
     Raises `UnsupportedError` if no schedule can compute the pass.
     """
@@ -128,7 +130,10 @@ def plan(
         return Plan(problem, pass_)
     _check_integers(problem.without_idle_constants())
     given, given_layouts = problem, layouts
-    problem, layouts = as_computed(given, pass_, layouts)
+    if as_given:
+        problem, layouts = given.of_pass(pass_).without_idle_constants(), layouts or Layouts.of_call(given, pass_)
+    else:
+        problem, layouts = as_computed(given, pass_, layouts)
     schedules = _that_take(given, pass_, _ranked(compared(problem, pass_), pass_, device))
     choice = None if by_prediction else tuning.choice(problem, pass_, device)
     measured = None if choice is None else _measured(_offers(schedules, problem, pass_, device, layouts), choice)
@@ -211,7 +216,8 @@ def _with_functions(
     chosen config this function decides whether its kernel or a step before it computes a prologue.
     """
     program = schedule.program(computed, pass_, device, layouts, candidate.config)
-    if pass_ is Pass.WEIGHT_GRAD and computed.kernel_size != given.kernel_size and computed.taps > 1:
+    of_frames = computed.kernel_size != given.kernel_size and computed.taps > 1
+    if pass_ is Pass.WEIGHT_GRAD and of_frames:
         program = writing_frames(program, computed)
     if pass_ is not Pass.FORWARD or not (given.epilogue or given.prologue):
         return candidate, program
@@ -234,7 +240,10 @@ def _with_functions(
 def as_computed(
     problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts | None
 ) -> tuple[ConvTransposeProblem, Layouts]:
-    """The layer as the pass sees it, restated if that is simpler: it has the same tensors in memory."""
+    """The layer as the pass sees it, restated if that is simpler, and its layouts: the tensors' memory is the same.
+
+    The output's gradient may be a view, of the outputs that taps meet.
+    """
     layouts = layouts or Layouts.of_call(problem, pass_)
     given, problem = problem, problem.of_pass(pass_).without_idle_constants()
     if pass_ is not Pass.FORWARD:

@@ -321,7 +321,8 @@ class ConvTransposeProblem:
         It has the same gradients. Along a dimension of one tap, without padding, it has no stride, and its outputs are
         every s-th of this layer's.
         """
-        single = [kernel == 1 and not padding for kernel, padding in zip(self.kernel_size, self.padding)]
+        constants = zip(self.kernel_size, self.padding, self.output_padding)
+        single = [kernel == 1 and padding == 0 and extra >= 0 for kernel, padding, extra in constants]
         apart = tuple(stride if each else 1 for each, stride in zip(single, self.stride))
         if max(apart) == 1:
             return self, apart
