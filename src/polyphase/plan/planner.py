@@ -31,7 +31,7 @@ from polyphase.plan.ranking_cache import kept
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import PORTABLE, Card, DeviceInfo
-from polyphase.problem.layouts import Layouts
+from polyphase.problem.layouts import Layouts, on_outputs_met
 from polyphase.problem.sizes import compared
 from polyphase.program.epilogue import with_epilogue
 from polyphase.program.program import Program, writing_frames
@@ -247,8 +247,7 @@ def as_computed(
     layouts = layouts or Layouts.of_call(problem, pass_)
     given, problem = problem, problem.of_pass(pass_).without_idle_constants()
     if pass_ is not Pass.FORWARD:
-        problem, apart = problem.of_outputs_met()
-        layouts = layouts.of_outputs(apart)
+        problem, layouts = on_outputs_met(problem, layouts)
     # Single pixels have every memory format at once; for a weight's gradient nothing else tells the format.
     as_read = replace(problem, channels_last=False) if pass_ is Pass.WEIGHT_GRAD else problem
     differs = given.epilogue and (given.epilogue.per_sample or problem.epilogue.normalizes)  # for a batch as channels

@@ -55,11 +55,6 @@ class Layouts:
             return replace(read, input=written.input)
         return replace(read, weight_channels_last=False)
 
-    def of_outputs(self, apart: tuple[int, ...]) -> Layouts:
-        """The layouts of a layer whose outputs are every n-th of this one's along each spatial dimension."""
-        factors = (1,) * (5 - len(apart)) + apart
-        return self if max(apart) == 1 else replace(self, output=tuple(map(mul, self.output, factors)))
-
     def are_dense(self, problem: ConvTransposeProblem) -> bool:
         """Whether tensors have no gaps, in the problem's memory format."""
         dense = Layouts.dense(problem)
@@ -103,3 +98,19 @@ def five(shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
         return batch, channels, 1, spatial[0], spatial[1]
     depth, height, width = [1] * (3 - len(spatial)) + spatial
     return batch, channels, depth, height, width
+
+
+def on_outputs_met(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
+    """A layer with the same gradients on a view of the output's gradient, of the outputs that taps meet; its layouts.
+
+    Along a dimension of one tap, without padding, it has no stride, and its outputs are every s-th of the given ones.
+    """
+    constants = zip(problem.kernel_size, problem.padding, problem.output_padding)
+    single = [kernel == 1 and padding == 0 and extra >= 0 for kernel, padding, extra in constants]
+    apart = [stride if each else 1 for each, stride in zip(single, problem.stride)]
+    if max(apart) == 1:
+        return problem, layouts
+    stride = tuple(1 if each else stride for each, stride in zip(single, problem.stride))
+    extra = tuple(0 if each else extra for each, extra in zip(single, problem.output_padding))
+    strides = map(mul, layouts.output, [1] * (5 - len(apart)) + apart)
+    return replace(problem, stride=stride, output_padding=extra), replace(layouts, output=tuple(strides))

@@ -194,7 +194,7 @@ class ConvTransposeProblem:
         """Whether rounding to TF32 is allowed, and PyTorch rounds in this pass of such layers.
 
         cuDNN's algorithms differ by pass and by size. It computes forward passes in full float32 if they have few
-        channels, narrow groups or little work, or are volumes with large strides or many taps (but not stride-1 layers
+        channels, narrow groups or little work, or are volumes with large strides or paddings (but not stride-1 layers
         in groups); fewer input gradients, and still fewer weight gradients. Measurements, and where these rules err:
         benchmarks/experiments/011-where-pytorch-rounds; for weight gradients of few output channels,
         020-gradients-that-lose.
@@ -314,21 +314,6 @@ class ConvTransposeProblem:
         stride = tuple(1 if n == 1 and s > LARGE else s for n, s in zip(self.input_size, self.stride))
         dilation = tuple(1 if k == 1 and d > LARGE else d for k, d in zip(self.kernel_size, self.dilation))
         return replace(self, stride=stride, dilation=dilation)
-
-    def of_outputs_met(self) -> tuple[ConvTransposeProblem, tuple[int, ...]]:
-        """The layer on outputs that a tap meets, and the distance of these outputs along each dimension.
-
-        It has the same gradients. Along a dimension of one tap, without padding, it has no stride, and its outputs are
-        every s-th of this layer's.
-        """
-        constants = zip(self.kernel_size, self.padding, self.output_padding)
-        single = [kernel == 1 and padding == 0 and extra >= 0 for kernel, padding, extra in constants]
-        apart = tuple(stride if each else 1 for each, stride in zip(single, self.stride))
-        if max(apart) == 1:
-            return self, apart
-        stride = tuple(1 if each else stride for each, stride in zip(single, self.stride))
-        extra = tuple(0 if each else extra for each, extra in zip(single, self.output_padding))
-        return replace(self, stride=stride, output_padding=extra), apart
 
     def mirrored(self) -> ConvTransposeProblem | None:
         """The layer whose forward pass is the input gradient of this layer, or None; the stride must be 1.
