@@ -79,6 +79,22 @@ def test_modes(device: str, seen: list[int]) -> None:
     assert plain.shape == (2, 4, 3, 3)
 
 
+def test_compiled_before_within_and_after(device: str, seen: list[int]) -> None:
+    """PyTorch's operator remembers the kernel by which it was traced."""
+    weight, x = torch.randn(3, 4, 4, requires_grad=True, device=device), torch.randn(2, 3, 9, device=device)
+
+    def traced() -> int:
+        torch._dynamo.reset()
+        before = len(seen)
+        torch.compile(lambda x: F.conv_transpose1d(x, weight).relu(), fullgraph=True, backend="aot_eager")(x)
+        return len(seen) - before
+
+    assert not traced()
+    with polyphase.override(device):
+        assert traced()
+    assert not traced()
+
+
 def test_compiled(device: str, seen: list[int]) -> None:
     layer = nn.ConvTranspose1d(3, 4, 4, 2, 1).to(device)
     x = torch.randn(2, 3, 9, device=device)

@@ -40,6 +40,7 @@ class Override:
                 _libraries[device] = library, count - 1
             else:
                 library._destroy()
+                _forget_kernels()
 
     def __enter__(self) -> Override:
         return self
@@ -103,12 +104,23 @@ def _register(device: str) -> torch.library.Library:
         name = f"conv_transpose{dims}d" + ("" if dims == 1 else ".input")
         for key in ("Autograd", ""):  # tensors of inference mode have no autograd key
             library.impl(name, kernel, f"{key}{device.upper()}")
+    _forget_kernels()
     return library
 
 
-def _kernel(dims: int) -> Callable[..., Tensor]:
+def _forget_kernels() -> None:
+    """Clears what the operators remember of their kernels where graphs are traced: it outlasts registrations."""
+    for dims in (1, 2, 3):
+        getattr(_operator(dims), "_dispatch_cache", {}).clear()
+
+
+def _operator(dims: int) -> Any:
     packet: Any = getattr(torch.ops.aten, f"conv_transpose{dims}d")
-    theirs = packet.default if dims == 1 else packet.input
+    return packet.default if dims == 1 else packet.input
+
+
+def _kernel(dims: int) -> Callable[..., Tensor]:
+    theirs = _operator(dims)
 
     def kernel(input: Tensor, weight: Tensor, bias: Tensor | None = None, *constants: Any) -> Tensor:
         """The dispatcher passes lists, and omits trailing arguments that have their defaults."""
