@@ -33,14 +33,7 @@ def may_be_crop(index: Any, stride: Sequence[int]) -> bool:
     It cuts only spatial dimensions. In 3-D, it cuts no beginning along a dimension with a stride: there padding decides
     whether float32 is rounded to TF32 as PyTorch does.
     """
-    parts = _parts(index, len(stride) + 2)
-    if parts is None or any(part != slice(None) for part in parts[:2]):
-        return False
-    bounds = [each for part in parts[2:] for each in (part.start, part.stop)]
-    begins = [part.start in (None, 0) for part, step in zip(parts[2:], stride) if step > 1]
-    if len(stride) == 3 and not all(begins):
-        return False
-    return all(each is None or type(each) is int or isinstance(each, Node) for each in bounds)
+    return _spatial_parts(index, stride) is not None
 
 
 def ends_of(index: Any, size: Sequence[int], stride: Sequence[int]) -> Ends | None:
@@ -48,9 +41,10 @@ def ends_of(index: Any, size: Sequence[int], stride: Sequence[int]) -> Ends | No
 
     Also None if that depends on a symbolic size; with such a size the slice may still leave nothing.
     """
-    if len(size) != len(stride) + 2 or not may_be_crop(index, stride):
+    parts = _spatial_parts(index, stride) if len(size) == len(stride) + 2 else None
+    if parts is None:
         return None
-    ends = [_cut_by(part, count) for part, count in zip((_parts(index, len(size)) or ())[2:], size[2:])]
+    ends = [_cut_by(part, count) for part, count in zip(parts, size[2:])]
     return None if None in ends else tuple(ends)  # type: ignore[arg-type]
 
 
@@ -61,6 +55,19 @@ def _cut_by(part: slice, count: Any) -> tuple[int, int] | None:
         return (start, count - stop) if start < stop else None
     left, right = part.start or 0, -(part.stop or 0)
     return (left, right) if left >= 0 and right >= 0 and part.stop != 0 else None
+
+
+def _spatial_parts(index: Any, stride: Sequence[int]) -> list[slice] | None:
+    """The slices of the spatial dimensions, if `may_be_crop`; None for another index."""
+    parts = _parts(index, len(stride) + 2)
+    if parts is None or any(part != slice(None) for part in parts[:2]):
+        return None
+    spatial = parts[2:]
+    bounds = [each for part in spatial for each in (part.start, part.stop)]
+    begins = [part.start in (None, 0) for part, step in zip(spatial, stride) if step > 1]
+    if len(stride) == 3 and not all(begins):
+        return None
+    return spatial if all(each is None or type(each) is int or isinstance(each, Node) for each in bounds) else None
 
 
 def _parts(index: Any, dims: int) -> list[slice] | None:
