@@ -390,3 +390,12 @@ def step_of_value(reading: Reading, number: int) -> fused.Step | None:
     """A reading whose ``other`` is an earlier value of the chain, the one before operation ``number``; or None."""
     of = {"add": fused.add_value, "multiply": fused.multiply_value}.get(reading.kind)
     return None if of is None else of(number)
+
+
+def known_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes, maybe symbolic, are known to be equal."""
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(one == other)

@@ -14,6 +14,7 @@ from polyphase import crops, fused
 from polyphase.elementwise import (
     changes_other,
     is_in_place,
+    known_equal,
     makes_new,
     name_of,
     per,
@@ -23,7 +24,7 @@ from polyphase.elementwise import (
     step_of,
     step_of_value,
 )
-from polyphase.layer_norms import known_equal, layer_norm_of
+from polyphase.layer_norms import layer_norm_of
 from polyphase.problem.epilogue import ACTIVATIONS, NONE, decoded
 from polyphase.snakes import Found, snake_at, snake_behind
 from polyphase.torch_op.epilogue import conv_transpose_epilogue

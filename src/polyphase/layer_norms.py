@@ -135,12 +135,3 @@ _FUNCTIONS = functions_of(_NAMES, (operator, torch, torch.nn.functional))
 def is_smooth(node: Node) -> bool:
     """Whether a node calls a smooth function."""
     return is_call_of(node, _NAMES, _FUNCTIONS)
-
-
-def known_equal(one: Any, other: Any) -> bool:
-    """Whether two sizes, maybe symbolic, are known to be equal."""
-    if isinstance(one, int) and isinstance(other, int):
-        return one == other
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(one == other)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from polyphase import fused
-from polyphase.layer_norms import closed, functions_of, is_call_of, known_equal
+from polyphase.elementwise import known_equal
+from polyphase.layer_norms import closed, functions_of, is_call_of
 
 # None of these branches on values: a function made of them is a snake for all numbers if it is one for random numbers.
 _NAMES = ("add", "sub", "mul", "div", "truediv", "pow", "square", "sin", "exp", "reciprocal", "reshape", "view",
