@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import shutil
 import struct
 import subprocess
 import sys
@@ -126,6 +127,18 @@ def load(text: str, name: str = "emitted_file") -> ModuleType:
     sys.modules[name] = module
     exec(compile("import os\n" + text, f"{name}.py", "exec", dont_inherit=True), module.__dict__)
     return module
+
+
+def compile_by_nvcc(module: Any, arch: str, folder: Path) -> None:
+    """The whole CUDA source, in nvcc's passes for the device and for the host, without a warning."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    source = folder / "emitted.cu"
+    source.write_text(module.cuda_source(arch), encoding="utf-8")
+    flags = ["-std=c++17", f"-gencode=arch=compute_{arch[3:]},code={arch}", "-c", "-o", str(folder / "emitted.o")]
+    done = subprocess.run(["nvcc", *flags, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr, done.stderr
 
 
 class Extension:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import emulator
-from emitted import Extension, load, on_the_emulator
+from emitted import Extension, compile_by_nvcc, load, on_the_emulator
 from polyphase.bench.check_emitted import check_emitted, load_emitted
 from polyphase.bench.model_file import ModelFile
 from polyphase.bench.trial import Options
@@ -26,6 +26,7 @@ from polyphase.emit.model import model_of_file
 from polyphase.problem.device import DeviceInfo
 
 LEVEL2 = Path(__file__).parent / "level2"
+MODELS = sorted(path.stem for path in LEVEL2.glob("*.py"))
 # What the layers of each file compute, in evaluation mode.
 CHAINS = {
     "bias_clamp_scale": ["up → add() → clamp() → mul() → clamp() → div()"],
@@ -124,7 +125,7 @@ def test_files_keep_the_rules() -> None:
 
 @needs_emulator
 @pytest.mark.sampled(12, 2)
-@pytest.mark.parametrize("name", sorted(path.stem for path in LEVEL2.glob("*.py")))
+@pytest.mark.parametrize("name", MODELS)
 def test_it_computes_the_model(name: str) -> None:
     """In both modes, without derivatives, of the file's inputs and of other sizes."""
     loaded = Loaded(emitted(name).text)
@@ -324,9 +325,15 @@ def test_kernels_with_epilogues_compile_together(name: str) -> None:
     core.Program(source, "c++", core.ProgramOptions(arch="sm_90a", std="c++17")).compile("cubin")
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_compile_with_nvcc(name: str, tmp_path: Path) -> None:
+    compile_by_nvcc(load(emitted(name, "sm_90a").text), "sm_90a", tmp_path)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in LEVEL2.glob("*.py")))
+@pytest.mark.parametrize("name", MODELS)
 def test_emitted_models_on_the_gpu(name: str, tmp_path: Path) -> None:
     """Built by nvcc: KernelBench's trials, gradients and evaluation mode against float64."""
     if shutil.which("nvcc") is None:

@@ -39,7 +39,7 @@ constexpr int PIXELS_READ = ALONG_D.pixels * ALONG_H.pixels * ALONG_W.pixels;
 constexpr int ROWS = PHASES * OUT_CHUNK, ROW_BLOCKS = ceil_div(ROWS, 16);
 
 // The tap of a phase (among those with taps) and a pixel (among those that are read); -1 for none.
-__host__ __device__ constexpr int tap_of(int phase, int pixel) {
+__device__ constexpr int tap_of(int phase, int pixel) {
   const int d = ALONG_D.tap[phase / (ALONG_H.phases * ALONG_W.phases)][pixel / (ALONG_H.pixels * ALONG_W.pixels)];
   const int h = ALONG_H.tap[phase / ALONG_W.phases % ALONG_H.phases][pixel / ALONG_W.pixels % ALONG_H.pixels];
   const int w = ALONG_W.tap[phase % ALONG_W.phases][pixel % ALONG_W.pixels];
@@ -53,7 +53,7 @@ struct Entries {
   int of[PIXELS_READ][ROW_BLOCKS] = {};  // -1 for none
   int first[ROW_BLOCKS] = {};            // a block's first pixel
 
-  __host__ __device__ constexpr Entries() {
+  __device__ constexpr Entries() {
     for (int i = 0; i < PIXELS_READ; ++i)
       for (int j = 0; j < ROW_BLOCKS; ++j) {
         bool any = false;
