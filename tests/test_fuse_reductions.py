@@ -18,6 +18,7 @@ import polyphase
 from helpers import EmptiedMeanwhile
 from polyphase import reductions
 from polyphase.problem.reduction import Reduction
+from polyphase.torch_op import reduction as operator
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from kernelbench_level2 import LEVEL2
@@ -27,13 +28,13 @@ from kernelbench_level2 import LEVEL2
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[Reduction]:
     """What was computed as reductions."""
     found: list[Reduction] = []
-    original = reductions._by_functions
+    original = operator._by_functions
 
     def noting(reduction: Reduction, value: Tensor, tensors: Any) -> Tensor:
         found.append(reduction)
         return original(reduction, value, tensors)
 
-    monkeypatch.setattr(reductions, "_by_functions", noting)
+    monkeypatch.setattr(operator, "_by_functions", noting)
     return found
 
 

@@ -3,7 +3,8 @@
 Inductor fuses nothing into an operator that is not its own. So this pass changes the graph first: if batch norms in
 evaluation mode, layer norms over channels, activations, factors and sums follow polyphase's operator, and nothing else
 reads the values between, all of them become one call of ``polyphase::conv_transpose_epilogue``; so does an activation
-or a snake that only the operator reads. A slice of the output becomes padding of the layer. Graphs are changed at
+or a snake that only the operator reads. Poolings, reductions and norms behind these become calls of
+``polyphase::reduce_groups``. A slice of the output becomes padding of the layer. Graphs are changed at
 Inductor's hook before derivatives (`torch._inductor.config.pre_grad_custom_pass`), where norms and activations are
 still whole. Concatenations are handled later, when Inductor decides which kernel writes which tensor
 (`polyphase.inductor`).
@@ -18,12 +19,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from polyphase import crops, elementwise, functional_override, graph_steps, inductor, layer_norms, snakes
+from polyphase import (
+    crops,
+    elementwise,
+    functional_override,
+    graph_steps,
+    inductor,
+    layer_norms,
+    reduction_steps,
+    reductions,
+    snakes,
+)
 from polyphase.elementwise import (
     change_between,
     changes_what_is_read,
@@ -33,10 +45,13 @@ from polyphase.elementwise import (
     next_reader,
 )
 from polyphase.functional_override import replace_functions
-from polyphase.graph_steps import GraphStep, is_only_for, step_after, step_before, value_of
+from polyphase.graph_steps import GraphStep, is_only_for, step_after, step_apart, step_before, value_of
 from polyphase.inductor import LAYERS
-from polyphase.problem.epilogue import NONE, decoded, encoded
+from polyphase.problem import reduction
+from polyphase.problem.epilogue import NONE, OF_PIXELS, decoded, encoded
+from polyphase.program.reduction import reads_once
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
+from polyphase.torch_op.reduction import reduce_groups
 from polyphase.torch_op.steps import checked
 
 
@@ -100,10 +115,12 @@ def enable_compile_fusion() -> CompileFusion:
     a ``with``: a model is compiled at its first call. Fused are batch norms in evaluation mode, layer norms over
     channels if a kernel computes them, activations, snakes, sums with tensors of the output's shape, factors and sums
     per channel, and sums and products with an earlier value (``y·sigmoid(y)``), if nothing else reads the values
-    between and dtypes are the output's; and an activation or a snake whose result only a layer reads. Of an output
-    that is sliced, ``y[..., a:b]``, only the slice is computed. Graphs that record derivatives do not change, except
-    for concatenations along channels: layers write their slices in any graph. Calls of PyTorch's functions are layers
-    too, while `override` is active. A sliced output is whole in memory, where PyTorch's is a view.
+    between and dtypes are the output's; and an activation or a snake whose result only a layer reads. Of an output that
+    is sliced, ``y[..., a:b]``, only the slice is computed. Poolings, reductions and norms behind a chain are computed
+    by polyphase's kernels on a GPU, except for norms that are reduced again, or whose groups are read twice. Graphs
+    that record derivatives do not change, except for concatenations along channels: layers write their slices in any
+    graph. Calls of PyTorch's functions are layers too, while `override` is active. A sliced output is whole in memory,
+    where PyTorch's is a view.
 
     Returns:
         The pass: a context, with ``disable()``, the ``chains`` that it has found, and the ``reasons`` why a
@@ -136,7 +153,8 @@ def _pass_class() -> type[CompileFusion]:
 
 
 def _digest() -> str:
-    modules = (crops, elementwise, functional_override, graph_steps, inductor, layer_norms, snakes)
+    steps = (elementwise, graph_steps, layer_norms, reduction_steps, reductions, snakes)
+    modules = (crops, functional_override, inductor, *steps)
     files = (__file__, *(str(module.__file__) for module in modules))
     return hashlib.sha256(b"".join(Path(each).read_bytes() for each in files)).hexdigest()
 
@@ -189,9 +207,32 @@ def _chain(layer: Node, nodes: list[Node], order: dict[Node, int], taken: set[No
         if step.ends is not None:  # the values before it have another size
             numbers.clear()
         numbers[chain[-1]] = step.number
+    _close(chain, steps)
+    if not _pays(layer, steps):
+        del chain[1 + sum(len(step.nodes) for step in _own(steps)) :], steps[len(_own(steps)) :]
+        _close(chain, steps)
+    return steps
+
+
+def _close(chain: list[Node], steps: list[GraphStep]) -> None:
+    """Removes last steps until only the chain reads its values and its last step computes something."""
     while steps and not (steps[-1].computes and is_closed(chain)):
         del chain[-len(steps.pop().nodes) :]
-    return steps
+
+
+def _pays(layer: Node, steps: Sequence[GraphStep]) -> bool:
+    """Whether polyphase's kernels compute the steps behind the layer's faster than Inductor's do.
+
+    Inductor's compute elementwise operations together with what is before, do not store norms that are reduced again,
+    and are as fast for norms of groups that are read twice.
+    """
+    if not (steps and steps[-1].apart):
+        return True
+    found, dtype = _arranged(layer, steps), value_of(layer).dtype
+    assert found is not None
+    stores_norm = any(part.over in reduction.NORMS for part in found.parts[:-1])
+    kept = all(reads_once(part, str(dtype).removeprefix("torch.")) for part in found.parts)
+    return kept and not stores_norm and all(part.over or part.pool for part in found.parts)
 
 
 def _before(layer: Node, nodes: list[Node]) -> GraphStep | None:
@@ -267,8 +308,42 @@ def _next(
         calls = reader.op in ("call_function", "call_method")
         if not calls or changes_what_is_read(reader, chain, is_in_place(reader.target, reader.kwargs)):
             reader = None
-    step = step_after(reader, layer, chain[-1], numbers)
-    return step if step is not None and _is_valid(layer, [*steps, step]) else None
+    step = step_after(reader, layer, chain[-1], numbers) or step_apart(reader, numbers)
+    if step is None:
+        return None
+    apart = step.apart or any(each.apart for each in steps)
+    if not apart and not _is_behind(step, layer, chain[-1]) and _is_valid(layer, [*steps, step]):
+        return step
+    if not apart and (step.step is None or step.step.kind not in OF_PIXELS):
+        return None
+    step = step._replace(apart=True)
+    return None if _arranged(layer, [*steps, step]) is None else step
+
+
+def _is_behind(step: GraphStep, layer: Node, last: Node) -> bool:
+    """Whether a step that an epilogue has is faster behind the layer's kernel."""
+    input, weight, *_ = map(value_of, layer.args)
+    return step.step is not None and reductions.is_apart(step.step.kind, value_of(last).shape, input, weight)
+
+
+def _arranged(layer: Node, steps: Sequence[GraphStep]) -> reductions.Arranged | None:
+    """How the steps behind the layer's kernel are computed; None if kernels do not compute them."""
+    own = _own(steps)
+    value = value_of(own[-1].nodes[-1] if own else layer)
+    plain = all(type(each) is int for each in value.shape) and value.is_contiguous() and _has_kernels(value)
+    if not plain or any(step.ends is not None for step in steps[len(own) :]):
+        return None
+    behind = [each.step for each in steps[len(own) :] if each.step is not None]
+    return reductions.arranged(tuple(value.shape), own[-1].number if own else 0, behind, value)
+
+
+def _has_kernels(value: Tensor) -> bool:
+    return value.is_cuda and torch.version.cuda is not None
+
+
+def _own(steps: Sequence[GraphStep]) -> Sequence[GraphStep]:
+    """The steps that the layer's epilogue computes."""
+    return steps[: next((place for place, step in enumerate(steps) if step.apart), len(steps))]
 
 
 def _text(layer: Node, steps: Sequence[GraphStep]) -> str:
@@ -304,21 +379,49 @@ def _constants(layer: Node, steps: Sequence[GraphStep]) -> tuple[Any, ...]:
 
 
 def _replace(graph: Graph, layer: Node, steps: list[GraphStep]) -> Node:
-    """Replaces the last node of a chain by one call."""
-    chain = [node for step in steps for node in step.nodes]
-    input, weight, bias, *rest = layer.args
-    operands: list[Any] = rest[0] if layer.target is conv_transpose_epilogue else []  # type: ignore[assignment]
+    """Replaces the nodes of a chain by calls; returns the layer's."""
+    own, chain = _own(steps), [node for step in steps for node in step.nodes]
     with graph.inserting_before(chain[-1]):
-        further: list[Any] = []
-        for step in steps:
-            for node, shape in step.operands:
-                further.append(node if shape is None else graph.call_method("reshape", (node, shape)))
-        arguments = (input, weight, bias, [*operands, *further], _text(layer, steps), *_constants(layer, steps))
-        call = graph.call_function(conv_transpose_epilogue, arguments)
-    call.meta = {**chain[-1].meta}
-    if any(step.ends is not None for step in steps):  # whole in memory, as every output of a layer
-        call.meta["example_value"] = value_of(chain[-1]).clone()
-    chain[-1].replace_all_uses_with(call)
-    for node in (*reversed(chain), layer):
+        call = _with_epilogue(graph, layer, own) if own else layer
+        last = call if len(own) == len(steps) else _reduced(graph, layer, call, steps)
+    if last is not call:
+        last.meta = {**chain[-1].meta}
+    chain[-1].replace_all_uses_with(last)
+    for node in (*reversed(chain), *([] if call is layer else [layer])):
         graph.erase_node(node)
     return call
+
+
+def _with_epilogue(graph: Graph, layer: Node, steps: Sequence[GraphStep]) -> Node:
+    input, weight, bias, *rest = layer.args
+    operands: list[Any] = rest[0] if layer.target is conv_transpose_epilogue else []  # type: ignore[assignment]
+    operands = [*operands, *(node for step in steps for node in _operands(graph, step))]
+    arguments = (input, weight, bias, operands, _text(layer, steps), *_constants(layer, steps))
+    call, last = graph.call_function(conv_transpose_epilogue, arguments), steps[-1].nodes[-1]
+    call.meta = {**last.meta}
+    if any(step.ends is not None for step in steps):  # whole in memory, as every output of a layer
+        call.meta["example_value"] = value_of(last).clone()
+    return call
+
+
+def _operands(graph: Graph, step: GraphStep) -> list[Node]:
+    """A step's operands in the shapes in which it reads them."""
+    return [node if shape is None else graph.call_method("reshape", (node, shape)) for node, shape in step.operands]
+
+
+def _reduced(graph: Graph, layer: Node, call: Node, steps: Sequence[GraphStep]) -> Node:
+    """The calls of the steps behind a layer's kernel; ``call``: the layer's."""
+    found = _arranged(layer, steps)
+    assert found is not None
+    own = _own(steps)
+    computed = [step for step in steps[len(own) :] if step.step is not None]
+    read = {found.own + place: dict(zip(dict(step.step.tensors), _operands(graph, step)))  # type: ignore[union-attr]
+            for place, step in enumerate(computed)}  # fmt: skip
+    value, shape = call, tuple(value_of(own[-1].nodes[-1] if own else layer).shape)
+    for part, reads in zip(found.parts, found.reads):
+        if shape != part.shape:
+            value = graph.call_method("reshape", (value, part.shape))
+        operands = [read[place][role] for place, role in reads]
+        value = graph.call_function(reduce_groups, (value, operands, reduction.encoded(part)))
+        shape = part.output_shape
+    return value if shape == found.shape else graph.call_method("reshape", (value, found.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from polyphase import crops, fused
+from polyphase import crops, fused, reduction_steps
 from polyphase.elementwise import (
     changes_other,
     is_in_place,
@@ -45,11 +46,12 @@ class GraphStep(NamedTuple):
     operands: Sequence[tuple[Node, tuple[int, ...] | None]] = ()  # with the shape to read each in, if it differs
     ends: crops.Ends | None = None  # of a slice
     helpers: Sequence[Node] = ()  # nodes whose values the step computes from their inputs, which it reads
+    apart: bool = False  # computed behind the layer's kernel (`polyphase.reductions`)
 
     @property
     def computes(self) -> bool:
-        """Whether a kernel does something for it: nothing is to be done for dropouts and copies."""
-        return self.step is not None or self.ends is not None
+        """Whether a kernel does something for it: nothing is to be done for dropouts, copies and views."""
+        return self.ends is not None or (self.step is not None and self.step.kind != "view")
 
 
 def step_before(value: Node) -> GraphStep | None:
@@ -67,6 +69,28 @@ def step_after(reader: Node | None, layer: Node, last: Node, numbers: dict[Node,
     if step is None and reader is not None:
         step = _slice(reader, layer, numbers) or _step_of(reader, last, numbers)
     return step or _layer_norm(last, layer, numbers)
+
+
+def step_apart(call: Node | None, numbers: dict[Node, int]) -> GraphStep | None:
+    """The pooling, reduction, norm or view of a call on a chain's last value; None for others."""
+    value = call.args[0] if call is not None and call.args else None
+    if call is None or not isinstance(value, Node) or numbers.get(value) != max(numbers.values()):
+        return None
+    step = reduction_steps.read(call.target, value, call.args, call.kwargs, value_of(value).dim())
+    nodes = (call, *call.users) if isinstance(value_of(call), tuple) else (call,)  # values, and indices that none reads
+    if step is None or (len(nodes) > 1 and [(node.target, node.args[1]) for node in nodes[1:]] != [_FIRST]):
+        return None
+    result, operands = value_of(nodes[-1]), dict[str, Any](step.tensors)
+    tensors = {role: value_of(node) for role, node in operands.items()}
+    if not all(isinstance(each, Tensor) for each in (result, *tensors.values())):
+        return None
+    if result.requires_grad or result.dtype != value_of(value).dtype:
+        return None
+    step, name = step._replace(tensors=tuple(tensors.items())), reduction_steps.name_of(call.target)
+    return GraphStep(name, numbers[value] + 1, nodes, step, [(each, None) for each in operands.values()], apart=True)
+
+
+_FIRST = (operator.getitem, 0)
 
 
 def _activation(value: Node) -> GraphStep | None:

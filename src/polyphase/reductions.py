@@ -1,6 +1,6 @@
 """Steps after a layer that no epilogue computes (`polyphase.reduction_steps`), computed by their own kernels.
 
-`_arranged` makes a list of such steps, and of operations between them, into as few `Reduction`s as possible: pooling,
+`arranged` makes a list of such steps, and of operations between them, into as few `Reduction`s as possible: pooling,
 then operations, then one reduction or norm, then operations. Each is a kernel that reads the result of the kernel
 before it.
 """
@@ -8,22 +8,19 @@ before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyphase import fused
-from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import MOST_CHANNELS, OF_PIXELS
-from polyphase.problem.layouts import ALIGNMENT
 from polyphase.problem.reduction import REDUCTIONS, Reduction
-from polyphase.program.reduction import MOST_ELEMENTS, program_of
+from polyphase.program.reduction import MOST_ELEMENTS
 from polyphase.reduction_steps import KINDS, MOST_IN_WINDOW
-from polyphase.torch_op import epilogue as operator
+from polyphase.torch_op import reduction as operator
 from polyphase.torch_op.memory_format import output_channels_last
 from polyphase.torch_op.steps import checked
 
@@ -61,7 +58,7 @@ def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step:
         return None
     if tensors and torch.is_grad_enabled() and any(each.requires_grad for _, each in tensors):
         return None
-    if before is PLAIN and kind not in KINDS and not (kind == "softmax" and _is_apart(waiting)):
+    if before is PLAIN and kind not in KINDS and not is_apart(kind, waiting.size(), *waiting.reads[:2]):
         return PLAIN
     read = ((role, type(each), each.shape, each.dtype, each.device) for role, each in tensors)
     about = (kind, step.constants, step.of, *read)
@@ -76,19 +73,27 @@ def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step:
             _FOUND.clear()
         plain = kind not in KINDS or all(type(each) in (Tensor, nn.Parameter) for _, each in tensors)
         own = len(steps) if before is PLAIN else before.own
-        found = _FOUND[key] = before, _arranged(waiting.size(), own, [*steps, step], waiting) if plain else None
+        found = _FOUND[key] = before, arranged(waiting.size(), own, [*steps[own:], step], waiting) if plain else None
     return found[1]
 
 
-def _is_apart(waiting: Any) -> bool:
-    """Whether a softmax over channels is faster after a layer than in its kernel, or no kernel has all channels."""
-    size, (input, weight, *_) = waiting.size(), waiting.reads
+def is_apart(kind: str, size: tuple[int, ...], input: Tensor, weight: Tensor) -> bool:
+    """Whether a softmax over channels is faster after a layer than in its kernel, or no kernel has all channels.
+
+    ``size``: of the layer's output.
+    """
+    if kind != "softmax":
+        return False
     if size[1] > MOST_CHANNELS or size[1] != weight.shape[1]:
         return True
     return size[1] > _MOST_IN_EPILOGUE and not output_channels_last(input, weight)
 
 
-def _arranged(size: tuple[int, ...], own: int, steps: Sequence[fused.Step], like: Any) -> Arranged | None:
+def arranged(size: tuple[int, ...], own: int, steps: Sequence[fused.Step], like: Any) -> Arranged | None:
+    """How steps after a layer's epilogue, which has ``own`` ones, are computed; None if that is not possible.
+
+    ``size``: of the epilogue's result; ``like``: a tensor with its dtype and device.
+    """
     try:
         return _arrange(size, own, steps, like)
     except (RuntimeError, TypeError, ValueError):  # operands that no operation supports
@@ -98,7 +103,7 @@ def _arranged(size: tuple[int, ...], own: int, steps: Sequence[fused.Step], like
 def _arrange(size: tuple[int, ...], own: int, steps: Sequence[fused.Step], like: Any) -> Arranged | None:
     parts = [_Part(size, own)]
     flat: tuple[int, ...] = ()
-    for place, step in enumerate(steps[own:], own):
+    for place, step in enumerate(steps, own):
         if flat and (step.tensors or _is_over(step)):
             return None
         if not _add(parts, place, step, like):
@@ -250,10 +255,6 @@ class _Part:
         return (*self.reads, *self._reads_before)
 
 
-_CALLS: dict[Any, Callable[..., Tensor]] = {}
-_MOST_CALLS = 1024
-
-
 def compute(waiting: Any, found: Arranged, steps: Sequence[fused.Step], out: Tensor | None = None) -> Tensor:
     """The result of a layer that waits with the steps after it; in ``out``, if there is no reduction among them."""
     if found is PLAIN:
@@ -266,49 +267,5 @@ def _compute(found: Arranged, steps: Sequence[fused.Step], value: Tensor) -> Ten
     """The reductions of the layer's result."""
     for reduction, reads in zip(found.parts, found.reads):
         tensors = [dict(steps[place].tensors)[role] for place, role in reads]
-        by, value = _by_kernels if _has_kernels(value) else _by_functions, value.reshape(reduction.shape)
-        value = by(reduction, value, tensors)
+        value = operator.run(reduction, value.reshape(reduction.shape), tensors)
     return value.reshape(found.shape)
-
-
-def _has_kernels(value: Tensor) -> bool:
-    return value.is_cuda and torch.version.cuda is not None and value.is_contiguous()
-
-
-def _by_kernels(reduction: Reduction, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    index, aligned = value.get_device(), value.data_ptr() % ALIGNMENT == 0
-    key = (reduction, value.dtype, index, aligned)
-    call = _CALLS.get(key)
-    if call is None:
-        if len(_CALLS) >= _MOST_CALLS:
-            _CALLS.clear()
-        from polyphase.prepared import Call, empty_on_cuda
-
-        program = program_of(reduction, str(value.dtype).removeprefix("torch."), aligned)
-        shape = reduction.output_shape
-        strides = torch.empty(shape, device="meta").stride()
-        arch = DeviceInfo.of(value.device).arch
-        call = _CALLS[key] = Call(program, arch, index, shape, strides, False, empty_on_cuda, reduction.named_operands)
-    return call(value, value, None, tensors)
-
-
-def _by_functions(reduction: Reduction, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """`_by_kernels` by PyTorch's functions, half types in float32."""
-    count = len(reduction.after.named_operands)
-    wide = value.to(torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype)
-    if reduction.pool:
-        wide = getattr(F, f"{reduction.pool}_pool{len(reduction.window)}d")(wide, reduction.window)
-    wide = operator.by_tensor_operations(reduction.before, tensors[count:], wide)
-    if reduction.over in REDUCTIONS:
-        dims = tuple(range(reduction.first, reduction.last + 1))
-        wide = getattr(torch, reduction.over)(wide, dims, keepdim=True)
-    elif reduction.over:
-        rows = wide.reshape(reduction.sizes)
-        if reduction.over == "softmax":
-            rows = rows.softmax(1)
-        else:
-            variance, mean = torch.var_mean(rows, 1, correction=0, keepdim=True)
-            rows = (rows - mean) / (variance + reduction.epsilon).sqrt()
-        wide = rows.reshape(wide.shape)
-    of = wide.reshape(reduction.sizes[:2]) if reduction.by_position else wide
-    return operator.by_tensor_operations(reduction.after, tensors[:count], of).reshape(wide.shape).to(value.dtype)

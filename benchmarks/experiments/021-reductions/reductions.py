@@ -26,7 +26,7 @@ from shared import error, graphed, problems_met, reductions_met, sources_of, wri
 from torch import Tensor
 
 import polyphase
-from polyphase import prepared, reductions
+from polyphase import prepared
 from polyphase.bench.timing import Timer
 from polyphase.jit.ahead import compile_ahead
 from polyphase.jit.launcher import quiet
@@ -34,6 +34,7 @@ from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.reduction import Reduction
 from polyphase.program.reduction import program_of
+from polyphase.torch_op import reduction as operator
 
 
 @dataclass
@@ -74,13 +75,13 @@ def measured(name: str, dtype: torch.dtype, timer: Timer) -> list[Row]:
     plain, fused = (copy.deepcopy(model).to("cuda", dtype) for _ in range(2))
     polyphase.accelerate(fused, fuse=True)
     calls: list[tuple[Reduction, Tensor, Any]] = []
-    original = reductions._by_kernels
+    original = operator._by_kernels
 
     def noting(reduction: Reduction, value: Tensor, tensors: Any) -> Tensor:
         calls.append((reduction, value, tensors))
         return original(reduction, value, tensors)
 
-    with mock.patch.object(reductions, "_by_kernels", noting), mock.patch.object(prepared, "POISON", True):
+    with mock.patch.object(operator, "_by_kernels", noting), mock.patch.object(prepared, "POISON", True):
         first = fused(*inputs)
     row = Row(name, kind, "", torch_error=error(plain(*inputs), wanted), fused_error=error(first, wanted))
     assert row.torch_error is not None

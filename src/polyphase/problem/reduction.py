@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
+from polyphase.problem import epilogue
 from polyphase.problem.epilogue import NONE, Epilogue, Operand, of_input
 
 #: Operations with one result per group (reductions), and with one per value (norms).
@@ -78,3 +80,22 @@ class Reduction:
         """Whether the result equals the source."""
         alone = self.over in REDUCTIONS and self.sizes[1] == 1
         return not self.pool and not self.before and not self.after and (not self.over or alone)
+
+
+def encoded(of: Reduction) -> str:
+    """The reduction as text for an operator of PyTorch."""
+    numbers = (of.first, of.last, of.groups, int(of.by_position))
+    lists = (",".join(map(str, each)) for each in (of.shape, of.window, numbers))
+    return "/".join((*lists, of.pool, of.over, str(of.epsilon), *map(epilogue.encoded, (of.before, of.after))))
+
+
+@lru_cache(maxsize=1024)
+def decoded(text: str) -> Reduction:
+    """The reduction of a text from `encoded`."""
+    *lists, pool, over, epsilon, before, after = text.split("/")
+    shape, window, numbers = (tuple(int(each) for each in part.split(",") if part) for part in lists)
+    first, last, groups, by_position = numbers
+    operations = [epilogue.decoded(part)[0] for part in (before, after)]
+    return Reduction(
+        shape, pool, window, operations[0], over, first, last, groups, float(epsilon), operations[1], bool(by_position)
+    )

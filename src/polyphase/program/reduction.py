@@ -53,6 +53,12 @@ def program_of(reduction: Reduction, dtype: str, aligned: bool = True) -> Progra
     return Program((leaves, takes), buffers=(partials,))
 
 
+def reads_once(reduction: Reduction, dtype: str) -> bool:
+    """Whether the kernel reads its source once: a norm's threads keep their group's values."""
+    *_, last = program_of(reduction, dtype).steps
+    return reduction.over not in NORMS or bool(dict(last.source.constants)["KEPT"])
+
+
 def _threads(reduction: Reduction, size: int, aligned: bool) -> _Threads:
     outer, length, inner = reduction.sizes
     window = math.prod(reduction.window) if reduction.pool else 1
@@ -93,7 +99,9 @@ def _step(reduction: Reduction, dtype: str, threads: _Threads, split: int = 0) -
     reduces, groups = reduction.over in REDUCTIONS, outer * inner
     _, channels, *spatial = reduction.output_shape
     run, run_before = math.prod(spatial), math.prod(reduction.pooled[2:])
-    run, channels = (1, length) if reduction.by_position else (run, channels)
+    over_channels = (reduction.first, reduction.last, reduction.groups) == (1, 1, 1) and reduction.over in NORMS
+    by_position = reduction.by_position or (over_channels and inner > 1)
+    run, channels = (1, length) if by_position else (run, channels)
     kept = bool(reduction.over) and length <= team * vector * unroll and not split
     (_, _, *src), (_, _, *pooled) = five(reduction.shape), five(reduction.pooled)
     window = [1] * (3 - len(reduction.window)) + list(reduction.window)
@@ -108,7 +116,8 @@ def _step(reduction: Reduction, dtype: str, threads: _Threads, split: int = 0) -
         *((f"WINDOW_{axis}", each) for axis, each in zip("DHW", window)),
         ("KEPT", kept),
         ("ONE_CHANNEL", run % vector == 0),
-        ("BY_POSITION", reduction.by_position),
+        ("BY_POSITION", by_position),
+        ("WHOLE_ROUNDS", not reduction.pool and length % (team * vector * unroll) == 0),
         ("SPLIT", split),
         ("HAS_BIAS", False),
         ("MIN_BLOCKS", _RESIDENT * _THREADS // count),

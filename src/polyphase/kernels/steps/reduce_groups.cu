@@ -78,8 +78,9 @@ struct Share {
   __device__ __forceinline__ int place(int first, int vector) const {
     return base + (first + vector * BETWEEN) * stride;
   }
-  // How many vectors exist from value `first` on.
+  // How many vectors exist from value `first` on, if any.
   __device__ __forceinline__ int vectors(int first) const {
+    if (WHOLE_ROUNDS) return UNROLL;
     const int left = first < end ? (end - first + BETWEEN - 1) / BETWEEN : 0;
     return left < UNROLL ? left : UNROLL;
   }
