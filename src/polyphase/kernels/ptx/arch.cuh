@@ -4,8 +4,8 @@
 
 #include "specialisation.cuh"
 
-// cp.async.bulk and mbarriers that count its bytes, from Hopper on. nvcc's pass for the host, which has no architecture,
-// looks the names of these functions up, too.
+// cp.async.bulk and mbarriers that count its bytes, from Hopper on. nvcc's pass for the host, which has no
+// architecture, looks the names of these functions up, too.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define BULK_COPY 1
 #else
