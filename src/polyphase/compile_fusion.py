@@ -323,7 +323,8 @@ def _next(
 def _is_behind(step: GraphStep, layer: Node, last: Node) -> bool:
     """Whether a step that an epilogue has is faster behind the layer's kernel."""
     input, weight, *_ = map(value_of, layer.args)
-    return step.step is not None and reductions.is_apart(step.step.kind, value_of(last).shape, input, weight)
+    softmax = step.step is not None and step.step.kind == "softmax"
+    return softmax and reductions.is_apart(value_of(last).shape, input, weight)
 
 
 def _arranged(layer: Node, steps: Sequence[GraphStep]) -> reductions.Arranged | None:

@@ -58,7 +58,11 @@ def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step:
         return None
     if tensors and torch.is_grad_enabled() and any(each.requires_grad for _, each in tensors):
         return None
-    if before is PLAIN and kind not in KINDS and not is_apart(kind, waiting.size(), *waiting.reads[:2]):
+    if (
+        before is PLAIN
+        and kind not in KINDS
+        and not (kind == "softmax" and is_apart(waiting.size(), *waiting.reads[:2]))
+    ):
         return PLAIN
     read = ((role, type(each), each.shape, each.dtype, each.device) for role, each in tensors)
     about = (kind, step.constants, step.of, *read)
@@ -77,13 +81,11 @@ def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step:
     return found[1]
 
 
-def is_apart(kind: str, size: tuple[int, ...], input: Tensor, weight: Tensor) -> bool:
+def is_apart(size: tuple[int, ...], input: Tensor, weight: Tensor) -> bool:
     """Whether a softmax over channels is faster after a layer than in its kernel, or no kernel has all channels.
 
     ``size``: of the layer's output.
     """
-    if kind != "softmax":
-        return False
     if size[1] > MOST_CHANNELS or size[1] != weight.shape[1]:
         return True
     return size[1] > _MOST_IN_EPILOGUE and not output_channels_last(input, weight)
