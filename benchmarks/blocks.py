@@ -228,25 +228,27 @@ def measured(
     inputs = operands(block, dtype)
     wanted = copy.deepcopy(model).cuda().double()(*(each[:2].double() for each in inputs))
     calls = contestants(block, dtype)
-    errors = {who: error(call(*inputs), wanted) for who, call in calls.items()}
-    allowed = 2 * errors["torch"] + 4 * torch.finfo(dtype).eps
-    wrong = [who for who in ("swapped", "fused") if not errors[who] <= allowed]
+    allowed = 2 * error(calls["torch"](*inputs), wanted) + 4 * torch.finfo(dtype).eps
     output = calls["torch"](*inputs)
     parameters = sum(each.numel() for each in model.parameters())
     moved = dtype.itemsize * (sum(each.numel() for each in inputs) + output.numel() + parameters)
     rows = []
     for mode in modes:
-        row = Row(name, text, mode, "wrong" if wrong else "ok", ", ".join(wrong), megabytes=moved / 1e6)
-        row.torch_error, row.swapped_error, row.fused_error = errors["torch"], errors["swapped"], errors["fused"]
-        row.floor_ms = 1e3 * moved / (0.9 * rate)
-        times: dict[str, float] = {}
+        row = Row(name, text, mode, "ok", megabytes=moved / 1e6, floor_ms=1e3 * moved / (0.9 * rate))
+        times, errors = dict[str, float](), dict[str, float]()
         for who, call in calls.items():
             if "compile" in mode and who not in among:
                 continue
             try:
-                times[who] = timed(call, inputs, mode, timer, who == "fused")
+                ready = compiled(call, inputs, who == "fused") if "compile" in mode else call
+                errors[who] = error(ready(*inputs), wanted)
+                times[who] = timed(ready, inputs, "graph" if "graph" in mode else "eager", timer, who == "fused")
             except Exception as failure:
                 row.status, row.reason = "failed", f"{row.reason} {who}: {environment.first_line(failure)}".strip()
+        wrong = [who for who, found in errors.items() if who != "torch" and not found <= allowed]
+        if wrong and row.status == "ok":
+            row.status, row.reason = "wrong", ", ".join(wrong)
+        row.torch_error, row.swapped_error, row.fused_error = map(errors.get, CONTESTANTS)
         row.torch_ms, row.swapped_ms, row.fused_ms = times.get("torch"), times.get("swapped"), times.get("fused")
         if row.fused_ms and row.torch_ms and row.swapped_ms:
             row.fused_over_torch, row.fused_over_swapped = row.torch_ms / row.fused_ms, row.swapped_ms / row.fused_ms
