@@ -580,6 +580,17 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         counts[i] = ALIKE ? 0 : __shfl_sync(~0u, shared.counts[work.line_group * ROW_BLOCKS + i], 0);
       const int kind = STRAIGHT && !ALIKE ? kind_of(counts) : 0;
       int previous = -1;
+      auto epilogue = [&]() -> Epilogue {
+        const int first_channel = work.group * DST_CHANNELS;
+        return {params,
+                work,
+                sums,
+                cell_share * GROUP_CELLS,
+                dst + work.n * params.dst.stride[0] + first_channel * params.dst.stride[1],
+                EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]) + first_channel,
+                store_memory};
+      };
+      if (EPILOGUE_PREFETCHES && work.n < params.batch) epilogue().prefetch_lines();
       // A parity bit distinguishes only two successive phases: a ping-pong consumer, one ahead at most, waits its turn.
       if (PING_PONG) mbarrier_wait(order + 8 * position, order_parity ^ (position == 0));
       order_parity ^= 1;
@@ -612,10 +623,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
         break;
       }
-      const int first_channel = work.group * DST_CHANNELS;
-      const Epilogue store(params, work, sums, cell_share * GROUP_CELLS,
-                           dst + work.n * params.dst.stride[0] + first_channel * params.dst.stride[1],
-                           EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]) + first_channel, store_memory);
+      const Epilogue store = epilogue();
 #if SCALED
       const float* const of_rows = scales.rows() + (long long)work.row_group * (ROW_BLOCKS * ROWS);
       RowFactors rows;

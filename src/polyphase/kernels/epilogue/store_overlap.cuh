@@ -48,6 +48,8 @@ constexpr int CHANNELS = SETS > 1            ? ROUND_CHANNELS
 // Elements of one store: neighbouring channels, or elements of a cell's row.
 constexpr int WIDE = gcd(DST_CHANNELS_LAST ? CHANNELS : DST_W, VECTOR_ELEMENTS);
 
+constexpr bool EPILOGUE_PREFETCHES = false;
+
 struct Epilogue {
   const Params& params;
   const WorkTile& work;
@@ -57,6 +59,8 @@ struct Epilogue {
   scalar_t* dst;                    // the work tile's first channel, the tile's first batch entry
   const EpilogueOperands operands;  // the work tile's first channel's
   float* partials;                  // partial products of a round
+
+  __device__ __forceinline__ void prefetch_lines() const {}
 
   static constexpr int STORERS = ALONE ? 128 : CONSUMERS * 128;
 

@@ -65,6 +65,9 @@ constexpr int NORMALS = EPILOGUE_NORMALIZES ? PIECE * COLUMNS : 0;
 constexpr int STORE_BYTES =
     STAGING_BYTES + CONSUMERS * (GROUP_CELLS * (int)sizeof(Target) + 5 * NORMALS * (int)sizeof(Normal));
 
+// Whether operations read residuals, which each work tile prefetches.
+constexpr bool EPILOGUE_PREFETCHES = EPILOGUE_RESIDUALS > 0 && !DST_CHANNELS_LAST;
+
 // The bits of COUNT elements, as words.
 template <int BYTES>
 struct BitsOf {
@@ -106,11 +109,10 @@ struct Epilogue {
         terms[block][half] = channel_terms(operands, of, of < DST_CHANNELS);
         load_now(terms[block][half].bias);
       }
-    if constexpr (EPILOGUE_READS_PLACES && !DST_CHANNELS_LAST) prefetch_lines();
   }
 
-  // Prefetches to L2 what operations read for the work tile's lines, while the last products are in flight. Four lanes
-  // own neighbours of a row; one of them prefetches for all.
+  // Prefetches to L2 what operations read for the work tile's lines, before its first product. Four lanes own
+  // neighbours of a row; one of them prefetches for all.
   template <int LINE = 0>
   __device__ __forceinline__ void prefetch_lines() const {
     const int owned = owned_line(LINE, 16 * warp());
