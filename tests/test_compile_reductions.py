@@ -88,6 +88,17 @@ def test_behind_an_epilogue_and_a_slice() -> None:
     assert [each.shape for each in kernels] == [(2, 4, 9, 5), (2, 4, 1, 5)]
 
 
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_norms_that_read_a_group_twice(dtype: torch.dtype, count: int) -> None:
+    model = nn.Sequential(nn.ConvTranspose1d(2, 4, 2, 2), nn.GroupNorm(1, 4), nn.ReLU()).eval().to(dtype)
+    x = torch.randn(1, 2, 4096, dtype=dtype)
+    with torch.no_grad():
+        wanted = model(x)
+    found, kernels, _ = reduced(model, x)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+    assert len(kernels) == count
+
+
 def test_symbolic_sizes_are_left_to_inductor() -> None:
     model = Up(lambda m, y: F.relu(y).amax(1)).eval().double()
     with torch.no_grad():

@@ -117,10 +117,10 @@ def enable_compile_fusion() -> CompileFusion:
     per channel, and sums and products with an earlier value (``y·sigmoid(y)``), if nothing else reads the values
     between and dtypes are the output's; and an activation or a snake whose result only a layer reads. Of an output that
     is sliced, ``y[..., a:b]``, only the slice is computed. Poolings, reductions and norms behind a chain are computed
-    by polyphase's kernels on a GPU, except for norms that are reduced again, or whose groups are read twice. Graphs
-    that record derivatives do not change, except for concatenations along channels: layers write their slices in any
-    graph. Calls of PyTorch's functions are layers too, while `override` is active. A sliced output is whole in memory,
-    where PyTorch's is a view.
+    by polyphase's kernels on a GPU, except for norms that are reduced again, and float32 norms that read a group twice.
+    Graphs that record derivatives do not change, except for concatenations along channels: layers write their slices in
+    any graph. Calls of PyTorch's functions are layers too, while `override` is active. A sliced output is whole in
+    memory, where PyTorch's is a view.
 
     Returns:
         The pass: a context, with ``disable()``, the ``chains`` that it has found, and the ``reasons`` why a
@@ -224,14 +224,14 @@ def _pays(layer: Node, steps: Sequence[GraphStep]) -> bool:
     """Whether polyphase's kernels compute the steps behind the layer's faster than Inductor's do.
 
     Inductor's compute elementwise operations together with what is before, do not store norms that are reduced again,
-    and are as fast for norms of groups that are read twice.
+    and are as fast for float32 norms whose groups are read twice.
     """
     if not (steps and steps[-1].apart):
         return True
     found, dtype = _arranged(layer, steps), value_of(layer).dtype
     assert found is not None
     stores_norm = any(part.over in reduction.NORMS for part in found.parts[:-1])
-    kept = all(reads_once(part, str(dtype).removeprefix("torch.")) for part in found.parts)
+    kept = dtype.itemsize == 2 or all(reads_once(part, str(dtype).removeprefix("torch.")) for part in found.parts)
     return kept and not stores_norm and all(part.over or part.pool for part in found.parts)
 
 
