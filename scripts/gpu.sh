@@ -16,7 +16,7 @@ cd "$root"
 STAGES=(
   tests fuzz sanitizer examples docs host
   forward gradients channels_last gradients_channels_last models strict random holes planner planner_models emitted
-  blocks whole_models picture tables
+  blocks block_bytes whole_models picture tables
 )
 command -v nvidia-smi > /dev/null || { echo "there is no NVIDIA GPU: nvidia-smi is missing" >&2; exit 2; }
 # "NVIDIA H200" is h200, "NVIDIA GeForce RTX 4090" geforce-rtx-4090.
@@ -58,6 +58,7 @@ planner() { # its choices beside all candidates; what was measured is not for th
 planner_models() { planner models; }
 emitted() { "$python" benchmarks/emitted.py; }
 blocks() { "$python" benchmarks/blocks.py --seconds 3000 --csv "$RESULTS-blocks-compiled.csv"; }
+block_bytes() { "$python" benchmarks/block_bytes.py --csv "$RESULTS-block-bytes.csv"; } # by Nsight Compute
 whole_models() { "$python" benchmarks/models.py --seconds 3000 --csv "$RESULTS-whole-models.csv"; }
 picture() {
   bench --plot-from "$RESULTS.csv" --plot-from "$RESULTS-gradients.csv" --png "$RESULTS.png"

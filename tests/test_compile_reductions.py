@@ -88,6 +88,14 @@ def test_behind_an_epilogue_and_a_slice() -> None:
     assert [each.shape for each in kernels] == [(2, 4, 9, 5), (2, 4, 1, 5)]
 
 
+def test_behind_what_computes_nothing() -> None:
+    model = Up(lambda m, y: F.max_pool2d(F.dropout(y, training=False), 2)).eval().double()
+    found, kernels, chains = reduced(model, X)
+    torch.testing.assert_close(found, F.max_pool2d(model.up(X), 2))
+    assert len(kernels) == 1
+    assert chains == ["conv_transpose → dropout → max_pool"]
+
+
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 0), (torch.bfloat16, 1)])
 def test_norms_that_read_a_group_twice(dtype: torch.dtype, count: int) -> None:
     model = nn.Sequential(nn.ConvTranspose1d(2, 4, 2, 2), nn.GroupNorm(1, 4), nn.ReLU()).eval().to(dtype)

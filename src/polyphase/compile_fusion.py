@@ -383,7 +383,7 @@ def _replace(graph: Graph, layer: Node, steps: list[GraphStep]) -> Node:
     """Replaces the nodes of a chain by calls; returns the layer's."""
     own, chain = _own(steps), [node for step in steps for node in step.nodes]
     with graph.inserting_before(chain[-1]):
-        call = _with_epilogue(graph, layer, own) if own else layer
+        call = _with_epilogue(graph, layer, own) if any(step.computes for step in own) else layer
         last = call if len(own) == len(steps) else _reduced(graph, layer, call, steps)
     if last is not call:
         last.meta = {**chain[-1].meta}
