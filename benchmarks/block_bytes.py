@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -104,6 +105,8 @@ def main(
     if block:
         run(block, getattr(torch, dtypes))
         return
+    if not torch.cuda.is_available() or shutil.which("ncu") is None:
+        raise typer.BadParameter("bytes are counted by Nsight Compute (ncu) on an NVIDIA GPU; one of both is not found")
     rows, console = list[Row](), make_console()
     for name in only.split(";"):
         for dtype in dtypes.split(","):
