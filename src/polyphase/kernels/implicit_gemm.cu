@@ -419,6 +419,23 @@ __device__ __forceinline__ Operands operands_of(const Shared& shared, const Work
           shared.operations + work.line_group * OPERATIONS};
 }
 
+// The epilogue of a consumer warpgroup's part of a work tile.
+__device__ __forceinline__ Epilogue epilogue_of(const Params& params, const WorkTile& work, const Sums& sums,
+                                                int cell_share, result_t* dst, const EpilogueOperands& operands,
+                                                unsigned char* memory) {
+  const int channel = work.group * DST_CHANNELS;
+  result_t* const to = dst + work.n * params.dst.stride[0] + channel * params.dst.stride[1];
+  return Epilogue(params, work, sums, cell_share * GROUP_CELLS, to, operands + channel, memory);
+}
+
+// Prefetches what it reads for single outputs, before the first product; its accumulators are not read.
+__device__ __forceinline__ void prefetch_residuals(const Params& params, const WorkTile& work, const Sums& sums,
+                                                   int cell_share, result_t* dst, const EpilogueOperands& operands,
+                                                   unsigned char* memory) {
+  if (EPILOGUE_PREFETCHES && work.n < params.batch)
+    epilogue_of(params, work, sums, cell_share, dst, operands, memory).prefetch_lines();
+}
+
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER)
 #else
@@ -580,17 +597,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
         counts[i] = ALIKE ? 0 : __shfl_sync(~0u, shared.counts[work.line_group * ROW_BLOCKS + i], 0);
       const int kind = STRAIGHT && !ALIKE ? kind_of(counts) : 0;
       int previous = -1;
-      auto epilogue = [&]() -> Epilogue {
-        const int first_channel = work.group * DST_CHANNELS;
-        return {params,
-                work,
-                sums,
-                cell_share * GROUP_CELLS,
-                dst + work.n * params.dst.stride[0] + first_channel * params.dst.stride[1],
-                EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]) + first_channel,
-                store_memory};
-      };
-      if (EPILOGUE_PREFETCHES && work.n < params.batch) epilogue().prefetch_lines();
+      prefetch_residuals(params, work, sums, cell_share, dst, EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]),
+                         store_memory);
       // A parity bit distinguishes only two successive phases: a ping-pong consumer, one ahead at most, waits its turn.
       if (PING_PONG) mbarrier_wait(order + 8 * position, order_parity ^ (position == 0));
       order_parity ^= 1;
@@ -623,7 +631,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
         break;
       }
-      const Epilogue store = epilogue();
+      const Epilogue store = epilogue_of(params, work, sums, cell_share, dst,
+                                         EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]), store_memory);
 #if SCALED
       const float* const of_rows = scales.rows() + (long long)work.row_group * (ROW_BLOCKS * ROWS);
       RowFactors rows;
