@@ -246,6 +246,21 @@ def test_a_slice_of_a_volume_keeps_what_decides_about_tf32() -> None:
     assert fusion.chains == ["conv_transpose → getitem → relu"] * 2
 
 
+def test_a_sum_that_lies_as_its_other_tensor_is_left() -> None:
+    """Readers may view it."""
+    layer = polyphase.ConvTranspose2d(4, 4, 2, 2).requires_grad_(False)
+    x, skip = torch.randn(2, 4, 3, 3), torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last)
+    for function, count in (
+        (lambda x: (skip + layer(x)).permute(0, 2, 3, 1).view(2, -1), 0),
+        (lambda x: (layer(x) + skip).view(2, -1), 1),
+    ):
+        torch._dynamo.reset()
+        with torch.no_grad(), polyphase.enable_compile_fusion() as fusion:
+            found = torch.compile(function, backend=_passed, fullgraph=True)(x)
+            torch.testing.assert_close(found, function(x))
+        assert len(fusion.chains) == count
+
+
 def test_sizes_that_depend_on_data() -> None:
     layer = polyphase.ConvTranspose1d(4, 4, 3).requires_grad_(False)
 

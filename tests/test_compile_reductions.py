@@ -107,6 +107,61 @@ def test_norms_that_read_a_group_twice(dtype: torch.dtype, count: int) -> None:
     assert len(kernels) == count
 
 
+def _copied_meanwhile(m: nn.Module, y: Tensor) -> Tensor:
+    q = torch.relu(y)
+    y.clone()
+    z = q.amax(2)
+    return torch.sigmoid(z) * z
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        *(lambda m, y, of=of: of(torch.relu(y).mean((1, 2, 3)), m.scale[0, 0]) for of in (torch.add, torch.mul)),
+        lambda m, y: y.sum((1, 2, 3)) - m.scale[0, 0, 0],
+        _copied_meanwhile,
+        lambda m, y: y.amax(1, keepdim=True) * m.scale,
+        lambda m, y: F.relu(y.amax(2) + m.scale[:, 0]),
+    ],
+)
+def test_operands_of_other_shapes(behind: Any) -> None:
+    model = Up(behind).eval().double()
+    with torch.no_grad():
+        wanted = model(X)
+    found, _, _ = reduced(model, X)
+    torch.testing.assert_close(found, wanted)
+
+
+class Alone(nn.Module):
+    """A layer, and what follows it."""
+
+    def __init__(self, up: nn.Module, behind: Any) -> None:
+        super().__init__()
+        self.up, self.behind = up, behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, *spatial)."""
+        result: Tensor = self.behind(self.up(x))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("up", "shape", "behind"),
+    [
+        (nn.ConvTranspose2d(2, 2, 2, 2), (2, 2, 1, 5),
+         lambda y: torch.relu(p := y.amax(3, keepdim=True)).amax(3) + p),
+        (nn.ConvTranspose1d(2, 4, 2, 2), (1, 2, 6),
+         lambda y: torch.relu(p := F.max_pool1d(y, 2)).view(1, 4, 1, 6) + p),
+    ],
+)  # fmt: skip
+def test_an_earlier_value_that_is_broadcast(up: nn.Module, shape: tuple[int, ...], behind: Any) -> None:
+    model, x = Alone(up, behind).eval().double(), torch.randn(shape, dtype=torch.float64)
+    with torch.no_grad():
+        wanted = model(x)
+    found, _, _ = reduced(model, x)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_symbolic_sizes_are_left_to_inductor() -> None:
     model = Up(lambda m, y: F.relu(y).amax(1)).eval().double()
     with torch.no_grad():

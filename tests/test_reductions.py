@@ -50,6 +50,8 @@ CASES = {
     "lines": over((2, 3, 4, 5), "sum", 2, 2),
     "long columns": over((1, 40, 3), "amin", 1, 1, after=Epilogue((Operation("gelu"),))),
     **{f"{kind} over channels": over((2, 6, 5, 7), kind, 1, 1) for kind in (*REDUCTIONS, *NORMS)},
+    **{f"{kind} over 16 channels": over((3, 16, 5, 7), kind, 1, 1, after=SCALED) for kind in NORMS},
+    "all channels, whole rounds": over((2, 32, 9, 31), "logsumexp", 1, 1, after=Epilogue((Operation("gelu"),))),
     **{f"{kind} over space": over((2, 3, 7, 9), kind, 2, 3, after=SCALED) for kind in (*REDUCTIONS, *NORMS)},
     **{f"{kind}, long": over((1, 2, 160, 130), kind, 2, 3) for kind in (*REDUCTIONS, *NORMS)},
     "groups": over((2, 6, 5, 7), "norm", 1, 3, groups=3, epsilon=1e-3, after=SCALED),

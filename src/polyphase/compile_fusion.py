@@ -25,17 +25,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from polyphase import (
-    crops,
-    elementwise,
-    functional_override,
-    graph_steps,
-    inductor,
-    layer_norms,
-    reduction_steps,
-    reductions,
-    snakes,
-)
+from polyphase import crops, functional_override, inductor, reductions
 from polyphase.elementwise import (
     change_between,
     changes_what_is_read,
@@ -152,11 +142,11 @@ def _pass_class() -> type[CompileFusion]:
     return type("CompileFusion", (CompileFusion, CustomGraphPass), {"__doc__": CompileFusion.__doc__})
 
 
+@functools.cache
 def _digest() -> str:
-    steps = (elementwise, graph_steps, layer_norms, reduction_steps, reductions, snakes)
-    modules = (crops, functional_override, inductor, *steps)
-    files = (__file__, *(str(module.__file__) for module in modules))
-    return hashlib.sha256(b"".join(Path(each).read_bytes() for each in files)).hexdigest()
+    """Of the whole package: what a graph becomes depends on many of its modules."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()
 
 
 _MODES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
@@ -335,7 +325,8 @@ def _arranged(layer: Node, steps: Sequence[GraphStep]) -> reductions.Arranged | 
     if not plain or any(step.ends is not None for step in steps[len(own) :]):
         return None
     behind = [each.step for each in steps[len(own) :] if each.step is not None]
-    return reductions.arranged(tuple(value.shape), own[-1].number if own else 0, behind, value)
+    number = max((each.number for each in own), default=0)  # a copy of an earlier value has that value's
+    return reductions.arranged(tuple(value.shape), number, behind, value)
 
 
 def _has_kernels(value: Tensor) -> bool:

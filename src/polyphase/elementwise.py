@@ -359,7 +359,7 @@ def per(kind: str, other: Sequence[Any], size: Sequence[Any], equal: Callable[[A
         return CHANNEL if counted else ""
     if kind == "add" and len(other) == len(size) and all(map(equal, other, size)):
         return ELEMENT
-    if len(other) > len(size):
+    if len(size) < 2 or len(other) > len(size):  # reduced over channels, too
         return ""
     of_samples, of_channels, *rest = [1] * (len(size) - len(other)) + list(other)
     if not all(equal(each, 1) for each in rest):

@@ -26,7 +26,7 @@ from polyphase.elementwise import (
     step_of_value,
 )
 from polyphase.layer_norms import layer_norm_of
-from polyphase.problem.epilogue import ACTIVATIONS, NONE, decoded
+from polyphase.problem.epilogue import ACTIVATIONS, ELEMENT, NONE, decoded
 from polyphase.snakes import Found, snake_at, snake_behind
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
 
@@ -184,6 +184,8 @@ def _step_of(call: Node, last: Node, numbers: dict[Node, int]) -> GraphStep | No
     if found is None or changes_other(call.target, found[1], call.args, call.kwargs):
         return None
     reading, value = found
+    if not _is_of_shape(result, value_of(value).shape):
+        return None  # another value, of another shape, is broadcast
     if not reading.kind:
         return GraphStep(name, numbers[value], (call,), None)
     if reading.other is None:
@@ -195,11 +197,23 @@ def _step_of(call: Node, last: Node, numbers: dict[Node, int]) -> GraphStep | No
     if not isinstance(reading.other, Node) or not isinstance(other, Tensor) or other.dtype != output.dtype:
         return None
     kind = per(reading.kind, other.shape, size, known_equal)
-    if not kind:
+    if not kind or not _lies_as(result, output, kind):
         return None
     shape = read_as(kind, size)
     step = step_of(reading, other if shape is None else other.reshape(shape), kind)
     return GraphStep(name, number, (call,), step, [(reading.other, shape)])
+
+
+def _is_of_shape(result: Tensor, shape: Sequence[Any]) -> bool:
+    return len(result.shape) == len(shape) and all(map(known_equal, result.shape, shape))
+
+
+def _lies_as(result: Tensor, value: Tensor, kind: str) -> bool:
+    """Whether a sum has the strides of an operation on ``value`` alone: readers may view it by its strides."""
+    if kind != ELEMENT:
+        return True
+    strides = zip(result.stride(), torch.empty_like(value).stride(), result.shape)
+    return all(known_equal(size, 1) or known_equal(one, other) for one, other, size in strides)
 
 
 def _norm(call: Node, numbers: dict[Node, int]) -> GraphStep | None:
