@@ -21,7 +21,7 @@ from typing import Annotated
 
 import torch
 import typer
-from blocks import BLOCKS, contestants, operands
+from blocks import BLOCKS, contestants, least_bytes, operands
 from shared import ROOT, write
 
 from polyphase.bench.report import make_console
@@ -50,8 +50,7 @@ def moved(name: str, dtype: torch.dtype) -> float:
     """Megabytes of a block's inputs, output and weights."""
     model, inputs = contestants(BLOCKS[name], dtype)["torch"], operands(BLOCKS[name], dtype)
     with torch.inference_mode():
-        tensors = [*inputs, *model.parameters(), model(*inputs)]
-    return 1e-6 * sum(each.nbytes for each in tensors)
+        return 1e-6 * least_bytes(model, inputs, model(*inputs))
 
 
 def run(name: str, dtype: torch.dtype) -> None:
@@ -69,16 +68,7 @@ def run(name: str, dtype: torch.dtype) -> None:
 
 def counted(name: str, dtype: str) -> Row:
     """A block's row, by a process of its own under ``ncu``."""
-    command = [
-        "ncu",
-        "--csv",
-        "--metrics",
-        ",".join(_METRICS),
-        "--profile-from-start",
-        "off",
-        "--clock-control",
-        "none",
-    ]
+    command = f"ncu --csv --metrics {','.join(_METRICS)} --profile-from-start off --clock-control none".split()
     done = subprocess.run(
         [*command, sys.executable, __file__, "--block", name, "--dtypes", dtype], capture_output=True, text=True
     )

@@ -205,6 +205,11 @@ def contestants(block: Block, dtype: torch.dtype) -> dict[str, nn.Module]:
     return found
 
 
+def least_bytes(model: nn.Module, inputs: list[Tensor], output: Tensor) -> int:
+    """Bytes of a block's inputs, weights and output."""
+    return sum(each.nbytes for each in (*inputs, *model.parameters(), output))
+
+
 def operands(block: Block, dtype: torch.dtype) -> list[Tensor]:
     """A block's inputs."""
     generator = torch.Generator("cuda").manual_seed(0)
@@ -228,10 +233,9 @@ def measured(
     inputs = operands(block, dtype)
     wanted = copy.deepcopy(model).cuda().double()(*(each[:2].double() for each in inputs))
     calls = contestants(block, dtype)
-    allowed = 2 * error(calls["torch"](*inputs), wanted) + 4 * torch.finfo(dtype).eps
     output = calls["torch"](*inputs)
-    parameters = sum(each.numel() for each in model.parameters())
-    moved = dtype.itemsize * (sum(each.numel() for each in inputs) + output.numel() + parameters)
+    allowed = 2 * error(output, wanted) + 4 * torch.finfo(dtype).eps
+    moved = least_bytes(calls["torch"], inputs, output)
     rows = []
     for mode in modes:
         row = Row(name, text, mode, "ok", megabytes=moved / 1e6, floor_ms=1e3 * moved / (0.9 * rate))

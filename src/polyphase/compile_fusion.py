@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
@@ -41,7 +40,7 @@ from polyphase.problem import reduction
 from polyphase.problem.epilogue import NONE, OF_PIXELS, decoded, encoded
 from polyphase.program.reduction import reads_once
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
-from polyphase.torch_op.reduction import reduce_groups
+from polyphase.torch_op.reduction import has_kernels, reduce_groups
 from polyphase.torch_op.steps import checked
 
 
@@ -321,16 +320,12 @@ def _arranged(layer: Node, steps: Sequence[GraphStep]) -> reductions.Arranged | 
     """How the steps behind the layer's kernel are computed; None if kernels do not compute them."""
     own = _own(steps)
     value = value_of(own[-1].nodes[-1] if own else layer)
-    plain = all(type(each) is int for each in value.shape) and value.is_contiguous() and _has_kernels(value)
-    if not plain or any(step.ends is not None for step in steps[len(own) :]):
+    fixed = all(type(each) is int for each in value.shape)
+    if not (fixed and has_kernels(value)) or any(step.ends is not None for step in steps[len(own) :]):
         return None
     behind = [each.step for each in steps[len(own) :] if each.step is not None]
     number = max((each.number for each in own), default=0)  # a copy of an earlier value has that value's
     return reductions.arranged(tuple(value.shape), number, behind, value)
-
-
-def _has_kernels(value: Tensor) -> bool:
-    return value.is_cuda and torch.version.cuda is not None
 
 
 def _own(steps: Sequence[GraphStep]) -> Sequence[GraphStep]:

@@ -71,13 +71,16 @@ def step_after(reader: Node | None, layer: Node, last: Node, numbers: dict[Node,
     return step or _layer_norm(last, layer, numbers)
 
 
+_FIRST = (operator.getitem, 0)  # of the values and indices of `torch.max`
+
+
 def step_apart(call: Node | None, numbers: dict[Node, int]) -> GraphStep | None:
     """The pooling, reduction, norm or view of a call on a chain's last value; None for others."""
     value = call.args[0] if call is not None and call.args else None
     if call is None or not isinstance(value, Node) or numbers.get(value) != max(numbers.values()):
         return None
     step = reduction_steps.read(call.target, value, call.args, call.kwargs, value_of(value).dim())
-    nodes = (call, *call.users) if isinstance(value_of(call), tuple) else (call,)  # values, and indices that none reads
+    nodes = (call, *call.users) if isinstance(value_of(call), tuple) else (call,)  # no other may read the indices
     if step is None or (len(nodes) > 1 and [(node.target, node.args[1]) for node in nodes[1:]] != [_FIRST]):
         return None
     result, operands = value_of(nodes[-1]), dict[str, Any](step.tensors)
@@ -88,9 +91,6 @@ def step_apart(call: Node | None, numbers: dict[Node, int]) -> GraphStep | None:
         return None
     step, name = step._replace(tensors=tuple(tensors.items())), reduction_steps.name_of(call.target)
     return GraphStep(name, numbers[value] + 1, nodes, step, [(each, None) for each in operands.values()], apart=True)
-
-
-_FIRST = (operator.getitem, 0)
 
 
 def _activation(value: Node) -> GraphStep | None:

@@ -58,11 +58,8 @@ def following(waiting: Any, before: Arranged, steps: Sequence[fused.Step], step:
         return None
     if tensors and torch.is_grad_enabled() and any(each.requires_grad for _, each in tensors):
         return None
-    if (
-        before is PLAIN
-        and kind not in KINDS
-        and not (kind == "softmax" and is_apart(waiting.size(), *waiting.reads[:2]))
-    ):
+    behind = kind in KINDS or (kind == "softmax" and is_apart(waiting.size(), *waiting.reads[:2]))
+    if before is PLAIN and not behind:
         return PLAIN
     read = ((role, type(each), each.shape, each.dtype, each.device) for role, each in tensors)
     about = (kind, step.constants, step.of, *read)

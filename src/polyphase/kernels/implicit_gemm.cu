@@ -428,7 +428,7 @@ __device__ __forceinline__ Epilogue epilogue_of(const Params& params, const Work
   return Epilogue(params, work, sums, cell_share * GROUP_CELLS, to, operands + channel, memory);
 }
 
-// Prefetches what it reads for single outputs, before the first product; its accumulators are not read.
+// Prefetches a work tile's residuals to L2, before its first product. The epilogue made for this reads no accumulators.
 __device__ __forceinline__ void prefetch_residuals(const Params& params, const WorkTile& work, const Sums& sums,
                                                    int cell_share, result_t* dst, const EpilogueOperands& operands,
                                                    unsigned char* memory) {

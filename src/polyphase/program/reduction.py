@@ -99,6 +99,7 @@ def _step(reduction: Reduction, dtype: str, threads: _Threads, split: int = 0) -
     reduces, groups = reduction.over in REDUCTIONS, outer * inner
     _, channels, *spatial = reduction.output_shape
     run, run_before = math.prod(spatial), math.prod(reduction.pooled[2:])
+    # A value's place in a group of all channels is its channel, which a kernel then need not divide for.
     over_channels = (reduction.first, reduction.last, reduction.groups) == (1, 1, 1) and reduction.over in NORMS
     by_position = reduction.by_position or (over_channels and inner > 1)
     run, channels = (1, length) if by_position else (run, channels)
@@ -117,6 +118,7 @@ def _step(reduction: Reduction, dtype: str, threads: _Threads, split: int = 0) -
         ("KEPT", kept),
         ("ONE_CHANNEL", run % vector == 0),
         ("BY_POSITION", by_position),
+        # Of pools a thread would load all windows at once, into registers that leave fewer resident blocks.
         ("WHOLE_ROUNDS", not reduction.pool and length % (team * vector * unroll) == 0),
         ("SPLIT", split),
         ("HAS_BIAS", False),

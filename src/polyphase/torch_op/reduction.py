@@ -24,10 +24,14 @@ _CALLS: dict[Any, Callable[..., Tensor]] = {}
 _MOST_CALLS = 1024
 
 
+def has_kernels(value: Tensor) -> bool:
+    """Whether kernels compute reductions of a tensor."""
+    return value.is_cuda and torch.version.cuda is not None and value.is_contiguous()
+
+
 def run(reduction: Reduction, value: Tensor, operands: Sequence[Tensor]) -> Tensor:
     """The reduction of a tensor of its shape; ``operands``: of operations after it, then of operations before it."""
-    by_kernels = value.is_cuda and torch.version.cuda is not None and value.is_contiguous()
-    return (_by_kernels if by_kernels else _by_functions)(reduction, value, operands)
+    return (_by_kernels if has_kernels(value) else _by_functions)(reduction, value, operands)
 
 
 def _by_kernels(reduction: Reduction, value: Tensor, operands: Sequence[Tensor]) -> Tensor:

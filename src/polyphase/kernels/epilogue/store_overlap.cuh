@@ -48,7 +48,7 @@ constexpr int CHANNELS = SETS > 1            ? ROUND_CHANNELS
 // Elements of one store: neighbouring channels, or elements of a cell's row.
 constexpr int WIDE = gcd(DST_CHANNELS_LAST ? CHANNELS : DST_W, VECTOR_ELEMENTS);
 
-constexpr bool EPILOGUE_PREFETCHES = false;
+constexpr bool EPILOGUE_PREFETCHES = false;  // residuals are not prefetched
 
 struct Epilogue {
   const Params& params;

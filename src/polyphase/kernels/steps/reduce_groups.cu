@@ -7,8 +7,9 @@
 // Index mapping. A block has THREADS / TEAM groups, a team of threads for each. With ROWS `inner` is 1: a team is
 // neighbouring threads, each with VECTOR neighbours of a row at a time; else neighbouring threads have neighbouring
 // groups. A thread loads UNROLL vectors, computes their moments, and combines these with the earlier ones. With KEPT
-// these are all vectors, and it normalises them in registers; else it loads all a second time. A team's moments are
-// combined by shuffles and through shared memory, in a fixed order.
+// these are all vectors, and it normalises them in registers; else it loads all a second time. With WHOLE_ROUNDS every
+// thread of a team has UNROLL vectors in each round. A team's moments are combined by shuffles and through shared
+// memory, in a fixed order.
 //
 // If there are few groups each is split over blocks, in two launches: in the first (SPLIT of 1) each block writes the
 // moments of its share to `partials`; the second (SPLIT of 2) combines them.
