@@ -537,3 +537,32 @@ def test_pixels_that_are_written_touch_few_lines() -> None:
     for _, program in offers(TMA, problem, Pass.INPUT_GRAD):
         if not dict(program.main.source.constants)["RUNS"]:
             assert program.main.tensor_maps[0].strides[0] % 128 == 0
+
+
+#: Strides of one or several dimensions, kernels that are no multiple of them or shorter, crops within a cell, groups.
+MERGED = (
+    make((2, 24, 3, 4, 5), 3, (3, 4, 7), 2, (1, 0, 2), 1, bias=True, tf32=True),
+    make((2, 20, 5, 6, 4), 5, 4, 2, 1, dtype="bfloat16"),
+    make((1, 40, 6, 9), 12, (5, 2), (3, 4), (2, 0), (2, 3), bias=True, dtype="float16"),
+    make((3, 18, 33), 5, 20, 9, 3, dtype="float16"),
+    make((2, 24, 9, 7), 16, 4, (1, 2), 1, groups=4, bias=True),
+    make((2, 16, 4, 5, 6), 24, (2, 3, 3), (1, 2, 2), (0, 1, 1), dilation=(3, 1, 1), bias=True, tf32=True),
+    make((1, 16, 5, 6), 1, (3, 8), (2, 4), (1, 2), bias=True, dtype="bfloat16"),  # one output channel, folded
+    make((2, 150, 4, 6), 2, 6, 4, (5, 4), dtype="bfloat16"),
+)
+
+
+@pytest.mark.sampled(16, 4)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("problem", MERGED, ids=str)
+def test_merged_phases(problem: ConvTransposeProblem, channels_last: bool) -> None:
+    """Every config whose columns are also outputs of a cell; on tensors of one kind."""
+    problem = replace(problem, channels_last=channels_last and problem.dims > 1)
+    found = [config for config in TMA.configs(problem, Pass.FORWARD, H200) if config.merged]
+    assert 1 in {config.merged for config in found}
+    all_layouts, seed = list(strange_layouts(problem)), zlib.crc32(f"{problem}".encode())
+    for i, config in enumerate(found[seed % 4 :: 4]):
+        layouts = all_layouts[0 if config.back else (seed + i) % 5]
+        program = TMA.program(problem, Pass.FORWARD, H200, layouts, config)
+        candidate = Candidate(TMA.name, config, 0.0, "bytes")
+        assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator((seed + i) % 1000))

@@ -14,6 +14,9 @@
 // with WINDOW > 1 a tile is cut into runs of eight cells along the width. If the tile is one line, SBO leads to the
 // next run; if it has a multiple of eight lines, to the same columns one line below.
 //
+// Columns may also be outputs of a cell (core/merged_phases.cuh): layers of few channels then read each box once for
+// all phases, and store results that are neighbours in memory together.
+//
 // With RUNS the source was written as padded rows (core/run_groups.cuh), which the tensor map describes as a tensor
 // that overlaps itself: its innermost dimension is the run of elements that one cell reads, the next one cells. k is
 // padded once for a run instead of once for each tap, and the stride may be any.
@@ -41,6 +44,7 @@
 #include "specialisation.cuh"
 #include "core/counters.cuh"
 #include "core/geometry.cuh"
+#include "core/merged_phases.cuh"
 #include "core/phase.cuh"
 #include "core/pipeline.cuh"
 #include "core/run_groups.cuh"
@@ -63,7 +67,7 @@ struct Params {
   int tiles[4];        // tiles along n, d, h, w
   int splits;          // split-K: shares of the stages
   int sums;            // whether results stay accum_t, a partial plane for each split
-  int vector;          // whether neighbouring channels are stored together
+  int vector;          // whether neighbouring columns are stored together
   long long plane;     // elements of a partial plane
 };
 
@@ -300,17 +304,39 @@ __device__ __forceinline__ int stored_row(int i) {
   return ROW_PAIRS ? (Sums::row(i & ~1) & ~1) + threadIdx.x % 8 / 4 * 8 + i % 2 : Sums::row(i);
 }
 
-// Stores a work tile of an input gradient. `targets`: offset of each row, negative for none; `dst`: the first column.
-// Called by all lanes of a warp.
+// Where the results of a row are stored: those of its cell.
+struct Target {
+  long long at;      // offset of the cell's first output, which may not exist
+  unsigned outputs;  // those that exist (Column::bits)
+
+  __device__ __forceinline__ bool has(const Column& column) const {
+    return MERGED == 1 ? at >= 0 : (outputs & column.bits()) == column.bits();
+  }
+};
+
+__device__ __forceinline__ Target target_of(const Params& params, const Phase& phase, const int (&cell)[4],
+                                            bool exists) {
+  const Tensor5& dst = params.dst;
+  if (MERGED == 1) return {dst_element(dst, phase, cell, exists), 0};
+  const int d = cell[1] * LAYER_D.stride + phase.d.place - cropped(LAYER_D, MERGED_D);
+  const int h = cell[2] * LAYER_H.stride + phase.h.place - cropped(LAYER_H, MERGED_H);
+  const int w = cell[3] * LAYER_W.stride + phase.w.place - cropped(LAYER_W, MERGED_W);
+  const unsigned outputs = Column::inside(d, MERGED_D, dst.size[0]) |
+                           Column::inside(h, MERGED_H, dst.size[1]) << MERGED_D |
+                           Column::inside(w, MERGED_W, dst.size[2]) << (MERGED_D + MERGED_H);
+  return {cell[0] * dst.stride[0] + d * dst.stride[2] + h * dst.stride[3] + w * dst.stride[4], exists ? outputs : 0};
+}
+
+// Stores a work tile of an input gradient. `dst`: the first column. Called by all lanes of a warp.
 template <class Stored>
 __device__ __forceinline__ void store_gradient(const Params& params, const Sums& sums,
-                                               const long long (&targets)[2 * ROW_TILES], int columns, Stored* dst) {
+                                               const Target (&targets)[2 * ROW_TILES], int columns, Stored* dst) {
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i) {
     constexpr bool WHOLE = DST_CHANNELS % COLUMNS == 0;
     Stored* to[2];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) to[j] = targets[2 * i + j] < 0 ? nullptr : dst + targets[2 * i + j];
+    for (int j = 0; j < 2; ++j) to[j] = targets[2 * i + j].at < 0 ? nullptr : dst + targets[2 * i + j].at;
     if constexpr (ROW_PAIRS) {
       store_row_pair<WHOLE>(sums.of[i], to, params.dst.stride[1], columns);
     } else {
@@ -326,41 +352,48 @@ __device__ __forceinline__ void store_gradient(const Params& params, const Sums&
 
 // Stores a work tile of a forward pass.
 __device__ __forceinline__ void store_outputs(const Params& params, const WorkTile& work, const Sums& sums,
-                                              const long long (&targets)[2 * ROW_TILES],
-                                              const EpilogueOperands& operands, scalar_t* dst) {
-  const long long apart = params.dst.stride[1];
+                                              const Target (&targets)[2 * ROW_TILES], const EpilogueOperands& operands,
+                                              scalar_t* dst) {
   accum_t* const partial = (accum_t*)dst + work.split * params.plane;
 #pragma unroll
   for (int tile = 0; tile < COLUMNS / 8; ++tile) {
-    const int channel = work.column_block * COLUMNS + 8 * tile + fragment_column();
-    const int of_all = work.group * DST_CHANNELS + channel;
-    const bool exists[2] = {channel < DST_CHANNELS, channel + 1 < DST_CHANNELS};
-    const bool biased = work.split == 0;
-    const ChannelTerms terms[2] = {channel_terms(operands, ONE_BIAS ? 0 : of_all, biased && exists[0]),
-                                   channel_terms(operands, ONE_BIAS ? 0 : of_all + 1, biased && exists[1])};
+    const int first = work.column_block * COLUMNS + 8 * tile + fragment_column();
+    const Column columns[2] = {Column(first), Column(first + 1)};
+    const bool exists[2] = {first < DST_CHANNELS, first + 1 < DST_CHANNELS}, biased = work.split == 0;
+    long long offset[2];
+    ChannelTerms terms[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int channel = work.group * CHANNELS + columns[j].channel;
+      terms[j] = channel_terms(operands, ONE_BIAS ? 0 : channel, biased && exists[j]);
+      offset[j] = channel * params.dst.stride[1];
+      if (MERGED > 1)
+        offset[j] += columns[j].d * params.dst.stride[2] + columns[j].h * params.dst.stride[3] +
+                     columns[j].w * params.dst.stride[4];
+    }
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
-      if (targets[i] < 0) continue;
+      const Target& target = targets[i];
+      const bool stored[2] = {exists[0] && target.has(columns[0]), exists[1] && target.has(columns[1])};
       const float* const pair = sums.of[i / 2] + 4 * tile + i % 2 * 2;
-      const long long to = targets[i] + of_all * apart;
       if (params.sums && params.vector) {
         const Vector<accum_t, 2> both = {{add_bias(pair[0], terms[0]), add_bias(pair[1], terms[1])}};
-        if (exists[0]) *(Vector<accum_t, 2>*)(partial + to) = both;
+        if (stored[0]) *(Vector<accum_t, 2>*)(partial + target.at + offset[0]) = both;
       } else if (params.sums) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          if (exists[j]) partial[to + j * apart] = add_bias(pair[j], terms[j]);
+          if (stored[j]) partial[target.at + offset[j]] = add_bias(pair[j], terms[j]);
       } else {
         Vector<scalar_t, 2> both;
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          narrow(finish(pair[j], terms[j], exists[j] ? dst + to + j * apart : nullptr), both.value[j]);
+          narrow(finish(pair[j], terms[j], stored[j] ? dst + target.at + offset[j] : nullptr), both.value[j]);
         if (params.vector) {
-          if (exists[0]) *(Vector<scalar_t, 2>*)(dst + to) = both;
+          if (stored[0]) *(Vector<scalar_t, 2>*)(dst + target.at + offset[0]) = both;
         } else {
 #pragma unroll
           for (int j = 0; j < 2; ++j)
-            if (exists[j]) dst[to + j * apart] = both.value[j];
+            if (stored[j]) dst[target.at + offset[j]] = both.value[j];
         }
       }
     }
@@ -371,13 +404,13 @@ __device__ __forceinline__ void store_outputs(const Params& params, const WorkTi
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Phase& phase, const Sums& sums,
                                       const unsigned (&places)[2 * ROW_TILES], const EpilogueOperands& operands,
                                       scalar_t* dst) {
-  long long targets[2 * ROW_TILES];
+  Target targets[2 * ROW_TILES];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
     int cell[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) cell[j] = work.first[j] + (int)(places[i] >> (24 - 8 * j) & 255);
-    targets[i] = dst_element(params.dst, phase, cell, places[i] != NOWHERE && cell[0] < params.batch);
+    targets[i] = target_of(params, phase, cell, places[i] != NOWHERE && cell[0] < params.batch);
   }
   const int first = work.column_block * COLUMNS, columns = DST_CHANNELS - first;
   if constexpr (INPUT_GRAD) {

@@ -3,14 +3,16 @@
 //
 //     [stage][part][row][k]
 //
-// A stage is a tap group, and the pieces of a row are swizzled as wgmma reads them (core/swizzle.cuh). Weights that do
-// not exist are zero. There are few source channels.
+// A stage is a tap group, and the pieces of a row are swizzled as wgmma reads them (core/swizzle.cuh). A row may be a
+// channel's output in a cell (core/merged_phases.cuh). Weights that do not exist are zero. There are few source
+// channels.
 //
 // Index mapping. A thread writes 16 bytes of each part; neighbouring threads write neighbouring pieces.
 
 #include "specialisation.cuh"
 #include "core/counters.cuh"
 #include "core/geometry.cuh"
+#include "core/merged_phases.cuh"
 #include "core/phase.cuh"
 #include "core/run_groups.cuh"
 #include "core/swizzle.cuh"
@@ -32,16 +34,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const Phase phase(block / ROW_BLOCKS % PHASES);
   if (stage >= RunGroup::count(phase)) return;
   const RunGroup tap_group(phase, stage);
-  const scalar_t* const from =
-      weight + (long long)group * (INPUT_GRAD ? DST_CHANNELS : SRC_CHANNELS) * WEIGHT_STRIDE_IN;
+  const scalar_t* const from = weight + (long long)group * (INPUT_GRAD ? CHANNELS : SRC_CHANNELS) * WEIGHT_STRIDE_IN;
+  const Column of(dst);
 
   alignas(16) scalar_t parts[PARTS][PIECE];
 #pragma unroll
   for (int i = 0; i < PIECE; ++i) {
     const RunWeight at = tap_group.weight(phase, piece * PIECE + i);
+    const int tap = of.layer_tap(at.tap);
     scalar_t value = zero<scalar_t>();
-    if (at.src < SRC_CHANNELS && dst < DST_CHANNELS)
-      value = read(from + (INPUT_GRAD ? weight_offset(dst, at.src, at.tap) : weight_offset(at.src, dst, at.tap)));
+    if (at.src < SRC_CHANNELS && dst < DST_CHANNELS && tap >= 0)
+      value =
+          read(from + (INPUT_GRAD ? weight_offset(of.channel, at.src, tap) : weight_offset(at.src, of.channel, tap)));
     prepare(value, parts, i);
   }
   unsigned char* const to = packed + ((long long)block * PACKED_STAGES + stage) * (PARTS * ROWS * PIECES * 16);

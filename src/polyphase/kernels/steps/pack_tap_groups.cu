@@ -4,7 +4,8 @@
 //
 // SWIZZLED, the pieces of a row are swizzled as wgmma reads them (core/swizzle.cuh).
 //
-// k runs over the tap groups of the phase (core/phase.cuh). Weights that do not exist are zero.
+// k runs over the tap groups of the phase (core/phase.cuh). A row may be a channel's output in a cell
+// (core/merged_phases.cuh). Weights that do not exist are zero.
 //
 // Index mapping. A transpose through shared memory. A block has a tile of TILE_ROWS rows by TILE_TAPS taps by
 // the channels of a tap group. A thread reads 16 bytes of a pair of row and tap, channel by channel, in the weight's
@@ -14,6 +15,7 @@
 #include "specialisation.cuh"
 #include "core/counters.cuh"
 #include "core/geometry.cuh"
+#include "core/merged_phases.cuh"
 #include "core/phase.cuh"
 #include "core/types.cuh"
 #include "operand/tf32.cuh"
@@ -111,8 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int first_row = block % ROW_TILES * TILE_ROWS;
   block /= ROW_TILES;
   const int chunk = block % CHUNKS, group = block / CHUNKS;
-  const scalar_t* const from =
-      weight + (long long)group * (INPUT_GRAD ? DST_CHANNELS : SRC_CHANNELS) * WEIGHT_STRIDE_IN;
+  const scalar_t* const from = weight + (long long)group * (INPUT_GRAD ? CHANNELS : SRC_CHANNELS) * WEIGHT_STRIDE_IN;
 
 #pragma unroll 1
   for (int first = threadIdx.x; first < ITEMS; first += AT_ONCE * THREADS) {
@@ -120,11 +121,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const Item item(first + i * THREADS);
-      const int row = first_row + item.row, tap = first_tap + item.tap, channel = chunk * CHUNK + item.piece * PIECE;
-      const bool exists = first + i * THREADS < ITEMS && row < DST_CHANNELS && tap < TAPS && channel < SRC_CHANNELS;
+      const int row = first_row + item.row, channel = chunk * CHUNK + item.piece * PIECE;
+      const Column of(row);
+      const int tap = first_tap + item.tap < TAPS ? of.layer_tap(first_tap + item.tap) : -1;
+      const bool exists = first + i * THREADS < ITEMS && row < DST_CHANNELS && tap >= 0 && channel < SRC_CHANNELS;
       pieces[i] = Piece{};
       if (exists) {
-        const int offset = INPUT_GRAD ? weight_offset(row, channel, tap) : weight_offset(channel, row, tap);
+        const int offset =
+            INPUT_GRAD ? weight_offset(of.channel, channel, tap) : weight_offset(channel, of.channel, tap);
         pieces[i] = read_piece(from + offset, SRC_CHANNELS - channel);
       }
     }

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 
-from polyphase.jit.source import KernelSource
+from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides, extent
-from polyphase.program.planes import Planes
+from polyphase.program.planes import Planes, Three
 from polyphase.program.program import Transposed
 from polyphase.program.step import MANY_BLOCKS, Step, plain_step
 from polyphase.schedules.cells import Gather, Side
@@ -24,12 +24,13 @@ from polyphase.schedules.tiles import picked
 _MOST_TERMS = 1 << 21  # terms of a sum, and columns of a group: quotients in float32 are exact below
 _MOST_CELLS = 1 << 30
 _MOST_PHASES = 1 << 16
+_MOST_OUTPUTS = 30  # of a cell along all merged dimensions: they are bits of a word
 _PADDED = 1.15  # most source channels after padding to whole chunks, relative to the channels
 _PACK_THREADS = 256
 _PACK_RUN = 64  # most contiguous elements that a packing block reads together
 _PACK_CONSTANTS = (
-    "SRC_CHANNELS DST_CHANNELS AXIS_D AXIS_H AXIS_W INPUT_GRAD CHUNK PARTS PACKED_STAGES "
-    "WEIGHT_STRIDE_IN WEIGHT_STRIDE_OUT WEIGHT_STRIDE_TAP"
+    "SRC_CHANNELS DST_CHANNELS AXIS_D AXIS_H AXIS_W LAYER_D LAYER_H LAYER_W CHANNELS_INNERMOST INPUT_GRAD CHUNK PARTS "
+    "PACKED_STAGES WEIGHT_STRIDE_IN WEIGHT_STRIDE_OUT WEIGHT_STRIDE_TAP"
 )
 _PACK_ITEMS = (1024, 512, 256)  # 16-byte pieces of a packing block: the most with enough blocks
 
@@ -39,11 +40,26 @@ MOST_STEP = 8
 
 @dataclass(frozen=True)
 class Product:
-    """A pass as a product."""
+    """A pass as a product.
+
+    Phases may be `merged`: outputs of a cell are then columns beside the channels, and the axes of ``gather`` have
+    stride 1 and as many taps as one phase has at most. The layer's own axes are those of ``problem``.
+    """
 
     problem: ConvTransposeProblem
     gather: Gather
     parts: int  # into which an element is split
+
+    @cached_property
+    def merged(self) -> Three:
+        """Outputs of a cell that are columns, along depth, height and width."""
+        depth, height, width = (of.stride // by.stride for of, by in zip(self.problem.axes3, self.gather.axes))
+        return depth, height, width
+
+    @property
+    def channels(self) -> int:
+        """Destination channels of a group."""
+        return self.gather.dst_channels // math.prod(self.merged)
 
     @property
     def word(self) -> int:
@@ -77,10 +93,24 @@ class Product:
         depth, height, width = self.axis_taps
         return tuple(d * h * w for d in depth for h in height for w in width)
 
+    @cached_property
+    def cells(self) -> Three:
+        """Cells of an image along depth, height and width; where phases are merged the first may be cropped."""
+        if not self.gather.forward:
+            return self.gather.cells
+        along = zip(self.gather.dst.shape[2:], self.problem.axes3, self.merged)
+        depth, height, width = (-(-(size + axis.padding % count) // axis.stride) for size, axis, count in along)
+        return depth, height, width
+
     @property
-    def cells(self) -> tuple[int, int, int]:
-        """Cells of an image along depth, height and width."""
-        return self.gather.cells
+    def constants(self) -> dict[str, Constant]:
+        """The constants of `Gather.constants`, the layer's own axes, and whether neighbouring columns are channels."""
+        gather, layer = self.gather, self.problem.axes3
+        constants = dict(replace(gather, axes=layer, dst_channels=self.channels).constants())
+        for name, axis, own in zip("DHW", gather.axes, layer):
+            constants |= {f"AXIS_{name}": axis, f"LAYER_{name}": own}
+        innermost = self.channels == gather.dst_channels or gather.dst.strides[1] == 1
+        return constants | {"DST_CHANNELS": gather.dst_channels, "CHANNELS_INNERMOST": innermost}
 
     @property
     def all_cells(self) -> int:
@@ -144,6 +174,34 @@ def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mir
     return Product(folded, Gather.of(folded, pass_, layouts), parts)
 
 
+@lru_cache(maxsize=1024)
+def with_merged_phases(product: Product, count: int) -> Product | None:
+    """A forward product whose phases along the last ``count`` dimensions are columns; None if that changes nothing.
+
+    A cell's outputs begin at multiples of the stride in the output before it is cropped. So phase r of cell m is the sum
+    over j of source element m - j at tap r + j·stride: all phases read the same elements. Weights of taps that the
+    kernel does not have are zero.
+    """
+    layer = product.problem.axes3
+    along = layer[3 - count :] if count else ()
+    if (
+        not product.gather.forward
+        or layer[3 - count].stride == 1
+        or any(axis.dilation > 1 < axis.stride for axis in along)
+    ):
+        return None
+    axes = tuple(
+        Axis(-(-axis.kernel // axis.stride), 1, axis.padding // axis.stride) if axis.stride > 1 else axis
+        for axis in along
+    )
+    outputs = [axis.stride for axis in along]
+    channels = product.gather.dst_channels * math.prod(outputs)
+    if sum(outputs) > _MOST_OUTPUTS or channels >= _MOST_TERMS:
+        return None
+    gather = replace(product.gather, axes=(*layer[: 3 - count], *axes), dst_channels=channels)
+    return replace(product, gather=gather)
+
+
 def as_read(
     product: Product, side: Side, aligned: bool, multiple: int | None = None, parts: int = 1, written: int | None = None
 ) -> tuple[Side, Transposed | None]:
@@ -175,7 +233,7 @@ def pack_step(
 
     Before them are ``counters`` bytes of counters.
     """
-    constants, padded = dict(main.constants), round_up(product.gather.dst_channels, rows)
+    constants, padded = dict(main.constants) | product.constants, round_up(product.gather.dst_channels, rows)
     elements = padded * len(product.phase_taps) * product.problem.groups * stages * depth
     names, own = _PACK_CONSTANTS, {"ROWS": rows, "THREADS": _PACK_THREADS, "COUNTER_BYTES": counters}
     if constants.get("JOINED"):  # taps and channels, as runs have them
@@ -188,7 +246,7 @@ def pack_step(
         assert isinstance(chunk, int)
         chunks = -(-product.gather.src_channels // chunk)
         tile_rows, tile_taps = _pack_tile(product, padded, chunks, chunk)
-        tiles = -(-padded // tile_rows) * -(-product.problem.taps // tile_taps)
+        tiles = -(-padded // tile_rows) * -(-product.gather.taps // tile_taps)
         blocks = tiles * chunks * product.problem.groups
         own |= {"DEPTH": depth, "SWIZZLED": swizzled, "TILE_ROWS": tile_rows, "TILE_TAPS": tile_taps, "MIN_BLOCKS": 4}
     settings = (*picked(constants, names), *own.items())
@@ -198,7 +256,7 @@ def pack_step(
 
 def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[int, int]:
     """Rows and taps of a packing block, so that runs of both orders are long and there are many blocks."""
-    taps, pieces = product.problem.taps, chunk // product.piece
+    taps, pieces = product.gather.taps, chunk // product.piece
     all_items = rows * taps * pieces * chunks
     items = next((each for each in _PACK_ITEMS if all_items >= each * MANY_BLOCKS), _PACK_ITEMS[-1])
     pairs = max(1, items // pieces)
@@ -248,6 +306,13 @@ def common_limits(problem: ConvTransposeProblem) -> str | None:
     if math.prod(problem.stride) > _MOST_PHASES:
         return f"{math.prod(problem.stride)} phases are too many (at most {_MOST_PHASES})"
     return None
+
+
+def pairs_along_width(product: Product) -> bool:
+    """Whether merged outputs that are neighbours along the width are in aligned pairs."""
+    axis, dst = product.problem.axes3[2], product.gather.dst
+    even = math.gcd(axis.stride, axis.padding, dst.shape[4], dst.apart(4)) % 2 == 0
+    return dst.strides[4] == 1 and even
 
 
 def is_dense(side: Side) -> bool:

@@ -37,6 +37,7 @@ from polyphase.schedules.tap_gemm.product import (
     common_limits,
     kernels_change,
     pack_step,
+    pairs_along_width,
     product_of,
     seconds_before,
     step_of,
@@ -50,6 +51,7 @@ from polyphase.schedules.tap_gemm.tma_config import (
     halo,
     legal_configs,
     of_config,
+    product_of_config,
     stage_bytes,
     stages_of,
 )
@@ -108,7 +110,7 @@ class TapGemmTma(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaTapConfig
     ) -> Cost | None:
         lie = _written(problem, layouts, config)
-        runs = None if lie is None else of_config(product_of(problem, pass_, lie), config)
+        runs = None if lie is None else of_config(_product(problem, pass_, lie, config), config)
         return None if lie is None or (runs and not runs.fits) else self._cost(problem, pass_, device, lie, config)
 
     def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaTapConfig) -> float:
@@ -121,7 +123,7 @@ class TapGemmTma(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaTapConfig
     ) -> Cost | None:
         """The cost with the layouts that the kernel sees."""
-        product = product_of(problem, pass_, layouts)
+        product = _product(problem, pass_, layouts, config)
         if not _can_read(product, config) or not options(product, config):
             return None
         _, seconds = splits_of(product, config, device)
@@ -140,13 +142,13 @@ class TapGemmTma(Schedule):
     ) -> Program:
         lie = _written(problem, layouts, config)
         assert lie is not None
-        product = product_of(problem, pass_, lie)
+        product = _product(problem, pass_, lie, config)
         gather, chunk = product.gather, chunk_of(product, config)
         tile, tiles = tiles_of_cells(product, config, device)
         splits, stages = splits_of(product, config, device)[0], max(stages_of(product, config))
         read = _read(product, config, layouts.aligned, tile)
         constants = {
-            **dict(gather.constants()),
+            **product.constants,
             "CHUNK": chunk,
             "PITCH": config.pitch,
             "WINDOW": config.window,
@@ -197,6 +199,10 @@ class TapGemmTma(Schedule):
         return writing_channels_last(program, problem.dtype, problem.output_shape) if config.back else program
 
 
+def _product(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: TmaTapConfig) -> Product:
+    return product_of_config(product_of(problem, pass_, layouts), config)
+
+
 class _Read(NamedTuple):
     """The source as the kernel reads it, and the step that writes it so."""
 
@@ -229,11 +235,14 @@ def _read(product: Product, config: TmaTapConfig, aligned: bool, tile: Four) -> 
 
 
 def _stores_together(product: Product, aligned: bool) -> bool:
-    """Whether neighbouring channels are stored together: eight bytes (input gradient) or two channels (forward)."""
-    gather = product.gather
-    count = 2 if gather.forward else 2 * product.word
-    whole = math.gcd(gather.dst_channels, gather.dst.apart(1)) % count == 0
-    return whole and aligned and gather.dst.strides[1] == 1
+    """Whether neighbouring columns are stored together: eight bytes (input gradient) or two columns (forward).
+
+    They are channels, or with merged phases outputs that are neighbours along the width.
+    """
+    dst, count = product.gather.dst, 2 if product.gather.forward else 2 * product.word
+    if dst.strides[1] == 1:
+        return aligned and math.gcd(product.channels, dst.apart(1)) % count == 0
+    return aligned and product.merged[2] > 1 and pairs_along_width(product)
 
 
 def _too_far(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from polyphase.problem.integers import round_up
 from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, MOST_COLUMNS
-from polyphase.schedules.tap_gemm.product import MOST_STEP, Product
+from polyphase.schedules.tap_gemm.product import MOST_STEP, Product, with_merged_phases
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 
 _MOST_SUMS = 192  # accumulators of a thread; twice as many registers if promoted
 _MOST_TAPS = 8  # most taps of a window
 _LEAST_WIDTH = 16  # least width of a tile whose boxes have a halo
+_MANY_COLUMNS = 128  # with which a product reads its rows often enough
 _LONG = 8192  # most terms that tensor cores sum without promotion
 
 
@@ -24,7 +25,8 @@ class TmaTapConfig(NamedTuple):
     ``back``: the result is written in channels_last, and transposed to where it belongs. ``runs``: the source is
     written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else a stage reads one box for up
     to ``window`` taps along the width. ``boxes``: weights, too, are loaded as boxes
-    by TMA, with their source channels innermost; else they are packed.
+    by TMA, with their source channels innermost; else they are packed. ``merged``: dimensions, the last ones, along
+    which a cell's outputs are columns (`polyphase.schedules.tap_gemm.product.with_merged_phases`).
     """
 
     row_tiles: int
@@ -34,6 +36,7 @@ class TmaTapConfig(NamedTuple):
     runs: bool = False
     window: int = 1
     boxes: bool = False
+    merged: int = 0
 
     @property
     def rows(self) -> int:
@@ -46,7 +49,23 @@ def of_config(product: Product, config: TmaTapConfig) -> Runs | None:
     return runs_of(product, chunk_of(product, config)) if config.runs else None
 
 
+def product_of_config(product: Product, config: TmaTapConfig) -> Product:
+    """The product as a config computes it."""
+    return (with_merged_phases(product, config.merged) if config.merged else None) or product
+
+
 def legal_configs(product: Product) -> Iterator[TmaTapConfig]:
+    """Configs of a product, also with merged phases while there are few columns."""
+    yield from _configs(product)
+    columns = product.gather.dst_channels
+    for count in (1, 2, 3):
+        merged = with_merged_phases(product, count)
+        if merged is not None and columns < _MANY_COLUMNS:
+            yield from (config._replace(merged=count) for config in _configs(merged))
+            columns = merged.gather.dst_channels
+
+
+def _configs(product: Product) -> Iterator[TmaTapConfig]:
     """Configs whose accumulators fit the registers; rows of a stage have 128 bytes, or the pitch that pads k least."""
     times = 2 if flush(product, TmaTapConfig(1, 8, 128)) else 1
     widest = min(MOST_COLUMNS, 2 * _MOST_SUMS // times)

@@ -17,7 +17,7 @@ from polyphase.schedules.tap_gemm.k_major import (
     waves_of_unequal,
     whole_waves,
 )
-from polyphase.schedules.tap_gemm.product import Product, is_dense, taps_met
+from polyphase.schedules.tap_gemm.product import Product, is_dense, pairs_along_width, taps_met
 from polyphase.schedules.tap_gemm.tma_config import (
     TmaTapConfig,
     box_rows,
@@ -112,7 +112,7 @@ def _sectors(product: Product, tile: Four) -> float:
     if product.gather.dst.strides[1] == 1:
         return 1.0
     _, _, rows, columns = tile
-    together = columns * (rows if columns == product.cells[2] else 1) * product.gather.cell_axes[2].dst
+    together = columns * (rows if columns == product.cells[2] else 1) * _outputs_of_cell(product)
     return 1.0 + _SECTOR / (together * product.size)
 
 
@@ -172,6 +172,11 @@ def _cycles_of_tile(product: Product, config: TmaTapConfig, device: DeviceInfo) 
     return terms.item, config.rows * config.columns * _store_cycles(product, terms)
 
 
+def _outputs_of_cell(product: Product) -> int:
+    """Results of a cell along the width."""
+    return product.problem.axes3[2].stride if product.gather.forward else 1
+
+
 def _store_cycles(product: Product, terms: Costs) -> float:
     """Predicted cycles of a result: by channels stored together, pairs of cells, or neighbours in an instruction."""
     halves = product.word == 2
@@ -179,8 +184,8 @@ def _store_cycles(product: Product, terms: Costs) -> float:
     if not product.gather.forward:
         rows = terms.grad_rows_halves if halves else terms.grad_rows
         return (terms.grad_pixels_halves if halves else terms.grad_pixels) if last else rows
-    if last:
+    if last or (product.merged[2] > 1 and pairs_along_width(product)):
         return terms.pixels_halves if halves else terms.pixels
-    if product.gather.cell_axes[2].dst > 1:
+    if _outputs_of_cell(product) > 1:
         return terms.strided_halves if halves else terms.strided
     return terms.rows_halves if halves else terms.rows
