@@ -18,8 +18,8 @@ import importlib.util
 import itertools
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from shared import (
     compiled,
     error,
     fill_inductor,
+    in_turn,
     norms_met,
     problems_met,
     sources_of,
@@ -59,7 +60,11 @@ ALL = (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
 
 @dataclass
 class Row:
-    """A model in one dtype, one way of running it. Milliseconds are medians of one call, the cache flushed before."""
+    """A model in one dtype, one way of running it.
+
+    Milliseconds are medians: of a graph the GPU's time of one call, the cache flushed before; else of calls in a row,
+    the host's time or the GPU's, whichever is longer.
+    """
 
     model: str
     dtype: str
@@ -184,14 +189,12 @@ def measured(
         row = Row(name, text, run, batch, mode, "wrong" if wrong else "ok", ", ".join(wrong), fused_chains=chains)
         row.torch_error, row.swapped_error, row.fused_error = (errors.get(who) for who in CONTESTANTS)
         times: dict[str, float] = {}
-        for who, each in models.items():
+        for together in [models] if mode == "eager" else [{who: each} for who, each in models.items()]:
             try:
-                with torch.inference_mode(run == "inference"), around(model, who):
-                    call, how = run_of(each.train(run == "training"), run, mode)
-                    times[who] = timed(call, inputs, how, timer, who == "fused")
+                times |= times_of(model, together, run, mode, inputs, timer)
             except Exception as failure:
-                row.status, row.reason = "failed", f"{row.reason} {who}: {environment.first_line(failure)}".strip()
-            for parameter in each.parameters():
+                row.status, row.reason = "failed", f"{row.reason} {environment.first_line(failure)}".strip()
+            for parameter in itertools.chain.from_iterable(each.parameters() for each in together.values()):
                 parameter.grad = None
         row.torch_ms, row.swapped_ms, row.fused_ms = (times.get(who) for who in CONTESTANTS)
         if row.torch_ms and row.swapped_ms:
@@ -200,6 +203,26 @@ def measured(
             row.fused_over_torch = row.torch_ms / row.fused_ms
         rows.append(row)
     return rows
+
+
+def times_of(
+    model: Model, modules: dict[str, nn.Module], run: str, mode: str, inputs: list[Tensor], timer: Timer
+) -> dict[str, float]:
+    """Milliseconds of contestants; eager ones in turn."""
+
+    @contextmanager
+    def within(who: str) -> Iterator[None]:
+        with torch.inference_mode(run == "inference"), around(model, who):
+            yield
+
+    calls = {who: run_of(each.train(run == "training"), run, mode) for who, each in modules.items()}
+    if mode == "eager":
+        return in_turn({who: partial(call, *inputs) for who, (call, _) in calls.items()}, within)
+    found = {}
+    for who, (call, how) in calls.items():
+        with within(who):
+            found[who] = timed(call, inputs, how, timer, who == "fused")
+    return found
 
 
 def shown(row: Row) -> str:

@@ -6,9 +6,11 @@ import itertools
 import multiprocessing
 import os
 import shlex
+import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, fields, replace
 from functools import partial
 from pathlib import Path
@@ -122,11 +124,47 @@ def compile_kernels(find: Callable[..., list[Any]], jobs: Sequence[tuple[Any, ..
 
 
 def timed(call: Callable[..., Any], inputs: list[Tensor], mode: str, timer: Timer, fusing: bool) -> float:
-    """Milliseconds of a call: eager, by `torch.compile`, as a CUDA graph of either; ``fusing``: compiled, fused."""
+    """Milliseconds of a call: eager, by `torch.compile`, as a CUDA graph of either; ``fusing``: compiled, fused.
+
+    Of a graph it is the GPU's time, with the cache flushed before; else as `in_turn` says.
+    """
     ready = compiled(call, inputs, fusing) if "compile" in mode else call
-    run = graphed(ready, inputs) if "graph" in mode else partial(ready, *inputs)
-    milliseconds: float = timer.measure(run).ms
+    if "graph" not in mode:
+        return in_turn({"": partial(ready, *inputs)})[""]
+    milliseconds: float = timer.measure(graphed(ready, inputs)).ms
     return milliseconds
+
+
+def in_turn(
+    calls: dict[str, Callable[[], object]],
+    around: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
+    rounds: int = 7,
+    seconds: float = 0.03,
+) -> dict[str, float]:
+    """Milliseconds of each call, one after the other: the host's time or the GPU's, whichever is longer.
+
+    Medians of rounds of ``seconds``, the calls in turn, so that all meet the same machine.
+    """
+
+    def lasts(call: Callable[[], object], count: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / count
+
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    counts: dict[str, int] = {}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            with around(name):
+                if number == 0:
+                    lasts(call, 2)
+                    counts[name] = max(3, int(seconds / lasts(call, 3)))
+                else:
+                    samples[name].append(lasts(call, counts[name]))
+    return {name: 1e3 * statistics.median(found) for name, found in samples.items()}
 
 
 def compiled(call: Callable[..., Any], inputs: list[Tensor], fusing: bool) -> Callable[..., Any]:

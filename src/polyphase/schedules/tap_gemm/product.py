@@ -178,9 +178,9 @@ def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mir
 def with_merged_phases(product: Product, count: int) -> Product | None:
     """A forward product whose phases along the last ``count`` dimensions are columns; None if that changes nothing.
 
-    A cell's outputs begin at multiples of the stride in the output before it is cropped. So phase r of cell m is the sum
-    over j of source element m - j at tap r + j·stride: all phases read the same elements. Weights of taps that the
-    kernel does not have are zero.
+    Cells begin at multiples of the stride in the output before it is cropped. So phase r of cell m is the sum over j of
+    source element m - j at tap r + j·stride: all phases read the same elements. Weights of taps that the kernel does
+    not have are zero.
     """
     layer = product.problem.axes3
     along = layer[3 - count :] if count else ()
@@ -190,16 +190,17 @@ def with_merged_phases(product: Product, count: int) -> Product | None:
         or any(axis.dilation > 1 < axis.stride for axis in along)
     ):
         return None
-    axes = tuple(
-        Axis(-(-axis.kernel // axis.stride), 1, axis.padding // axis.stride) if axis.stride > 1 else axis
-        for axis in along
-    )
     outputs = [axis.stride for axis in along]
     channels = product.gather.dst_channels * math.prod(outputs)
     if sum(outputs) > _MOST_OUTPUTS or channels >= _MOST_TERMS:
         return None
-    gather = replace(product.gather, axes=(*layer[: 3 - count], *axes), dst_channels=channels)
-    return replace(product, gather=gather)
+    depth, height, width = (*layer[: 3 - count], *map(_of_a_phase, along))
+    return replace(product, gather=replace(product.gather, axes=(depth, height, width), dst_channels=channels))
+
+
+def _of_a_phase(axis: Axis) -> Axis:
+    """The axis that any phase of another sees."""
+    return Axis(-(-axis.kernel // axis.stride), 1, axis.padding // axis.stride) if axis.stride > 1 else axis
 
 
 def as_read(

@@ -10,6 +10,7 @@ from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.program.planes import Three
+from polyphase.schedules.cost import overlapped_time
 from polyphase.schedules.tap_gemm.k_major import (
     LEAST_STAGES,
     best_splits,
@@ -140,10 +141,14 @@ def splits_of(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tup
         packing = 0.0
 
     def seconds(splits: int) -> float:
-        of_block = work_tiles * splits / device.multiprocessors
+        of_block = work_tiles * splits / (config.blocks * device.multiprocessors)
         in_turn = whole_waves(of_block) * most_over_mean  # static: every n-th work tile
         waves = in_turn if config.boxes else waves_of_unequal(of_block, most_over_mean)
-        cycles = waves * (math.ceil(mean / splits) * stage + once)
+        products = math.ceil(mean / splits) * stage
+        of_tile = products + once
+        if config.blocks == 2 and of_block > 0.5:  # of two tiles
+            of_tile = overlapped_time(2 * products, of_tile, terms.overlap)
+        cycles = waves * of_tile
         end = terms.reduce + elements * (8 * splits + size) / device.copy_bytes_per_second if splits > 1 else 0.0
         return (cycles + terms.launch) / device.clock_hz + end
 
@@ -178,7 +183,7 @@ def _outputs_of_cell(product: Product) -> int:
 
 
 def _store_cycles(product: Product, terms: Costs) -> float:
-    """Predicted cycles of a result: by channels stored together, pairs of cells, or neighbours in an instruction."""
+    """Predicted cycles of a result: by columns stored together, pairs of cells, or neighbours in an instruction."""
     halves = product.word == 2
     last = product.gather.dst.strides[1] == 1
     if not product.gather.forward:
@@ -186,6 +191,8 @@ def _store_cycles(product: Product, terms: Costs) -> float:
         return (terms.grad_pixels_halves if halves else terms.grad_pixels) if last else rows
     if last or (product.merged[2] > 1 and pairs_along_width(product)):
         return terms.pixels_halves if halves else terms.pixels
+    if product.merged[2] > 1:
+        return terms.merged_halves if halves else terms.merged
     if _outputs_of_cell(product) > 1:
         return terms.strided_halves if halves else terms.strided
     return terms.rows_halves if halves else terms.rows
