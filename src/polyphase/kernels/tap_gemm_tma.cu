@@ -72,12 +72,9 @@ struct Params {
 };
 
 constexpr int COLUMN_BLOCKS = ceil_div(DST_CHANNELS, COLUMNS);
-// Accumulators of a consumer thread, twice as many if flushed to a second set. Producers of a lone block give registers
-// to the consumers; of two blocks, each has one producer warp and few accumulators, and no registers change hands.
+// Accumulators of a consumer thread, twice as many if flushed to a second set. Producers get the remaining registers.
 constexpr int HELD_SUMS = ROW_TILES * COLUMNS / 2 * (FLUSH > 0 ? 2 : 1);
-constexpr int PRODUCERS = BLOCKS > 1 ? 32 : 128;
-[[maybe_unused]] constexpr int PRODUCER_REGISTERS = HELD_SUMS > 160 ? 40 : 56;
-[[maybe_unused]] constexpr int CONSUMER_REGISTERS = HELD_SUMS > 160 ? 232 : 224;
+constexpr int PRODUCER_REGISTERS = HELD_SUMS > 160 ? 40 : 56, CONSUMER_REGISTERS = HELD_SUMS > 160 ? 232 : 224;
 static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODUCER_REGISTERS), "too few registers");
 static_assert(PITCH == CHUNK * (int)sizeof(scalar_t), "a row of a stage is a tap group");
 static_assert(WINDOW == 1 || !RUNS, "the taps of a run are one group");
@@ -88,16 +85,6 @@ constexpr int BOX_BYTES = BOX_ROWS * PITCH, TAP_BYTES = PARTS * B_BYTES;
 constexpr int WINDOW_BYTES = round_up(PARTS * BOX_BYTES + WINDOW * TAP_BYTES, 1024);
 
 constexpr unsigned NOWHERE = ~0u;
-// Elements of the destination: below 2^31 where two blocks are resident.
-template <int RESIDENT>
-struct OffsetOf {
-  typedef int type;
-};
-template <>
-struct OffsetOf<1> {
-  typedef long long type;
-};
-typedef OffsetOf<BLOCKS>::type Offset;
 
 // Maps rows of the GEMM tile to rows of the loaded box.
 struct BoxRows {
@@ -317,23 +304,9 @@ __device__ __forceinline__ int stored_row(int i) {
   return ROW_PAIRS ? (Sums::row(i & ~1) & ~1) + threadIdx.x % 8 / 4 * 8 + i % 2 : Sums::row(i);
 }
 
-// The cells of a thread's rows (BoxRows::place); of two blocks, which have few registers, threads compute them again.
-struct Places {
-  unsigned kept[BLOCKS > 1 ? 1 : 2 * ROW_TILES];
-
-  __device__ __forceinline__ explicit Places(const int (&tile_extent)[4]) {
-    if (BLOCKS == 1)
-#pragma unroll
-      for (int i = 0; i < 2 * ROW_TILES; ++i) kept[i] = BoxRows::place(tile_extent, stored_row(i));
-  }
-  __device__ __forceinline__ unsigned of(const int (&tile_extent)[4], int i) const {
-    return BLOCKS > 1 ? BoxRows::place(tile_extent, stored_row(i)) : kept[i];
-  }
-};
-
 // Where the results of a row are stored: those of its cell.
 struct Target {
-  Offset at;         // offset of the cell's first output, which may not exist
+  long long at;      // offset of the cell's first output, which may not exist
   unsigned outputs;  // those that exist (Column::bits)
 
   __device__ __forceinline__ bool has(const Column& column) const {
@@ -344,15 +317,14 @@ struct Target {
 __device__ __forceinline__ Target target_of(const Params& params, const Phase& phase, const int (&cell)[4],
                                             bool exists) {
   const Tensor5& dst = params.dst;
-  if (MERGED == 1) return {(Offset)dst_element(dst, phase, cell, exists), 0};
+  if (MERGED == 1) return {dst_element(dst, phase, cell, exists), 0};
   const int d = cell[1] * LAYER_D.stride + phase.d.place - cropped(LAYER_D, MERGED_D);
   const int h = cell[2] * LAYER_H.stride + phase.h.place - cropped(LAYER_H, MERGED_H);
   const int w = cell[3] * LAYER_W.stride + phase.w.place - cropped(LAYER_W, MERGED_W);
   const unsigned outputs = Column::inside(d, MERGED_D, dst.size[0]) |
                            Column::inside(h, MERGED_H, dst.size[1]) << MERGED_D |
                            Column::inside(w, MERGED_W, dst.size[2]) << (MERGED_D + MERGED_H);
-  const long long at = cell[0] * dst.stride[0] + d * dst.stride[2] + h * dst.stride[3] + w * dst.stride[4];
-  return {(Offset)at, exists ? outputs : 0};
+  return {cell[0] * dst.stride[0] + d * dst.stride[2] + h * dst.stride[3] + w * dst.stride[4], exists ? outputs : 0};
 }
 
 // Stores a work tile of an input gradient. `dst`: the first column. Called by all lanes of a warp.
@@ -378,16 +350,6 @@ __device__ __forceinline__ void store_gradient(const Params& params, const Sums&
   }
 }
 
-// The target of the `i`-th row of a thread.
-__device__ __forceinline__ Target target_of_row(const Params& params, const WorkTile& work, const Phase& phase,
-                                                const Places& places, int i) {
-  const unsigned place = places.of(params.tile_extent, i);
-  int cell[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) cell[j] = work.first[j] + (int)(place >> (24 - 8 * j) & 255);
-  return target_of(params, phase, cell, place != NOWHERE && cell[0] < params.batch);
-}
-
 // Stores a work tile of a forward pass.
 __device__ __forceinline__ void store_outputs(const Params& params, const WorkTile& work, const Sums& sums,
                                               const Target (&targets)[2 * ROW_TILES], const EpilogueOperands& operands,
@@ -398,13 +360,16 @@ __device__ __forceinline__ void store_outputs(const Params& params, const WorkTi
     const int first = work.column_block * COLUMNS + 8 * tile + fragment_column();
     const Column columns[2] = {Column(first), Column(first + 1)};
     const bool exists[2] = {first < DST_CHANNELS, first + 1 < DST_CHANNELS}, biased = work.split == 0;
-    Offset offset[2];
+    long long offset[2];
     ChannelTerms terms[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int channel = work.group * CHANNELS + columns[j].channel;
       terms[j] = channel_terms(operands, ONE_BIAS ? 0 : channel, biased && exists[j]);
-      offset[j] = (Offset)columns[j].offset(params.dst, channel);
+      offset[j] = channel * params.dst.stride[1];
+      if (MERGED > 1)
+        offset[j] += columns[j].d * params.dst.stride[2] + columns[j].h * params.dst.stride[3] +
+                     columns[j].w * params.dst.stride[4];
     }
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i) {
@@ -435,14 +400,20 @@ __device__ __forceinline__ void store_outputs(const Params& params, const WorkTi
   }
 }
 
-// Stores a work tile.
+// Stores a work tile; `places` are the cells of the thread's rows (BoxRows::place).
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Phase& phase, const Sums& sums,
-                                      const Places& places, const EpilogueOperands& operands, scalar_t* dst) {
+                                      const unsigned (&places)[2 * ROW_TILES], const EpilogueOperands& operands,
+                                      scalar_t* dst) {
   Target targets[2 * ROW_TILES];
 #pragma unroll
-  for (int i = 0; i < 2 * ROW_TILES; ++i) targets[i] = target_of_row(params, work, phase, places, i);
+  for (int i = 0; i < 2 * ROW_TILES; ++i) {
+    int cell[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) cell[j] = work.first[j] + (int)(places[i] >> (24 - 8 * j) & 255);
+    targets[i] = target_of(params, phase, cell, places[i] != NOWHERE && cell[0] < params.batch);
+  }
+  const int first = work.column_block * COLUMNS, columns = DST_CHANNELS - first;
   if constexpr (INPUT_GRAD) {
-    const int first = work.column_block * COLUMNS, columns = DST_CHANNELS - first;
     const long long at = (work.group * DST_CHANNELS + first) * (DST_CHANNELS_LAST ? 1 : params.dst.stride[1]);
     if (sizeof(scalar_t) == sizeof(accum_t) || params.sums)
       store_gradient(params, sums, targets, columns, (accum_t*)dst + work.split * params.plane + at);
@@ -453,7 +424,7 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
   }
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCERS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     tap_gemm_tma(const scalar_t* __restrict__ src, unsigned char* __restrict__ weights,
                  const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
                  const __grid_constant__ Params params) {
@@ -468,16 +439,18 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCERS, MIN_B
   }
   __syncthreads();
   if (threadIdx.x >= CONSUMER_THREADS) {
-    if constexpr (BLOCKS == 1) setmaxnreg_dec<PRODUCER_REGISTERS>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x == CONSUMER_THREADS) load_items(params, src, weights, ring, queue, taps_of, shared_memory);
     return;
   }
-  if constexpr (BLOCKS == 1) setmaxnreg_inc<CONSUMER_REGISTERS>();
+  setmaxnreg_inc<CONSUMER_REGISTERS>();
   PipelineState<STAGES> state;
   PipelineState<QUEUE> place;
   const int work_tiles = WorkTile::count(params);
   const BoxRows box(params.tile_extent);
-  const Places places(params.tile_extent);
+  unsigned places[2 * ROW_TILES];
+#pragma unroll
+  for (int i = 0; i < 2 * ROW_TILES; ++i) places[i] = BoxRows::place(params.tile_extent, stored_row(i));
 #pragma unroll 1
   while (true) {
     mbarrier_wait(shared_address(queue.ring.full + place.index), place.parity);

@@ -7,7 +7,6 @@
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
-#include "core/geometry.cuh"
 
 constexpr int MERGED_D = LAYER_D.stride / AXIS_D.stride, MERGED_H = LAYER_H.stride / AXIS_H.stride;
 constexpr int MERGED_W = LAYER_W.stride / AXIS_W.stride, MERGED = MERGED_D * MERGED_H * MERGED_W;
@@ -29,12 +28,6 @@ struct Column {
     const int of_h = layer_tap(LAYER_H, MERGED_H, h, tap / AXIS_W.kernel % AXIS_H.kernel);
     const int of_d = layer_tap(LAYER_D, MERGED_D, d, tap / (AXIS_W.kernel * AXIS_H.kernel));
     return (of_d | of_h | of_w) < 0 ? -1 : (of_d * LAYER_H.kernel + of_h) * LAYER_W.kernel + of_w;
-  }
-
-  // Elements from the first output of a cell, in channel 0, to the column's; `of_all`: its channel among all groups'.
-  __device__ __forceinline__ long long offset(const Tensor5& dst, int of_all) const {
-    const long long in_cell = d * dst.stride[2] + h * dst.stride[3] + w * dst.stride[4];
-    return of_all * dst.stride[1] + (MERGED > 1 ? in_cell : 0);
   }
 
   // A word with a bit for each output of a cell along d, h and w; and those bits of the `count` outputs from `first` on

@@ -11,8 +11,7 @@ from polyphase.schedules.cost import overlapped_time
 
 #: Consumer warpgroups; one more warpgroup is the producer.
 CONSUMER_GROUPS = 2
-CONSUMER_THREADS = 128 * CONSUMER_GROUPS
-THREADS = CONSUMER_THREADS + 128
+THREADS = 128 * (CONSUMER_GROUPS + 1)
 
 #: N of a wgmma, at most.
 MOST_COLUMNS = 256
@@ -27,9 +26,9 @@ _MOST_PIPELINE = 8
 _DECLARED = 1024  # bytes of shared memory beside the stages
 
 
-def pipeline_stages(stage_bytes: int, device: DeviceInfo, blocks: int = 1) -> int:
-    """Stages of the pipeline in shared memory, with ``blocks`` on a multiprocessor."""
-    return min(_MOST_PIPELINE, (device.shared_bytes_of(blocks) - _DECLARED) // stage_bytes)
+def pipeline_stages(stage_bytes: int, device: DeviceInfo) -> int:
+    """Stages of the pipeline in shared memory."""
+    return min(_MOST_PIPELINE, (device.shared_bytes_of(1) - _DECLARED) // stage_bytes)
 
 
 def stage_cycles(

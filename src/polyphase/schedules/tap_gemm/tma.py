@@ -10,7 +10,7 @@ from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts, dense_strides, extent, five
+from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
 from polyphase.program.planes import SRC_PLANES, Planes, write_planes
@@ -29,7 +29,7 @@ from polyphase.program.transpose import to_channels_last
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tap_gemm.k_major import CONSUMER_THREADS, LEAST_PIPELINE, THREADS, pipeline_stages
+from polyphase.schedules.tap_gemm.k_major import LEAST_PIPELINE, THREADS, pipeline_stages
 from polyphase.schedules.tap_gemm.product import (
     MOST_STEP,
     Product,
@@ -93,7 +93,7 @@ class TapGemmTma(Schedule):
         found = [
             config
             for config in legal_configs(product)
-            if pipeline_stages(stage_bytes(product, config), device, config.blocks) >= LEAST_PIPELINE
+            if pipeline_stages(stage_bytes(product, config), device) >= LEAST_PIPELINE
         ]
         if product.gather.forward and product.gather.dst.strides[1] != 1:
             found += [config._replace(back=True) for config in found if not config.merged]
@@ -146,7 +146,7 @@ class TapGemmTma(Schedule):
         gather, chunk = product.gather, chunk_of(product, config)
         tile, tiles = tiles_of_cells(product, config, device)
         splits, stages = splits_of(product, config, device)[0], max(stages_of(product, config))
-        pipeline = pipeline_stages(of_stage := stage_bytes(product, config), device, config.blocks)
+        pipeline = pipeline_stages(of_stage := stage_bytes(product, config), device)
         read = _read(product, config, layouts.aligned, tile)
         constants = {
             **product.constants,
@@ -165,8 +165,7 @@ class TapGemmTma(Schedule):
             "ONE_BIAS": problem.out_channels == 1,
             "DST_CHANNELS_LAST": not gather.forward and gather.dst.strides[1] == 1,
             "COUNTER_BYTES": (counters := counter_bytes(1)),
-            "BLOCKS": config.blocks,
-            "MIN_BLOCKS": config.blocks,
+            "MIN_BLOCKS": 1,
             "WGMMA": True,
         }
         form = WgmmaForm(config.columns, problem.dtype)
@@ -189,8 +188,8 @@ class TapGemmTma(Schedule):
         )
         main = Step(
             source=source,
-            grid=(min(work_tiles_of(product, config, tiles) * splits, config.blocks * device.multiprocessors), 1, 1),
-            block=THREADS if config.blocks == 1 else CONSUMER_THREADS + 32,
+            grid=(min(work_tiles_of(product, config, tiles) * splits, device.multiprocessors), 1, 1),
+            block=THREADS,
             shared_bytes=pipeline * of_stage,
             params=params,
             tensor_maps=read.maps,
@@ -254,9 +253,7 @@ def _too_far(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> in
 
 
 def _can_read(product: Product, config: TmaTapConfig) -> bool:
-    """Whether TMA can load the source; two blocks also need short offsets in the destination."""
-    if config.blocks == 2 and extent(product.gather.dst.shape, product.gather.dst.strides) >= 1 << 31:
-        return False
+    """Whether TMA can load the source."""
     if config.runs:
         return of_config(product, config) is not None
     return max(axis.src for axis in product.gather.cell_axes) <= MOST_STEP

@@ -13,7 +13,6 @@ from polyphase.schedules.tap_gemm.product import MOST_STEP, Product, with_merged
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 
 _MOST_SUMS = 192  # accumulators of a thread; twice as many registers if promoted
-_MOST_SUMS_OF_TWO, _MOST_SUMS_MERGED = 64, 48  # with two blocks on a multiprocessor; and if phases are merged
 _MOST_TAPS = 8  # most taps of a window
 _LEAST_WIDTH = 16  # least width of a tile whose boxes have a halo
 _MANY_COLUMNS = 128  # with which a product reads its rows often enough
@@ -27,8 +26,7 @@ class TmaTapConfig(NamedTuple):
     written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else a stage reads one box for up
     to ``window`` taps along the width. ``boxes``: weights, too, are loaded as boxes
     by TMA, with their source channels innermost; else they are packed. ``merged``: dimensions, the last ones, along
-    which a cell's outputs are columns (`polyphase.schedules.tap_gemm.product.with_merged_phases`). ``blocks``: on a
-    multiprocessor; one of two multiplies while the other stores.
+    which a cell's outputs are columns (`polyphase.schedules.tap_gemm.product.with_merged_phases`).
     """
 
     row_tiles: int
@@ -39,7 +37,6 @@ class TmaTapConfig(NamedTuple):
     window: int = 1
     boxes: bool = False
     merged: int = 0
-    blocks: int = 1
 
     @property
     def rows(self) -> int:
@@ -72,14 +69,13 @@ def _configs(product: Product) -> Iterator[TmaTapConfig]:
     """Configs whose accumulators fit the registers; rows of a stage have 128 bytes, or the pitch that pads k least."""
     times = 2 if flush(product, TmaTapConfig(1, 8, 128)) else 1
     widest = min(MOST_COLUMNS, 2 * _MOST_SUMS // times)
-    counts = {math.ceil(product.gather.dst_channels / each) for each in (widest, widest * 3 // 4, 128, 64)}
-    columns = {round_up(math.ceil(product.gather.dst_channels / count), 8) for count in counts}
-    most = {1: _MOST_SUMS, 2: _MOST_SUMS_OF_TWO if product.merged == (1, 1, 1) else _MOST_SUMS_MERGED}
+    blocks = {math.ceil(product.gather.dst_channels / each) for each in (widest, widest * 3 // 4, 128, 64)}
+    columns = {round_up(math.ceil(product.gather.dst_channels / count), 8) for count in blocks}
     for runs in (False, True):
         pitches = _pitches(product, runs)
-        for pitch, count, row_tiles, blocks in itertools.product(pitches, sorted(columns), (1, 2), (1, 2)):
-            config = TmaTapConfig(row_tiles, count, pitch, runs=runs, blocks=blocks)
-            if times * count * row_tiles // 2 <= most[blocks]:
+        for pitch, count, row_tiles in itertools.product(pitches, sorted(columns), (1, 2)):
+            config = TmaTapConfig(row_tiles, count, pitch, runs=runs)
+            if times * count * row_tiles // 2 <= _MOST_SUMS:
                 found = [config]
                 if not runs and product.parts == 1:
                     found += [config._replace(window=window) for window in _windows(product)]

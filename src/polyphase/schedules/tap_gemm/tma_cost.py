@@ -10,7 +10,6 @@ from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.program.planes import Three
-from polyphase.schedules.cost import overlapped_time
 from polyphase.schedules.tap_gemm.k_major import (
     LEAST_STAGES,
     best_splits,
@@ -141,14 +140,10 @@ def splits_of(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tup
         packing = 0.0
 
     def seconds(splits: int) -> float:
-        of_block = work_tiles * splits / (config.blocks * device.multiprocessors)
+        of_block = work_tiles * splits / device.multiprocessors
         in_turn = whole_waves(of_block) * most_over_mean  # static: every n-th work tile
         waves = in_turn if config.boxes else waves_of_unequal(of_block, most_over_mean)
-        products = math.ceil(mean / splits) * stage
-        of_tile = products + once
-        if config.blocks == 2 and of_block > 0.5:  # of two tiles
-            of_tile = overlapped_time(2 * products, of_tile, terms.overlap)
-        cycles = waves * of_tile
+        cycles = waves * (math.ceil(mean / splits) * stage + once)
         end = terms.reduce + elements * (8 * splits + size) / device.copy_bytes_per_second if splits > 1 else 0.0
         return (cycles + terms.launch) / device.clock_hz + end
 
