@@ -216,6 +216,24 @@ def sources() -> Iterable[list[str]]:
         ]  # fmt: skip
 
 
+def whole_models() -> Iterable[list[str]]:
+    """Whole models as CUDA graphs, and how many times as fast they are with polyphase's layers, and fused."""
+    with (RESULTS / "h200-whole-models.csv").open(newline="", encoding="utf-8") as file:
+        rows = {
+            (row["model"], row["run"], int(row["batch"]), row["dtype"]): row
+            for row in csv.DictReader(file)
+            if row["mode"] == "graph"
+        }
+    for name, run, batch, dtype in rows:
+        if dtype == "float32":
+            cells = [name, run, str(batch)]
+            for each in ("float32", "bfloat16"):
+                row = rows[name, run, batch, each]
+                cells.append(ms(float(row["torch_ms"])))
+                cells += [times(float(row[of]), notable=1.995) for of in ("swapped_over_torch", "fused_over_torch")]
+            yield cells
+
+
 def linked(name: str) -> str:
     """A record's name, for a page in docs."""
     return f"[{name}](../benchmarks/results/{name})"
@@ -256,7 +274,7 @@ def portable() -> Iterable[list[str]]:
 _BOTH = ("polyphase", "PyTorch", "speed-up")
 _THREE = ("polyphase", "PyTorch", "benchmark mode", "speed-up")
 _CASE = ("layer", "pass", "dtype", "format")
-_PERFORMANCE, _LAYERS = "docs/performance.md", "docs/layers.md"
+_PERFORMANCE, _LAYERS, _MODELS = "docs/performance.md", "docs/layers.md", "docs/models.md"
 
 
 def paired(first: tuple[str, ...], columns: tuple[str, ...], floor: bool = True) -> tuple[str, ...]:
@@ -291,6 +309,7 @@ TABLES = [
     TableOf(_LAYERS, ("layer", *_BOTH, "error", "kernel"), strict),
     TableOf(_LAYERS, paired(("layer",), _THREE), models),
     TableOf(_LAYERS, ("layer", "forward", "input gradient", "weight gradient"), portable),
+    TableOf(_MODELS, paired(("model", "run", "batch"), ("PyTorch", "layers", "fused"), floor=False), whole_models),
     TableOf(_LAYERS, ("record", "GPU", "versions", "commit", "date", "command"), sources),
 ]  # fmt: skip
 

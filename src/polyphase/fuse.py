@@ -32,6 +32,7 @@ from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, sees
 from polyphase.modules import APART_FOR, StandIn
 from polyphase.pending import Marked, Pending, Waiting, computed
 from polyphase.snakes import snake, snake_of
+from polyphase.torch_op import into
 from polyphase.torch_op.validate import Layer, output_size
 from polyphase.versions import versions_of
 
@@ -197,7 +198,8 @@ class Chain:
             return self._run(tensors, output_padding, (), before)
         # A reentrant checkpoint records nothing, and sets requires_grad of a layer's output: it must be a tensor.
         recorded = torch.is_grad_enabled() or input.requires_grad
-        if self.then and not recorded and input.dim() == len(layer.stride) + 2:
+        waits = self.then and not recorded and input.dim() == len(layer.stride) + 2
+        if waits and not (self.then == ("cat",) and into.is_little(input, layer)):
             waiting = self._waiting(tensors, output_padding, (*self.modules, *self.then), before)
             return Pending.of(waiting, [], versions_of(waiting.reads))
         modules = self._recorded if recorded else self.modules
