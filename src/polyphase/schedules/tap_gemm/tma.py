@@ -146,7 +146,6 @@ class TapGemmTma(Schedule):
         gather, chunk = product.gather, chunk_of(product, config)
         tile, tiles = tiles_of_cells(product, config, device)
         splits, stages = splits_of(product, config, device)[0], max(stages_of(product, config))
-        pipeline = pipeline_stages(of_stage := stage_bytes(product, config), device)
         read = _read(product, config, layouts.aligned, tile)
         constants = {
             **product.constants,
@@ -161,15 +160,15 @@ class TapGemmTma(Schedule):
             "ROW_TILES": config.row_tiles,
             "COLUMNS": config.columns,
             "FLUSH": flush(product, config),
-            "STAGES": pipeline,
+            "STAGES": (pipeline := pipeline_stages(of_stage := stage_bytes(product, config), device)),
             "ONE_BIAS": problem.out_channels == 1,
             "DST_CHANNELS_LAST": not gather.forward and gather.dst.strides[1] == 1,
             "COUNTER_BYTES": (counters := counter_bytes(1)),
             "MIN_BLOCKS": 1,
             "WGMMA": True,
         }
-        form = WgmmaForm(config.columns, problem.dtype)
-        source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()), (form,))
+        forms = (WgmmaForm(config.columns, problem.dtype),)
+        source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()), forms)
         packs, packed_bytes = _weight_boxes(product, layouts)
         if not config.boxes:
             pack, packed_bytes = pack_step(product, source, config.columns, chunk, stages, True, counters)
@@ -194,8 +193,8 @@ class TapGemmTma(Schedule):
             params=params,
             tensor_maps=read.maps,
         )
-        reduced = 1 if layouts.in_sums else splits  # the reader of the sums adds the planes
-        program = assemble(problem, pass_, main, packs, packed_bytes, reduced, may_split=not layouts.in_sums)
+        own = not layouts.in_sums  # else the reader of the sums adds the planes
+        program = assemble(problem, pass_, main, packs, packed_bytes, splits if own else 1, may_split=own)
         program = read.before(replace(program, splits=splits), problem.dtype)
         return writing_channels_last(program, problem.dtype, problem.output_shape) if config.back else program
 
