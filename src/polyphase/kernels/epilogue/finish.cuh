@@ -73,11 +73,21 @@ __device__ __forceinline__ const scalar_t* residual_at(const ChannelTerms& terms
   return first_residual(terms.operations) + (to - terms.dst);
 }
 
+// The sample of the output at `place`: a quotient, estimated in float32 and corrected, as a division of 64 bits takes
+// longer than all else that happens to an output.
+__device__ __forceinline__ long long sample_of(long long place, long long sample_stride) {
+  long long sample = (long long)((float)place * (1.f / (float)sample_stride));
+  long long rest = place - sample * sample_stride;
+  for (; rest < 0; rest += sample_stride) --sample;
+  for (; rest >= sample_stride; rest -= sample_stride) ++sample;
+  return sample;
+}
+
 // Applies the operations to a sum that has its bias. `residual`: its first residual, if it was loaded before.
 __device__ __forceinline__ accum_t operate(accum_t value, const ChannelTerms& terms, const scalar_t* to,
                                            const Normal& normal = {}, const accum_t* residual = nullptr) {
   const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
-  const long long sample = EPILOGUE_PER_SAMPLE && to ? place / terms.sample_stride : 0;
+  const long long sample = EPILOGUE_PER_SAMPLE && to ? sample_of(place, terms.sample_stride) : 0;
   return operations(value, terms.operations, terms.channel, sample, place, to != nullptr, residual, normal.center,
                     normal.factor);
 }
@@ -91,7 +101,7 @@ __device__ __forceinline__ accum_t finish(accum_t sum, const ChannelTerms& terms
 // The value that is normalised over channels.
 __device__ __forceinline__ accum_t normalized_value(accum_t sum, const ChannelTerms& terms, const scalar_t* to) {
   const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
-  const long long sample = EPILOGUE_PER_SAMPLE && to ? place / terms.sample_stride : 0;
+  const long long sample = EPILOGUE_PER_SAMPLE && to ? sample_of(place, terms.sample_stride) : 0;
   return normalized_value(add_bias(sum, terms), terms.operations, terms.channel, sample, place, to != nullptr, nullptr);
 }
 #endif
