@@ -29,7 +29,7 @@ from polyphase.elementwise import is_in_place
 from polyphase.fuse_graphs import LAYERS, graphs
 from polyphase.fuse_trace import Trace, before_waiting, call_name, is_copy, is_layer, shared_modules, why_missing
 from polyphase.module_steps import STEPS, has_hooks, layer_norm, reader_of, sees_input, step_of_module
-from polyphase.modules import APART_FOR, StandIn
+from polyphase.modules import APART_FOR, StandIn, operands_of
 from polyphase.pending import Marked, Pending, Waiting, computed
 from polyphase.snakes import snake, snake_of
 from polyphase.torch_op import into
@@ -186,7 +186,7 @@ class Chain:
         if type(input) is Pending and self.before is not None and (found := input.read_by(layer)) is not None:
             input, before = found
         input = computed(input)
-        tensors = (input, layer.weight, layer.bias)
+        tensors = (input, *operands_of(layer))
         apart = self._normalizes and torch._C._is_any_autocast_enabled()
         apart |= self._has_channels and input.dim() != len(layer.stride) + 2
         if apart or not input.is_floating_point():  # no epilogue supports complex numbers
@@ -261,7 +261,7 @@ class Chain:
             return (input.shape[0], layer.out_channels, *known)
 
         reads = tensors if tensors[2] is not None else tensors[:2]
-        reads = (*reads, *(each for step in before for _, each in step.tensors))
+        reads += tuple(each for step in before for _, each in step.tensors) if before else ()
         return Waiting(compute, reads, expected, size, dtype, input.device, stride=layer.stride)
 
 

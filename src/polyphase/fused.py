@@ -350,9 +350,9 @@ def _known_of(
     heard = operators.is_heard()
     key: tuple[Any, ...] | None
     try:
-        signature = tuple([tuple([(step.kind, step.constants, step.of, *dict(step.tensors)) for step in steps])
-                           for steps in around])  # fmt: skip
-        key = (dims, input.shape, weight.shape, bias is None, out is None, constants, signature, heard, tf32_allowed())
+        signature = [tuple([(step.kind, step.constants, step.of, *dict(step.tensors)) if step.tensors else step
+                            for step in steps]) for steps in around]  # fmt: skip
+        key = (dims, input.shape, weight.shape, bias is None, out is None, constants, *signature, heard, tf32_allowed())
         known = _known.find(key, *tensors)
     except (TypeError, AttributeError, RuntimeError):  # lists or symbolic sizes; not a tensor; a nested tensor
         key, known = None, None

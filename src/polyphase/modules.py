@@ -85,6 +85,17 @@ def _delete_qconfig(module: Any) -> None:
     del vars(module)["qconfig"]
 
 
+def operands_of(module: Any) -> tuple[Any, Any]:
+    """A layer's weight and bias, past `torch.nn.Module.__getattr__` where they are parameters: it takes a while."""
+    if torch.compiler.is_compiling():
+        return module.weight, module.bias
+    parameters = module._parameters
+    try:
+        return parameters["weight"], parameters["bias"]
+    except KeyError:  # parametrized, or otherwise computed
+        return module.weight, module.bias
+
+
 def _forward(
     module: Any, function: Callable[..., Tensor], dims: int, input: Any, output_size: Sequence[int] | None
 ) -> Tensor:
@@ -107,10 +118,11 @@ def _forward(
     if chain is not None and chain.layer is module and chain.is_active():  # not in a shallow copy of the layer
         fused: Tensor = chain.run(input, output_padding)
         return fused
+    weight, bias = operands_of(module)
     return function(
         input,
-        module.weight,
-        module.bias,
+        weight,
+        bias,
         module.stride,
         module.padding,
         output_padding,
