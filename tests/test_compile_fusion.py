@@ -78,8 +78,12 @@ CHAINS: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
         ["conv_transpose → add → prelu", "conv_transpose → relu"],
     ),
     "channels": (
-        lambda m, y, x: torch.sigmoid(y * m.factor + x.mean((2, 3)).mean(1)[:, None, None, None].expand(-1, 4, 1, 1)),
+        lambda m, y, x: torch.sigmoid(y * m.factor + x.mean((0, 2, 3)).mean()[None, None, None].expand(4, 1, 1)),
         ["conv_transpose → mul → add → sigmoid"],
+    ),
+    "samples": (  # each has another operand, which kernels would read for each output
+        lambda m, y, x: torch.sigmoid(y * m.factor + x.mean((2, 3)).mean(1)[:, None, None, None].expand(-1, 4, 1, 1)),
+        ["conv_transpose → mul"],
     ),
     "an earlier value": (
         lambda m, y, x: ((z := m.norm(y)) * torch.sigmoid(z) + y).tanh(),

@@ -326,6 +326,26 @@ def test_sums_in_parts_of_single_pixels() -> None:
 
 
 @emulated
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("kind", ["layer_norm", "relu"])
+def test_kernels_that_replace_one_that_spills(kind: str, channels_last: bool, dtype: str) -> None:
+    """All attempts of `KernelSource.attempts`, of which a compiler takes the first without spills."""
+    epilogue = Epilogue((Operation(kind, (0.5,) if kind == "layer_norm" else ()),))
+    layer = make((1, 24, 5, 40), 128, 2, 2, dtype=dtype, channels_last=channels_last, tf32=True)
+    problem = replace(layer, epilogue=epilogue)
+    found = (each for each in programs(problem, Pass.FORWARD, H200) if len(list(each[1].main.source.attempts())) > 2)
+    candidate, program = next(found)
+    main = program.main.source
+    pieces = set()
+    for source in main.attempts():
+        pieces.add(dict(source.constants).get("PIECE"))
+        steps = tuple(replace(step, source=source) if step.source == main else step for step in program.steps)
+        check(problem, candidate, replace(program, steps=steps))
+    assert len(pieces) == 1 + (not channels_last or dtype == "float32")
+
+
+@emulated
 def test_residuals_of_results_that_are_transposed() -> None:
     problem = replace(LAYERS["stride 2"], out_channels=136, epilogue=COMBINED["norm, residual, relu"])
     found = [each for each in programs(problem, Pass.FORWARD, H200) if getattr(each[0].config, "back", False)]

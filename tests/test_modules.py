@@ -184,3 +184,17 @@ def test_channels_last_model_keeps_its_format(device: torch.device) -> None:
     assert ours.weight.grad.is_contiguous(memory_format=torch.channels_last)
     assert x.grad is not None
     assert x.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_weights_that_are_no_parameters_count() -> None:
+    """What Python finds as ``weight`` is the weight: an attribute of the instance, or a property of the class."""
+
+    class Scaled(polyphase.ConvTranspose2d):
+        pass
+
+    x, shadowed, scaled = torch.randn(1, 4, 3, 3), polyphase.ConvTranspose2d(4, 6, 3), Scaled(4, 6, 3)
+    shadowed.__dict__["weight"] = torch.ones_like(shadowed.weight)
+    Scaled.weight = property(lambda self: 2 * self._parameters["weight"])  # type: ignore[assignment]
+    for layer in (shadowed, scaled):
+        expected = torch.nn.functional.conv_transpose2d(x, layer.weight, layer.bias)
+        torch.testing.assert_close(layer(x), expected)

@@ -566,3 +566,13 @@ def test_merged_phases(problem: ConvTransposeProblem, channels_last: bool) -> No
         program = TMA.program(problem, Pass.FORWARD, H200, layouts, config)
         candidate = Candidate(TMA.name, config, 0.0, "bytes")
         assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator((seed + i) % 1000))
+
+
+def test_one_kernel_for_all_sizes() -> None:
+    """Phases may be merged: outputs of a single position have the strides of both memory formats."""
+    texts = set()
+    for size in (1, 2, 7):
+        problem = make((2, 64, size, size), 4, 3, 2, 1)
+        config = next(each for each in TMA.configs(problem, Pass.FORWARD, H200) if each.merged == 1)
+        texts.add(TMA.program(problem, Pass.FORWARD, H200, Layouts.dense(problem), config).main.source.specialisation)
+    assert len(texts) == 1

@@ -352,7 +352,8 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Reading | None]] = {
 def per(kind: str, other: Sequence[Any], size: Sequence[Any], equal: Callable[[Any, Any], bool] = operator.eq) -> str:
     """The kind of operand of a tensor of shape ``other`` for an output of ``size``; "" if no epilogue has it.
 
-    `ONE`, `CHANNEL`, `SAMPLE` or `ELEMENT` (`polyphase.problem.epilogue`). ``equal`` compares sizes, maybe symbolic.
+    `ONE`, `CHANNEL`, `SAMPLE` or `ELEMENT` (`polyphase.problem.epilogue`); `SAMPLE` only for outputs of one position:
+    kernels read such an operand again for each output. ``equal`` compares sizes, maybe symbolic.
     """
     if kind == "prelu":
         counted = len(other) < 2 and (len(other) == 0 or equal(other[0], 1) or equal(other[0], size[1]))
@@ -365,7 +366,9 @@ def per(kind: str, other: Sequence[Any], size: Sequence[Any], equal: Callable[[A
     if not all(equal(each, 1) for each in rest):
         return ""
     if equal(of_channels, size[1]):
-        return CHANNEL if equal(of_samples, 1) else SAMPLE if equal(of_samples, size[0]) else ""
+        if equal(of_samples, 1):
+            return CHANNEL
+        return SAMPLE if equal(of_samples, size[0]) and all(equal(each, 1) for each in size[2:]) else ""
     return ONE if equal(of_channels, 1) and equal(of_samples, 1) else ""
 
 

@@ -11,18 +11,12 @@ from torch.nn import Module
 
 from polyphase import fused, reduction_steps
 from polyphase.layer_norms import is_layer_norm, is_smooth
-from polyphase.modules import operands_of
 from polyphase.snakes import snake, snake_of
 
 
 def norm(module: Any) -> fused.Step:
     """A batch norm in evaluation mode."""
-    buffers = module._buffers
-    try:  # past `Module.__getattr__`, which takes a while
-        moments = buffers["running_mean"], buffers["running_var"]
-    except KeyError:
-        moments = module.running_mean, module.running_var
-    return fused.batch_norm(*moments, *operands_of(module), module.eps)
+    return fused.batch_norm(module.running_mean, module.running_var, module.weight, module.bias, module.eps)
 
 
 def layer_norm(module: Any) -> fused.Step:

@@ -86,13 +86,15 @@ def _delete_qconfig(module: Any) -> None:
 
 
 def operands_of(module: Any) -> tuple[Any, Any]:
-    """A layer's weight and bias, past `torch.nn.Module.__getattr__` where they are parameters: it takes a while."""
-    if torch.compiler.is_compiling():
+    """A layer's weight and bias; if they are its parameters past `torch.nn.Module.__getattr__`, which takes a while."""
+    own, cls = module.__dict__, type(module)
+    computed = "weight" in own or "bias" in own or hasattr(cls, "weight") or hasattr(cls, "bias")
+    if computed or torch.compiler.is_compiling():
         return module.weight, module.bias
-    parameters = module._parameters
     try:
+        parameters = own["_parameters"]
         return parameters["weight"], parameters["bias"]
-    except KeyError:  # parametrized, or otherwise computed
+    except KeyError:
         return module.weight, module.bias
 
 

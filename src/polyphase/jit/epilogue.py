@@ -275,7 +275,7 @@ def _read(i: int, operand: Operand, first_residual: str) -> str:
     if operand.per in (ONE, CHANNEL):
         return name
     at = "place" if operand.per == ELEMENT else "sample * EPILOGUE_CHANNELS + channel"
-    value = f"(exists ? widen(read({name} + {at})) : (accum_t)0)"
+    value = f"read_if(exists, {name} + {at})"
     return f"(residual ? *residual : {value})" if f"{operand.role}_{i}" == first_residual else value
 
 

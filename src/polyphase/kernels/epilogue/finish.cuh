@@ -17,6 +17,7 @@
 
 #if EPILOGUE
 #include "epilogue/activations.cuh"
+#include "epilogue/read_if.cuh"
 #include "ptx/memory.cuh"
 #endif
 
@@ -73,14 +74,14 @@ __device__ __forceinline__ const scalar_t* residual_at(const ChannelTerms& terms
   return first_residual(terms.operations) + (to - terms.dst);
 }
 
-// The sample of the output at `place`: a quotient, estimated in float32 and corrected, as a division of 64 bits takes
-// longer than all else that happens to an output.
-__device__ __forceinline__ long long sample_of(long long place, long long sample_stride) {
-  long long sample = (long long)((float)place * (1.f / (float)sample_stride));
-  long long rest = place - sample * sample_stride;
-  for (; rest < 0; rest += sample_stride) --sample;
-  for (; rest >= sample_stride; rest -= sample_stride) ++sample;
-  return sample;
+// The sample of the output at `place`: a quotient, estimated twice in float32 and then exact. (A division of 64 bits
+// takes longer than all else that happens to an output, and loops would be unrolled for each.)
+__device__ __forceinline__ int sample_of(long long place, long long sample_stride) {
+  const float per_element = 1.f / (float)sample_stride;
+  int sample = (int)((float)place * per_element);
+  sample += (int)floorf((float)(place - sample * sample_stride) * per_element);
+  const long long rest = place - sample * sample_stride;
+  return sample + (rest >= sample_stride) - (rest < 0);
 }
 
 // Applies the operations to a sum that has its bias. `residual`: its first residual, if it was loaded before.

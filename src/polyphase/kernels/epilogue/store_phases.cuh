@@ -503,6 +503,7 @@ struct Epilogue {
   __device__ __forceinline__ void store_wide(const Share<WIDE>& share, result_t* to, int channels, int phase, int depth,
                                              int height) const {
     constexpr int LANES = Share<WIDE>::LANES, AT_ONCE = Share<WIDE>::AT_ONCE, VECTORS = Share<WIDE>::VECTORS;
+    static_assert(!DST_CHANNELS_LAST || VECTORS % 2 == 0, "a piece is too small");
     const int row = lane() % LANES * WIDE;
     const result_t* const from = staging + threadIdx.x % 128 / LANES * STAGING_PITCH + row;
     const StoredLine line = stored_line<LINE>(row, depth, height);

@@ -33,6 +33,15 @@ __device__ __forceinline__ void load_global_if(bool exists, const float* from, f
       : WRITTEN_EARLY "f"(value)
       : "l"(from), "r"((int)exists));
 }
+__device__ __forceinline__ void load_global_if(bool exists, const double* from, double& value) {
+  asm volatile(
+      "{ .reg .pred exists;\n"
+      "setp.ne.b32 exists, %2, 0;\n"
+      "mov.b64 %0, 0;\n"
+      "@exists ld.global.nc.f64 %0, [%1]; }"
+      : WRITTEN_EARLY "d"(value)
+      : "l"(from), "r"((int)exists));
+}
 // An element of 16 bits.
 template <class T>
 __device__ __forceinline__ void load_global_if(bool exists, const T* from, T& value) {

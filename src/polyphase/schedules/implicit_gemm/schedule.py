@@ -252,8 +252,10 @@ def _fallbacks(gather: Gather, config: GemmConfig) -> tuple[tuple[tuple[str, Con
     """Attempts if registers spill: other shares of registers, then smaller pieces, which epilogues need."""
     shares = [(("GIVEN_REGISTERS", n), ("CHUNKS_AT_ONCE", chunks)) for n, chunks in _SHARES] if config.wgmma else []
     piece = 0 if config.taps_in_rows else config.piece(gather)
-    smaller = (("GIVEN_REGISTERS", 0), ("CHUNKS_AT_ONCE", 2), ("PIECE", max(_LEAST_PIECE, piece // 4)))
-    return *shares, *([smaller] if piece > _LEAST_PIECE else [])
+    # With channels last a warpgroup stores 16 bytes of 8 cells of float32, or of 16 cells of half types, twice in turn.
+    least = 64 // gather.dst_bytes if gather.dst.channels_last else _LEAST_PIECE
+    smaller = (("GIVEN_REGISTERS", 0), ("CHUNKS_AT_ONCE", 2), ("PIECE", max(least, piece // 4)))
+    return *shares, *([smaller] if piece > least else [])
 
 
 def _packing_seconds(problem: ConvTransposeProblem, gather: Gather, config: GemmConfig, device: DeviceInfo) -> float:

@@ -109,8 +109,12 @@ class Product:
         constants = dict(replace(gather, axes=layer, dst_channels=self.channels).constants())
         for name, axis, own in zip("DHW", gather.axes, layer):
             constants |= {f"AXIS_{name}": axis, f"LAYER_{name}": own}
-        innermost = self.channels == gather.dst_channels or gather.dst.strides[1] == 1
-        return constants | {"DST_CHANNELS": gather.dst_channels, "CHANNELS_INNERMOST": innermost}
+        return constants | {"DST_CHANNELS": gather.dst_channels, "CHANNELS_INNERMOST": self.channels_innermost}
+
+    @property
+    def channels_innermost(self) -> bool:
+        """Whether neighbouring columns are channels, not outputs of a cell; at all sizes of a layer alike."""
+        return self.merged == (1, 1, 1) or self.gather.dst.channels_last
 
     @property
     def all_cells(self) -> int:

@@ -240,8 +240,8 @@ def _stores_together(product: Product, aligned: bool) -> bool:
     They are channels, or with merged phases outputs that are neighbours along the width.
     """
     dst, count = product.gather.dst, 2 if product.gather.forward else 2 * product.word
-    if dst.strides[1] == 1:
-        return aligned and math.gcd(product.channels, dst.apart(1)) % count == 0
+    if product.channels_innermost:
+        return aligned and dst.strides[1] == 1 and math.gcd(product.channels, dst.apart(1)) % count == 0
     return aligned and product.merged[2] > 1 and pairs_along_width(product)
 
 
