@@ -24,6 +24,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Epilogue
 from polyphase.program.batch_norm import BatchNorm, programs_of
 from polyphase.program.reduction import program_of
+from polyphase.torch_op.into import is_little
 from test_batch_norms import ACTIVATIONS, SHAPES
 from test_batch_norms import check as check_norm
 from test_compile_fusion import resampled
@@ -237,16 +238,18 @@ class Up(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_joined_with_a_skip(dtype: torch.dtype) -> None:
-    """Eager, and as a CUDA graph."""
+@pytest.mark.parametrize("side", [8, 112])
+def test_joined_with_a_skip(dtype: torch.dtype, side: int) -> None:
+    """Eager, and as a CUDA graph: an output so small that PyTorch joins it, and one that the kernel writes in place."""
     torch.manual_seed(0)
     plain = Up().eval().to(DEVICE, dtype)
     model = copy.deepcopy(plain)
     assert polyphase.accelerate(model, fuse=True).blocks[0].fused == ("up.1", "up.2", "cat()")
     x, skip = (
-        torch.randn(3, 32, 8, 8, device=DEVICE, dtype=dtype),
-        torch.randn(3, 24, 16, 16, device=DEVICE, dtype=dtype),
+        torch.randn(3, 32, side, side, device=DEVICE, dtype=dtype),
+        torch.randn(3, 24, 2 * side, 2 * side, device=DEVICE, dtype=dtype),
     )
+    assert is_little(x, model.up[0]) == (side == 8)
     with torch.no_grad(), tf32(False):
         expected = copy.deepcopy(plain).cpu().double()(x.cpu().double(), skip.cpu().double())
         found = model(x, skip)
