@@ -12,7 +12,7 @@ from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, MOST_COLUMNS
 from polyphase.schedules.tap_gemm.product import MOST_STEP, Product, with_merged_phases
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 
-_MOST_SUMS = 192  # accumulators of a thread; twice as many registers if promoted
+_MOST_SUMS, _MOST_SUMS_MERGED = 192, 160  # accumulators of a thread; twice as many registers if promoted
 _MOST_TAPS = 8  # most taps of a window
 _LEAST_WIDTH = 16  # least width of a tile whose boxes have a halo
 _MANY_COLUMNS = 128  # with which a product reads its rows often enough
@@ -71,11 +71,12 @@ def _configs(product: Product) -> Iterator[TmaTapConfig]:
     widest = min(MOST_COLUMNS, 2 * _MOST_SUMS // times)
     blocks = {math.ceil(product.gather.dst_channels / each) for each in (widest, widest * 3 // 4, 128, 64)}
     columns = {round_up(math.ceil(product.gather.dst_channels / count), 8) for count in blocks}
+    most = _MOST_SUMS if product.merged == (1, 1, 1) else _MOST_SUMS_MERGED  # whose stores take more registers
     for runs in (False, True):
         pitches = _pitches(product, runs)
         for pitch, count, row_tiles in itertools.product(pitches, sorted(columns), (1, 2)):
             config = TmaTapConfig(row_tiles, count, pitch, runs=runs)
-            if times * count * row_tiles // 2 <= _MOST_SUMS:
+            if times * count * row_tiles // 2 <= most:
                 found = [config]
                 if not runs and product.parts == 1:
                     found += [config._replace(window=window) for window in _windows(product)]
