@@ -12,7 +12,8 @@ from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, MOST_COLUMNS
 from polyphase.schedules.tap_gemm.product import MOST_STEP, Product, with_merged_phases
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 
-_MOST_SUMS, _MOST_SUMS_MERGED = 192, 160  # accumulators of a thread; twice as many registers if promoted
+_MOST_SUMS, _MOST_SUMS_MERGED = 192, 128  # accumulators of a thread; twice as many registers if promoted
+_MOST_ODD_COLUMNS = 160
 _MOST_TAPS = 8  # most taps of a window
 _LEAST_WIDTH = 16  # least width of a tile whose boxes have a halo
 _MANY_COLUMNS = 128  # with which a product reads its rows often enough
@@ -68,7 +69,8 @@ def legal_configs(product: Product) -> Iterator[TmaTapConfig]:
 def _configs(product: Product) -> Iterator[TmaTapConfig]:
     """Configs whose accumulators fit the registers; rows of a stage have 128 bytes, or the pitch that pads k least."""
     times = 2 if flush(product, TmaTapConfig(1, 8, 128)) else 1
-    widest = min(MOST_COLUMNS, 2 * _MOST_SUMS // times)
+    outputs = math.prod(product.merged)  # a column's is a remainder, which takes registers if this is no power of two
+    widest = min(_MOST_ODD_COLUMNS if outputs & (outputs - 1) else MOST_COLUMNS, 2 * _MOST_SUMS // times)
     blocks = {math.ceil(product.gather.dst_channels / each) for each in (widest, widest * 3 // 4, 128, 64)}
     columns = {round_up(math.ceil(product.gather.dst_channels / count), 8) for count in blocks}
     most = _MOST_SUMS if product.merged == (1, 1, 1) else _MOST_SUMS_MERGED  # whose stores take more registers
