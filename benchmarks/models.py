@@ -193,7 +193,10 @@ def measured(
             try:
                 times |= times_of(model, together, run, mode, inputs, timer)
             except Exception as failure:
-                row.status, row.reason = "failed", f"{row.reason} {environment.first_line(failure)}".strip()
+                row.status, row.reason = (
+                    "failed",
+                    f"{row.reason} {', '.join(together)}: {environment.first_line(failure)}".strip(),
+                )
             for parameter in itertools.chain.from_iterable(each.parameters() for each in together.values()):
                 parameter.grad = None
         row.torch_ms, row.swapped_ms, row.fused_ms = (times.get(who) for who in CONTESTANTS)

@@ -193,3 +193,15 @@ def test_a_slice_is_copied(dtype: torch.dtype, shape: tuple[int, ...], monkeypat
         assert all((each == 7).all() for each in (slices[0], slices[2]))
         into.copy_to_slice(part.transpose(-1, -2).contiguous().transpose(-1, -2), slices[1].zero_())
         assert torch.equal(slices[1], part)
+
+
+def test_little_is_joined_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a small output is concatenated by PyTorch, with its modules still fused (`into.is_little`)."""
+    plain = UNet(JOINS["skip first"][0]).eval()
+    model = copy.deepcopy(plain)
+    polyphase.accelerate(model, fuse=True)
+    monkeypatch.setattr(into, "is_little", lambda input, layer: True)
+    written, x, skip = calls_of(monkeypatch), torch.randn(2, 6, 4, 4), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, skip), plain(x, skip))
+    assert written == [False]

@@ -91,15 +91,14 @@ class KernelSource:
     def attempts(self) -> Iterator[KernelSource]:
         """This kernel, and its replacements, to be compiled one after the other as long as registers spill.
 
-        First with fewer resident blocks, then with its fallbacks: the last one first if the epilogue normalises over
-        channels. Such an epilogue needs most registers, and takes seconds to compile.
+        First with fewer resident blocks, then with its fallbacks.
         """
         tried = self
         yield tried
         for blocks in range(self.min_blocks - 1, 0, -1):
             tried = tried.with_constants(MIN_BLOCKS=blocks)
             yield tried
-        for changes in self.fallbacks[::-1] if self.epilogue.normalizes else self.fallbacks:
+        for changes in self.fallbacks:
             other = tried.with_constants(**dict(changes))
             if other != tried:
                 tried = other

@@ -47,5 +47,5 @@ struct Column {
   }
 };
 
-// The output before which the first cell begins: elements that are cropped.
+// How many outputs of the first cell are cropped.
 __host__ __device__ constexpr int cropped(Axis layer, int merged) { return merged == 1 ? 0 : layer.padding % merged; }

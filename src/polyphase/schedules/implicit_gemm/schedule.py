@@ -249,13 +249,18 @@ class ImplicitGemm(Schedule):
 
 
 def _fallbacks(gather: Gather, config: GemmConfig) -> tuple[tuple[tuple[str, Constant], ...], ...]:
-    """Attempts if registers spill: other shares of registers, then smaller pieces, which epilogues need."""
+    """Attempts if registers spill: other shares of registers, then smaller pieces, which epilogues need.
+
+    Smaller pieces come first where the epilogue normalises over channels: it takes most registers, and each attempt
+    seconds to compile.
+    """
     shares = [(("GIVEN_REGISTERS", n), ("CHUNKS_AT_ONCE", chunks)) for n, chunks in _SHARES] if config.wgmma else []
     piece = 0 if config.taps_in_rows else config.piece(gather)
     # With channels last a warpgroup stores 16 bytes of 8 cells of float32, or of 16 cells of half types, twice in turn.
     least = 64 // gather.dst_bytes if gather.dst.channels_last else _LEAST_PIECE
     smaller = (("GIVEN_REGISTERS", 0), ("CHUNKS_AT_ONCE", 2), ("PIECE", max(least, piece // 4)))
-    return *shares, *([smaller] if piece > least else [])
+    pieces = [smaller] if piece > least else []
+    return (*pieces, *shares) if gather.normalized else (*shares, *pieces)
 
 
 def _packing_seconds(problem: ConvTransposeProblem, gather: Gather, config: GemmConfig, device: DeviceInfo) -> float:

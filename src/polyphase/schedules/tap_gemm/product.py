@@ -187,7 +187,7 @@ def with_merged_phases(product: Product, count: int) -> Product | None:
     not have are zero.
     """
     layer = product.problem.axes3
-    along = layer[3 - count :] if count else ()
+    along = layer[3 - count :]
     if (
         not product.gather.forward
         or layer[3 - count].stride == 1

@@ -13,7 +13,7 @@ from polyphase.schedules.tap_gemm.product import MOST_STEP, Product, with_merged
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
 
 _MOST_SUMS, _MOST_SUMS_MERGED = 192, 128  # accumulators of a thread; twice as many registers if promoted
-_MOST_ODD_COLUMNS = 160
+_MOST_ODD_COLUMNS = 160  # of merged phases whose number is no power of two
 _MOST_TAPS = 8  # most taps of a window
 _LEAST_WIDTH = 16  # least width of a tile whose boxes have a halo
 _MANY_COLUMNS = 128  # with which a product reads its rows often enough
