@@ -44,7 +44,10 @@ CHECK_FLOPS = 4e9
 """Flops of float64 work per check, of which a layer in one dtype has three."""
 
 ANSWER_SECONDS = 180.0
-"""What a layer in one dtype may take in each process, before it counts as failed."""
+"""What a layer in one dtype may take, before it counts as failed."""
+
+SEARCH_SECONDS = 60.0
+"""What PyTorch's benchmark mode may take for a layer: its search does not end on some large 3-D layers."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Sweep:
         floor_ms = records[Pass.FORWARD.value].floor_ms or 1.0
         times: dict[str, Timing | str]
         try:
-            times = self._rival.call(_benchmark_mode, self._setup, layer, floor_ms, wanted, seconds=ANSWER_SECONDS)
+            times = self._rival.call(_benchmark_mode, self._setup, layer, floor_ms, wanted, seconds=SEARCH_SECONDS)
         except Exception as failure:
             times = dict.fromkeys(wanted, environment.first_line(failure))
         for name, time in times.items():
