@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fused
+from polyphase import functional, fused, fused_calls
+from polyphase.torch_op.epilogue import conv_transpose_epilogue
 
 
 class Head(nn.Module):
@@ -58,13 +59,13 @@ def _model() -> nn.Module:
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps each fused call had."""
     calls: list[int] = []
-    original = fused.conv_transpose2d
+    original = fused_calls.run_steps
 
-    def counting(*arguments: object, epilogue: list[object], **more: object) -> Tensor:
-        calls.append(len(epilogue))
-        return original(*arguments, epilogue=epilogue, **more)  # type: ignore[arg-type]
+    def counting(function: Any, tensors: Any, constants: Any, steps: list[fused.Step], *more: Any) -> Tensor:
+        calls.append(len(steps))
+        return original(function, tensors, constants, steps, *more)
 
-    monkeypatch.setitem(polyphase.convert.fuse_modules.__globals__["_FUSED"], 2, counting)
+    monkeypatch.setattr(fused_calls, "run_steps", counting)
     return calls
 
 
@@ -296,3 +297,52 @@ def test_replicas_of_data_parallel_compute_of_their_own_parameters() -> None:
         replica._modules[name] = module._replicate_for_data_parallel()  # type: ignore[operator]
     replica[0].weight, replica[0].bias = torch.zeros(3, 4, 2, 2), torch.ones(4)
     assert torch.equal(replica(x), torch.ones(1, 4, 6, 6))
+
+
+def test_calls_that_were_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for prepared calls: equal calls run unchecked; parameters are read each time."""
+    from polyphase import runtime
+
+    def call(x: Tensor, w: Tensor, b: Tensor | None, text: str, *constants: Any) -> Callable[..., Tensor]:
+        return lambda x, w, b, operands: conv_transpose_epilogue(x, w, b, operands, text, *constants)
+
+    checked = []
+    original = fused_calls.run
+    monkeypatch.setattr(fused_calls, "_by_kernels", lambda input: True)
+    monkeypatch.setattr(runtime, "epilogue_call", call)
+    monkeypatch.setattr(fused_calls, "run", lambda *given: (checked.append(given), original(*given))[1])
+    model = nn.Sequential(nn.ConvTranspose2d(6, 4, 2, 2), nn.BatchNorm2d(4), nn.LeakyReLU()).eval()
+    plain, x = copy.deepcopy(model), torch.randn(2, 6, 3, 3)
+    polyphase.accelerate(model, fuse=True)
+
+    def changed(each: Any) -> None:
+        each[1].eps = 0.5
+
+    def replaced(each: Any) -> None:
+        each[1].weight, each[1].running_mean = nn.Parameter(torch.arange(1.0, 5.0)), torch.full((4,), 0.25)
+
+    def without(each: Any) -> None:
+        each[1].bias = None
+
+    def sloped(each: Any) -> None:
+        each[2].negative_slope = 0.5
+
+    functional.forget_calls()
+    try:
+        for change in (len, changed, replaced, without, sloped):
+            change(model), change(plain)
+            checked.clear()
+            new = int(change is not replaced)
+            for batch, calls in ((x, new), (x, 0), (x[:1], new), (x[:1], 0)):
+                with torch.no_grad():
+                    torch.testing.assert_close(model(batch), plain(batch))
+                assert len(checked) == calls, (change, batch.shape)
+                checked.clear()
+        model(x).sum().backward()
+        with torch.no_grad():
+            with torch.autocast("cpu", torch.bfloat16):
+                torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-6)
+            torch.testing.assert_close(model.double()(x.double()), plain.double()(x.double()))
+    finally:
+        functional.forget_calls()
+    assert model[0].weight.grad is not None

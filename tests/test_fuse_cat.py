@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fuse, fused
+from polyphase import chain, fused_calls
 from polyphase.torch_op import into
+from test_fused_prologue import Snake1d
 
 
 class UNet(nn.Module):
@@ -35,13 +36,13 @@ class UNet(nn.Module):
 def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call of a fused layer from now on writes to an ``out``."""
     written: list[bool] = []
-    original = fused.conv_transpose2d
+    original = fused_calls.run_steps
 
-    def counting(*arguments: Any, epilogue: list[Any], **more: Any) -> Tensor:
-        written.append("out" in more)
-        return original(*arguments, epilogue=epilogue, **more)
+    def counting(*arguments: Any) -> Tensor:
+        written.append(arguments[5] is not None)
+        return original(*arguments)
 
-    monkeypatch.setitem(fuse._FUSED, 2, counting)
+    monkeypatch.setattr(fused_calls, "run_steps", counting)
     return written
 
 
@@ -196,12 +197,40 @@ def test_a_slice_is_copied(dtype: torch.dtype, shape: tuple[int, ...], monkeypat
 
 
 def test_little_is_joined_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a small output is concatenated by PyTorch, with its modules still fused (`into.is_little`)."""
+    """On a GPU a small output is concatenated by PyTorch, with its modules still fused (`chain.is_little`)."""
     plain = UNet(JOINS["skip first"][0]).eval()
     model = copy.deepcopy(plain)
     polyphase.accelerate(model, fuse=True)
-    monkeypatch.setattr(into, "is_little", lambda input, layer: True)
+    monkeypatch.setattr(chain, "is_little", lambda input, layer: True)
     written, x, skip = calls_of(monkeypatch), torch.randn(2, 6, 4, 4), torch.randn(2, 3, 8, 8)
     with torch.no_grad():
         torch.testing.assert_close(model(x, skip), plain(x, skip))
     assert written == [False]
+
+
+@pytest.mark.parametrize("snakes", [False, True])
+def test_little_is_computed_by_pytorch(snakes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are functions and slices behind a small output, and activations before it, but snakes, of several kernels."""
+
+    class Codec(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = Snake1d(6) if snakes else nn.ELU()
+            self.up, self.norm = nn.ConvTranspose1d(6, 4, 4, 2), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(self.norm(self.up(self.act(x)))[..., 1:-1])
+
+    model = Codec().eval()
+    plain, x, given = copy.deepcopy(model), torch.randn(2, 6, 5), []
+    block = polyphase.accelerate(model, fuse=True).blocks[0]
+    assert (block.before, block.fused) == ("act", ("norm", "getitem()", "silu()"))
+    original = fused_calls.run_steps
+    monkeypatch.setattr(fused_calls, "run_steps", lambda *each: (given.append(each[3:5]), original(*each))[1])
+    for little in (True, False):
+        monkeypatch.setattr(chain, "is_little", lambda input, layer, little=little: little)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x))
+        behind, before = [[step.kind for step in steps] for steps in given.pop()]
+        assert behind == (["normalize"] if little else ["crop", "normalize", "silu"])
+        assert before == ([] if little and not snakes else ["snake" if snakes else "elu"])

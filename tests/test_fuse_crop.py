@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fused
+from polyphase import fused, fused_calls
 
 PLAIN = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 FUSED = {1: fused.conv_transpose1d, 2: fused.conv_transpose2d, 3: fused.conv_transpose3d}
@@ -151,8 +151,8 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, skip = torch.randn(2, 4, *[5] * dims).double(), torch.randn(2, 6, 10).double()
     x = x.contiguous(memory_format=torch.channels_last) if dims == 2 else x
     sizes = []
-    original = fused._run
-    monkeypatch.setattr(fused, "_run", lambda *given: (sizes.append(given[0].whole), original(*given))[1])
+    original = fused_calls._run
+    monkeypatch.setattr(fused_calls, "_run", lambda *given: (sizes.append(given[0].whole), original(*given))[1])
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             for one, other in zip(_flat(model(x, skip)), _flat(plain(x, skip))):

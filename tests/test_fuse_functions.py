@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fuse, fused, pending
+from polyphase import fused, fused_calls, pending
 
 
 class Up(nn.Module):
@@ -69,13 +69,13 @@ def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert block.fused == ("norm", *taken)
     assert model.state_dict().keys() == plain.state_dict().keys()
     computed: list[list[str]] = []
-    original = fused.conv_transpose2d
+    original = fused_calls.run_steps
 
-    def counting(*arguments: Any, epilogue: list[Any]) -> Tensor:
-        computed.append([step.kind for step in epilogue])
-        return original(*arguments, epilogue=epilogue)
+    def counting(function: Any, tensors: Any, constants: Any, steps: list[fused.Step], *more: Any) -> Tensor:
+        computed.append([step.kind for step in steps])
+        return original(function, tensors, constants, steps, *more)
 
-    monkeypatch.setitem(fuse._FUSED, 2, counting)
+    monkeypatch.setattr(fused_calls, "run_steps", counting)
     with torch.no_grad():
         torch.testing.assert_close(model(x), plain(x))
         assert type(model(x)) is Tensor
@@ -133,11 +133,11 @@ def test_modules_whose_value_is_read_again(grad: bool, monkeypatch: pytest.Monke
     (block,) = polyphase.accelerate(model, fuse=True).blocks
     assert block.fused == ("norm", "gate", "mul()")
     calls = []
-    original = fused.conv_transpose1d
-    monkeypatch.setitem(fuse._FUSED, 1, lambda *args, **more: (calls.append(more), original(*args, **more))[1])
+    original = fused_calls.run_steps
+    monkeypatch.setattr(fused_calls, "run_steps", lambda *args: (calls.append(args[3]), original(*args))[1])
     with torch.set_grad_enabled(grad):
         torch.testing.assert_close(model(x), expected)
-    assert [len(call["epilogue"]) for call in calls] == [1 if grad else 3]  # and the layer is computed once
+    assert [len(steps) for steps in calls] == [1 if grad else 3]  # and the layer is computed once
     torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
 
 

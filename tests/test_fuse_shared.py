@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fuse, fused
+from polyphase import fused, fused_calls
 
 X = torch.randn(2, 3, 4, 5, dtype=torch.float64)
 
@@ -21,11 +21,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The kinds of what each call of a layer computes behind it."""
     found: list[tuple[str, ...]] = []
 
-    def noting(*args: Any, epilogue: Any = (), **kwargs: Any) -> Tensor:
-        found.append(tuple(step.kind for step in epilogue))
-        return fused.conv_transpose2d(*args, epilogue=epilogue, **kwargs)
+    original = fused_calls.run_steps
 
-    monkeypatch.setitem(fuse._FUSED, 2, noting)
+    def noting(function: Any, tensors: Any, constants: Any, steps: list[fused.Step], *more: Any) -> Tensor:
+        found.append(tuple(step.kind for step in steps))
+        return original(function, tensors, constants, steps, *more)
+
+    monkeypatch.setattr(fused_calls, "run_steps", noting)
     return found
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import polyphase
-from polyphase import fused
+from polyphase import fused, fused_calls
 from polyphase.problem.epilogue import ACTIVATIONS
 
 SHAPES = {1: (2, 4, 7), 2: (2, 4, 3, 4), 3: (1, 4, 2, 3, 2)}
@@ -161,8 +161,8 @@ def test_unbatched_and_channels_last() -> None:
 
 def test_a_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
-    original = fused.check
-    monkeypatch.setattr(fused, "check", lambda *arguments: checked.append(arguments[0]) or original(*arguments))
+    original = fused_calls.check
+    monkeypatch.setattr(fused_calls, "check", lambda *arguments: checked.append(arguments[0]) or original(*arguments))
     layer, tensors = _case("batch norm, relu", 2)
     polyphase.functional.forget_calls()
     ours, theirs = _ours("batch norm, relu", 2), _theirs("batch norm, relu", 2)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fused
+from polyphase import fused, fused_calls
 from polyphase.problem.epilogue import Epilogue
 from polyphase.snakes import snake_of
 
@@ -254,13 +254,13 @@ def model(activation: nn.Module) -> nn.Sequential:
 def prologues(monkeypatch: pytest.MonkeyPatch) -> list[Epilogue]:
     """What fused calls have as prologues."""
     met: list[Epilogue] = []
-    run = fused._run
+    run = fused_calls._run
 
     def noted(known: Any, *rest: Any) -> Tensor:
         met.append(known.prologue)
         return run(known, *rest)
 
-    monkeypatch.setattr(fused, "_run", noted)
+    monkeypatch.setattr(fused_calls, "_run", noted)
     return met
 
 

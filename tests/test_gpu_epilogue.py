@@ -16,7 +16,8 @@ from torch._inductor import config
 import polyphase
 from helpers import tf32
 from kernel_harness import Gpu, formats
-from polyphase import fused
+from polyphase import chain, fused
+from polyphase.chain import is_little
 from polyphase.jit.ahead import compile_ahead
 from polyphase.plan.planner import programs
 from polyphase.problem import Pass
@@ -24,7 +25,6 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import Epilogue
 from polyphase.program.batch_norm import BatchNorm, programs_of
 from polyphase.program.reduction import program_of
-from polyphase.torch_op.into import is_little
 from test_batch_norms import ACTIVATIONS, SHAPES
 from test_batch_norms import check as check_norm
 from test_compile_fusion import resampled
@@ -336,7 +336,8 @@ def test_reductions(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_graph_of_a_norm_over_groups(dtype: torch.dtype) -> None:
+def test_a_graph_of_a_norm_over_groups(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "_LITTLE", 0)
     layers = (nn.ConvTranspose2d(16, 8, 2, 2), nn.GroupNorm(2, 8), nn.SiLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1))
     model = nn.Sequential(*layers).eval().to(DEVICE, dtype)
     plain = copy.deepcopy(model).double()

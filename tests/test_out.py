@@ -14,7 +14,7 @@ from torch import Tensor
 import polyphase
 from emulator import available
 from kernel_harness import H200, assert_exact
-from polyphase import functional, fused
+from polyphase import functional, fused, fused_calls
 from polyphase.plan.planner import programs
 from polyphase.problem import Pass
 from polyphase.problem.integers import round_up
@@ -177,7 +177,7 @@ def test_what_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return compute
 
-    monkeypatch.setattr(fused, "_by_kernels", lambda input: True)
+    monkeypatch.setattr(fused_calls, "_by_kernels", lambda input: True)
     monkeypatch.setattr(runtime, "epilogue_call", call)
     x, w, b = torch.randn(2, 6, 4, 4), torch.randn(6, 4, 2, 2), torch.randn(4)
     expected = polyphase.conv_transpose2d(x, w, b, 2)

@@ -173,9 +173,9 @@ def _into(
     out: Tensor,
 ) -> Tensor:
     """The layer's output in ``out``: a fused call without operations."""
-    from polyphase import fused
+    from polyphase import fused_calls
 
-    return fused.run(function, dims, input, weight, bias, constants, (), out)
+    return fused_calls.run(function, dims, input, weight, bias, constants, [], [], out)
 
 
 def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[Layer, Callable[..., Tensor] | None]:

@@ -15,7 +15,14 @@ from polyphase.snakes import snake, snake_of
 
 
 def norm(module: Any) -> fused.Step:
-    """A batch norm in evaluation mode."""
+    """A batch norm in evaluation mode; if its tensors are its own, past `torch.nn.Module.__getattr__`."""
+    try:
+        parameters, buffers = module._parameters, module._buffers
+        given = (("mean", buffers["running_mean"]), ("variance", buffers["running_var"]),
+                 ("weight", parameters["weight"]), ("offset", parameters["bias"]))  # fmt: skip
+        return fused.Step("normalize", (module.eps,), tuple([each for each in given if each[1] is not None]))
+    except KeyError:
+        pass
     return fused.batch_norm(module.running_mean, module.running_var, module.weight, module.bias, module.eps)
 
 

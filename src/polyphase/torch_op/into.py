@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,15 +55,6 @@ def call_for(
         return None
     gaps = None if strides == dense_strides(shape, last) else strides
     return runtime.epilogue_call(*tensors, epilogue, *layer[1:], out_strides=gaps)
-
-
-def is_little(input: Tensor, layer: Any) -> bool:
-    """Whether PyTorch's concatenation joins a layer's output faster, with the same result.
-
-    It copies the output, which takes the GPU less time than the host needs to have the layer write to a slice.
-    """
-    elements = input.numel() // layer.in_channels * layer.out_channels * math.prod(layer.stride)
-    return input.is_cuda and elements < _LITTLE
 
 
 def is_free(out: Tensor, read: Sequence[Tensor | None]) -> bool:
@@ -121,7 +111,6 @@ def is_writable(part: Tensor, channels_last: bool) -> bool:
     return lies_so and part.storage_offset() * itemsize % ALIGNMENT == 0
 
 
-_LITTLE = 1 << 21  # elements of an output that PyTorch's concatenation copies in a few microseconds
 _COPIED_AT_ONCE = 1 << 18  # most elements of a plain copy: for fewer, views take longer on the host than it on the GPU
 
 
