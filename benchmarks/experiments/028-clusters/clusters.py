@@ -46,6 +46,7 @@ LAYERS = """
 16x256x56x56 -> 256, k=2, s=2
 12x384x24x75 -> 384, k=3, s=2, p=1
 """
+HEAD = ("gpu", "problem", "config", "cluster", "forecast_us", "all_us", "product_us", "error", "worst", "equal")
 PASS, CHECKED, CONFIGS = Pass.WEIGHT_GRAD, 2e8, 2
 SCHEDULE = TapGemmWgradTma()
 
