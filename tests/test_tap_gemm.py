@@ -576,28 +576,3 @@ def test_one_kernel_for_all_sizes() -> None:
         config = next(each for each in TMA.configs(problem, Pass.FORWARD, H200) if each.merged == 1)
         texts.add(TMA.program(problem, Pass.FORWARD, H200, Layouts.dense(problem), config).main.source.specialisation)
     assert len(texts) == 1
-
-
-CLUSTERED = (
-    make((2, 32, 9, 16), 200, 3, 2, 1, dtype="bfloat16"),  # an odd number of tiles of the phased side
-    make((3, 128, 100), 80, 4, 2, 1, tf32=True),
-    make((2, 64, 6, 7), 288, (3, 2), (2, 1), dtype="float16", groups=2),
-    make((2, 64, 5, 6, 8), 64, (2, 3, 3), (2, 2, 3)),
-    make((2, 160, 30, 30), 96, 3, dtype="bfloat16"),
-)
-
-
-@pytest.mark.parametrize("problem", CLUSTERED, ids=str)
-def test_clusters_share_the_base(problem: ConvTransposeProblem) -> None:
-    """Also where the last tile of the phased side has no items, and each block has its own items in one place."""
-    kinds: dict[tuple[bool, ...], WgradTmaConfig] = {}
-    for flat in _flats(problem):
-        for config in legal_configs(flat):
-            if config.cluster > 1:
-                kinds.setdefault((config.mirrored, config.swapped, config.in_place, config.batched), config)
-    assert kinds
-    for config in kinds.values():
-        program = WGRAD_TMA.program(problem, Pass.WEIGHT_GRAD, H200, Layouts.dense(problem), config)
-        assert program.main.grid[0] % config.cluster == 0
-        candidate = Candidate(WGRAD_TMA.name, config, 0.0, "bytes")
-        assert_exact(problem, Pass.WEIGHT_GRAD, candidate, program, executor=Emulator(3))

@@ -436,6 +436,12 @@ __device__ __forceinline__ void prefetch_residuals(const Params& params, const W
     epilogue_of(params, work, sums, cell_share, dst, operands, memory).prefetch_lines();
 }
 
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER)
+#else
+#define CLUSTERED
+#endif
+
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
     implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
                   const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS PROLOGUE_PARAMETERS, result_t* __restrict__ dst,

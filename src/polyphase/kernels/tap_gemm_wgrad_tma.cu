@@ -19,8 +19,7 @@
 // (added by steps/transpose.cu, or reduce_splits.cu if no transpose is needed); complete sums are `narrowed` to the
 // tensors' type at once. Two consumer warpgroups multiply; the lanes of one producer warp issue TMA, one box each.
 // Blocks are persistent and take every gridDim-th work tile (tile of the phased side fastest, then of the base, group,
-// split). The blocks of a cluster take neighbouring tiles of the phased side, and load the base's items together: each
-// loads its part of their channels for all, by multicast.
+// split).
 //
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
 // float32 to the partial plane in memory; if float32 is split into two parts, after PROMOTE stages to registers.
@@ -33,7 +32,6 @@
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
 #include "mainloop/k_major_product.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
@@ -44,7 +42,7 @@ static_assert(registers_suffice(CONSUMER_THREADS, CONSUMER_REGISTERS, 128, PRODU
 
 struct Params {
   TensorMap base_box, phased_box;
-  int groups, splits, work_tiles;  // work tiles of a cluster
+  int groups, splits, work_tiles;
   int stages, slab_stages, slabs;  // all stages; stages of a slab; slabs of an image (1 if positions span all images)
   int flush;
   int again;              // whether the partial planes already hold the sums of other images
@@ -82,7 +80,6 @@ constexpr int BASE_CHUNKS = ceil_div(BASE_CHANNELS, BASE_CHUNK);
 constexpr int PHASED_CHUNKS = ceil_div(PHASED_CHANNELS, PHASED_CHUNK);
 constexpr int DEPTH = PITCH / (int)sizeof(scalar_t);
 static_assert(ROW_ITEMS * ROW_CHUNK <= ROWS && COLUMN_ITEMS * COLUMN_CHUNK == COLUMNS, "a tile is items");
-static_assert(CLUSTER == 1 || BASE_CHUNK % (8 * CLUSTER) == 0, "parts of a swizzled box are whole groups of rows");
 
 // Tiles. The last j_w may exist for some residues only; its tiles have fewer items on the phased side.
 constexpr int LAST_RESIDUES = AXIS_W.kernel - (ALONG_W.taps - 1) * STEP_W;
@@ -93,12 +90,8 @@ constexpr int WHOLE_TILES =  // tiles of the base whose j_w exists for all resid
 __host__ __device__ constexpr int phased_items(int residues_w) {
   return residues_w * PHASED_D * PHASED_H * PHASED_CHUNKS;
 }
-// Tiles of the phased side that a cluster takes with a tile of the base. The last may have some beyond the last item.
-__host__ __device__ constexpr int phased_tiles(int residues_w) {
-  return ceil_div(phased_items(residues_w), PHASED_ITEMS * CLUSTER);
-}
-constexpr int MANY = phased_tiles(ALONG_W.count);
-constexpr int FEW = phased_tiles(LAST_RESIDUES < ALONG_W.count ? LAST_RESIDUES : ALONG_W.count);
+constexpr int MANY = ceil_div(phased_items(ALONG_W.count), PHASED_ITEMS);
+constexpr int FEW = ceil_div(phased_items(LAST_RESIDUES < ALONG_W.count ? LAST_RESIDUES : ALONG_W.count), PHASED_ITEMS);
 constexpr int TILES = WHOLE_TILES * MANY + (BASE_TILES - WHOLE_TILES) * FEW;
 
 // A work tile: the first items of both sides, and its stages.
@@ -111,7 +104,7 @@ struct WorkTile {
     const bool whole = tile < WHOLE_TILES * MANY;
     const int rest = tile - WHOLE_TILES * MANY;
     base = (whole ? tile / MANY : WHOLE_TILES + rest / FEW) * BASE_ITEMS;
-    phased = ((whole ? tile % MANY : rest % FEW) * CLUSTER + blockIdx.x % CLUSTER) * PHASED_ITEMS;
+    phased = (whole ? tile % MANY : rest % FEW) * PHASED_ITEMS;
     group = index % params.groups, split = index / params.groups;
     const int each = ceil_div(params.stages, params.splits);
     first = split * each, stages = max(0, min(each, params.stages - first));
@@ -177,25 +170,13 @@ struct Box {
 };
 constexpr int BOXES_OF_LANE = ceil_div(PARTS * (ROW_ITEMS + COLUMN_ITEMS), 32);
 
-typedef PipelineBarriers<STAGES, CLUSTER> Ring;
-
-// Loads an item of the base; in a cluster a part of it for all blocks.
-__device__ __forceinline__ void load_base(unsigned to, const Params& params, const scalar_t* base, const int (&from)[5],
-                                          unsigned full) {
-  constexpr unsigned BYTES = BASE_CHUNK * PITCH;
-  if constexpr (CLUSTER > 1)
-    tma_load_box_multicast<CLUSTER>(to, params.base_box, base, from, BASE_CHUNK, BYTES, full);
-  else
-    tma_load_box(to, params.base_box, base, from, BYTES, full);
-}
-
 // Run by one warp: loads the boxes of all stages of the block's work tiles.
-__device__ __forceinline__ void load_items(const Params& params, const scalar_t* x, const scalar_t* grad, Ring& ring,
-                                           const unsigned char* buffers) {
+__device__ __forceinline__ void load_items(const Params& params, const scalar_t* x, const scalar_t* grad,
+                                           PipelineBarriers<STAGES>& ring, const unsigned char* buffers) {
   griddepcontrol_wait();
   PipelineState<STAGES> state;
 #pragma unroll 1
-  for (int index = blockIdx.x / CLUSTER; index < params.work_tiles; index += gridDim.x / CLUSTER) {
+  for (int index = blockIdx.x; index < params.work_tiles; index += gridDim.x) {
     const WorkTile work(params, index);
     int places[BOXES_OF_LANE][4];
     unsigned offsets[BOXES_OF_LANE];
@@ -218,7 +199,8 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
       for (int i = 0; i < BOXES_OF_LANE; ++i) {
         const int from[5] = {places[i][0] + in_slab * DEPTH, places[i][1], places[i][2], places[i][3] + slab,
                              image + (of_base[i] ? params.base_image : params.phased_image)};
-        if (exist[i] && of_base[i]) load_base(to + offsets[i], params, SWAPPED ? grad : x, from, full);
+        if (exist[i] && of_base[i])
+          tma_load_box(to + offsets[i], params.base_box, SWAPPED ? grad : x, from, BASE_CHUNK * PITCH, full);
         if (exist[i] && !of_base[i])
           tma_load_box(to + offsets[i], params.phased_box, SWAPPED ? x : grad, from, PHASED_CHUNK * PITCH, full);
       }
@@ -323,23 +305,22 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
   }
 }
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     tap_gemm_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
                        const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  __shared__ __align__(8) Ring ring;
+  __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   if (threadIdx.x == 0) ring.init(32, CONSUMER_THREADS / 32);
-  block_or_cluster_sync();
+  __syncthreads();
   if (threadIdx.x >= CONSUMER_THREADS) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < CONSUMER_THREADS + 32) load_items(params, x, grad, ring, shared_memory);
-    if (CLUSTER > 1) cluster_sync();
     return;
   }
   setmaxnreg_inc<CONSUMER_REGISTERS>();
   PipelineState<STAGES> state;
 #pragma unroll 1
-  for (int index = blockIdx.x / CLUSTER; index < params.work_tiles; index += gridDim.x / CLUSTER) {
+  for (int index = blockIdx.x; index < params.work_tiles; index += gridDim.x) {
     const WorkTile work(params, index);
     int stage = 0;
 #pragma unroll 1
@@ -361,5 +342,4 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
       stage += count;
     } while (stage < work.stages);
   }
-  if (CLUSTER > 1) cluster_sync();  // the other block may still arrive at this one's barriers
 }

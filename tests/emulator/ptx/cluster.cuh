@@ -9,11 +9,10 @@
 
 inline bool leads_cluster() { return true; }
 inline int leader_index() { return blockIdx.x % CLUSTER; }
+inline void mbarrier_arrive_cluster(unsigned barrier, int) { mbarrier_arrive(barrier); }
 inline void broadcast_word(int* to, int value, const unsigned long long* barrier) {
   *(volatile int*)to = value;
   mbarrier_arrive(shared_address(barrier));
 }
 inline void expect_word(const unsigned long long*) {}
 inline void cluster_sync() {}
-inline void block_or_cluster_sync() { __syncthreads(); }
-#define CLUSTERED

@@ -9,8 +9,6 @@ inline emulator::Barrier* barrier_at(unsigned barrier) { return (emulator::Barri
 inline void mbarrier_init(unsigned barrier, int arrivals) { emulator::barrier_init(barrier_at(barrier), arrivals); }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(unsigned barrier) { emulator::barrier_arrive(barrier_at(barrier)); }
-// A block runs alone, and does what the others of its cluster would do for it.
-inline void mbarrier_arrive_cluster(unsigned barrier, int) { mbarrier_arrive(barrier); }
 inline void mbarrier_arrive_cp_async(unsigned barrier) {
   cp_async_commit();
   cp_async_wait<0>();

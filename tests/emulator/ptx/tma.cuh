@@ -28,15 +28,6 @@ inline void tma_load_box(unsigned to, const TensorMap& map, const T* tensor, con
   emulator::bulk_copy(barrier_at(barrier), __cvta_shared_to_generic(to), box, bytes);
 }
 
-template <int BLOCKS, class T>
-inline void tma_load_box_multicast(unsigned to, const TensorMap& map, const T* tensor, const int (&place)[5], int rows,
-                                   unsigned bytes, unsigned barrier) {
-  for (int rank = 0; rank < BLOCKS; ++rank) {
-    const int part[5] = {place[0], place[1] + rank * (rows / BLOCKS), place[2], place[3], place[4]};
-    tma_load_box(to + rank * (bytes / BLOCKS), map, tensor, part, bytes / BLOCKS, barrier);
-  }
-}
-
 inline void tma_store_bytes(void* to, const void* from, unsigned bytes) { emulator::bulk_store(to, from, bytes); }
 inline void tma_store_commit() { emulator::commit(emulator::Async::stores); }
 inline void tma_store_wait_read() { emulator::wait(emulator::Async::stores, 0); }

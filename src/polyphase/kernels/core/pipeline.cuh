@@ -5,27 +5,22 @@
 #include "core/shared_address.cuh"
 #include "ptx/mbarrier.cuh"
 
-// BLOCKS of a cluster free a stage together: each block's producer fills a part of all of them.
-template <int STAGES, int BLOCKS = 1>
+template <int STAGES>
 struct PipelineBarriers {
   unsigned long long full[STAGES], empty[STAGES];
 
-  // Called by one thread. `producers`, `consumers`: arrivals of a block that fill a stage, and that free it.
+  // Called by one thread. `producers`, `consumers`: arrivals that fill a stage, and that free it.
   __device__ __forceinline__ void init(int producers, int consumers) {
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(shared_address(full + i), producers);
-      mbarrier_init(shared_address(empty + i), BLOCKS * consumers);
+      mbarrier_init(shared_address(empty + i), consumers);
     }
     fence_mbarrier_init();
   }
   // Called by all lanes of a consumer warp: the stage may be filled again.
   __device__ __forceinline__ void release(int index) {
     __syncwarp();
-    if (threadIdx.x % 32 >= BLOCKS) return;
-    if constexpr (BLOCKS > 1)
-      mbarrier_arrive_cluster(shared_address(empty + index), threadIdx.x % 32);
-    else
-      mbarrier_arrive(shared_address(empty + index));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(empty + index));
   }
 };
 
@@ -48,10 +43,9 @@ struct PipelineState {
 // The consumers' mainloop by wgmma: each of `count` stages has `products(stage of the pipeline)` products, and
 // `add(stage of the pipeline, product, whether others came before)` issues one and leaves it in flight. A stage is
 // released when the next one's first product is issued. `finish` waits.
-template <int STAGES, int BLOCKS, class Products, class Add, class Finish>
-__device__ __forceinline__ void consume_stages(int count, PipelineBarriers<STAGES, BLOCKS>& ring,
-                                               PipelineState<STAGES>& state, Products products, Add add,
-                                               Finish finish) {
+template <int STAGES, class Products, class Add, class Finish>
+__device__ __forceinline__ void consume_stages(int count, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
+                                               Products products, Add add, Finish finish) {
   int before = 0;
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
@@ -68,9 +62,9 @@ __device__ __forceinline__ void consume_stages(int count, PipelineBarriers<STAGE
   if (count > 0) ring.release(before);
 }
 // The same with one product for each stage.
-template <int STAGES, int BLOCKS, class Add, class Finish>
-__device__ __forceinline__ void consume_stages(int count, PipelineBarriers<STAGES, BLOCKS>& ring,
-                                               PipelineState<STAGES>& state, Add add, Finish finish) {
+template <int STAGES, class Add, class Finish>
+__device__ __forceinline__ void consume_stages(int count, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
+                                               Add add, Finish finish) {
   consume_stages(
       count, ring, state, [](int) { return 1; }, [&](int stage, int, bool more) { add(stage, more); }, finish);
 }

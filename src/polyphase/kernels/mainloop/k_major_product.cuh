@@ -29,9 +29,8 @@ struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
   }
 
   // Overwrites the sums with the products of `stages` stages.
-  template <int BLOCKS>
-  __device__ __forceinline__ void multiply(int stages, PipelineBarriers<STAGES, BLOCKS>& ring,
-                                           PipelineState<STAGES>& state, const unsigned char* buffers) {
+  __device__ __forceinline__ void multiply(int stages, PipelineBarriers<STAGES>& ring, PipelineState<STAGES>& state,
+                                           const unsigned char* buffers) {
     const auto add = [&](int index, bool more) {
       const unsigned stage = shared_address(buffers) + index * STAGE_BYTES;
       unsigned rows[ROW_TILES];

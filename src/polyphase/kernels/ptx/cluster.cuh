@@ -7,15 +7,19 @@
 #include "ptx/arch.cuh"
 #include "ptx/mbarrier.cuh"
 
-#if CLUSTER > 1
-#define CLUSTERED __cluster_dims__(CLUSTER)
-#else
-#define CLUSTERED
-#endif
-
 // Whether the block is the first of its cluster; leader_index(): 0, as there is one leader.
 __device__ __forceinline__ bool leads_cluster() { return blockIdx.x % CLUSTER == 0; }
 __device__ __forceinline__ int leader_index() { return 0; }
+
+// Arrives at the same barrier of another block. (With cluster scope it would wait for all earlier stores.)
+__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, int block) {
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
 
 #if CLUSTER > 1 && BULK_COPY
 // Stores a word to another block's shared memory, or to this one's; the barrier there counts its bytes.
@@ -50,11 +54,4 @@ __device__ __forceinline__ void expect_word(const unsigned long long*) {}
 // Barrier of all threads of the cluster's blocks that have not exited.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
-// Barrier of all threads of the block, or of the cluster if there is one.
-__device__ __forceinline__ void block_or_cluster_sync() {
-  if (CLUSTER > 1)
-    cluster_sync();
-  else
-    __syncthreads();
 }

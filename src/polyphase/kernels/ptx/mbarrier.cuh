@@ -17,16 +17,6 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
-// Arrives at the same barrier of another block of the cluster. (With cluster scope it would wait for all earlier
-// stores.)
-__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, int block) {
-  asm volatile(
-      "{ .reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
-      "r"(block)
-      : "memory");
-}
 // Arrives when all cp.async (cp_async.cuh) that the thread has issued so far have completed.
 __device__ __forceinline__ void mbarrier_arrive_cp_async(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");

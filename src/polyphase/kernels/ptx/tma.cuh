@@ -48,21 +48,6 @@ __device__ __forceinline__ void tma_load_box(unsigned to, const TensorMap& map, 
       "l"(&map), "r"(place[0]), "r"(place[1]), "r"(place[2]), "r"(place[3]), "r"(place[4]), "r"(barrier)
       : "memory");
 }
-// The same with multicast: every block of the cluster loads its part of the box's `rows` (the second dimension) for all
-// blocks. The map's boxes have the rows of a part.
-template <int BLOCKS, class T>
-__device__ __forceinline__ void tma_load_box_multicast(unsigned to, const TensorMap& map, const T*,
-                                                       const int (&place)[5], int rows, unsigned bytes,
-                                                       unsigned barrier) {
-  const int rank = blockIdx.x % BLOCKS;
-  mbarrier_expect_tx(barrier, bytes);
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to + rank * (bytes / BLOCKS)),
-      "l"(&map), "r"(place[0]), "r"(place[1] + rank * (rows / BLOCKS)), "r"(place[2]), "r"(place[3]), "r"(place[4]),
-      "r"(barrier), "h"((unsigned short)((1 << BLOCKS) - 1))
-      : "memory");
-}
 #endif
 
 // Stores `bytes`, a multiple of 16, from shared to global memory, asynchronously.

@@ -242,7 +242,6 @@ def _source(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo) -> Ke
         **dict(constants_of(config, "row_tiles row_items row_chunk columns column_items column_chunk")),
         "PROMOTE": int(exact),
         "STAGES": pipeline_stages(_stage_bytes(flat, config), device),
-        "CLUSTER": config.cluster,
         "MIN_BLOCKS": 1,
         "WGMMA": True,
     }
@@ -287,12 +286,12 @@ def _main(
     base, phased = flat.planes
     return Step(
         source=source,
-        grid=(config.cluster * min(work_tiles, device.multiprocessors // config.cluster), 1, 1),
+        grid=(min(work_tiles, device.multiprocessors), 1, 1),
         block=THREADS,
         shared_bytes=pipeline_stages(_stage_bytes(flat, config), device) * _stage_bytes(flat, config),
         params=params,
         tensor_maps=(
-            _map(flat, base, config.base[0] // config.cluster, first_images[0], int(config.swapped)),
+            _map(flat, base, config.base[0], first_images[0], int(config.swapped)),
             _map(flat, phased, config.phased[0], first_images[1], int(not config.swapped)),
         ),
         overlaps=0 < flat.written_bytes <= _OVERLAPPED,
@@ -326,7 +325,7 @@ def _stage_bytes(flat: FlatProduct, config: WgradTmaConfig) -> int:
 
 
 def _tiles(flat: FlatProduct, config: WgradTmaConfig) -> int:
-    """Tiles of a group that a block, or a cluster, takes: the kernel's ``TILES``."""
+    """Tiles of a group: the kernel's ``TILES``."""
     width, (base, phased) = flat.along[2], flat.channels
     (base_chunk, base_items), (phased_chunk, phased_items) = config.base, config.phased
     of_tap = -(-base // base_chunk) * flat.base_taps(config.window)
@@ -334,7 +333,7 @@ def _tiles(flat: FlatProduct, config: WgradTmaConfig) -> int:
     last = flat.axes[2].kernel - (width.taps - 1) * width.step
     tiles = -(-width.taps * of_tap // base_items)
     whole = tiles if last >= width.residues else -(-(width.taps - 1) * of_tap // base_items)
-    many, few = (-(-residues * of_residue // (phased_items * config.cluster)) for residues in (width.residues, last))
+    many, few = (-(-residues * of_residue // phased_items) for residues in (width.residues, last))
     return whole * many + (tiles - whole) * few
 
 
@@ -351,12 +350,11 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
     results = config.rows * config.columns * terms.result
     flush = max(1, _flush(flat))
     weights, bandwidth = math.prod(product.problem.weight_shape), device.copy_bytes_per_second
-    blocks = work_tiles * config.cluster
-    moving = flat.bytes * (1 if flat.bytes < _CACHED else max(1, blocks / device.multiprocessors)) / bandwidth
+    moving = flat.bytes * (1 if flat.bytes < _CACHED else max(1, work_tiles / device.multiprocessors)) / bandwidth
     moving *= device.clock_hz
 
     def seconds(splits: int) -> tuple[float, float]:
-        waves, each = work_tiles * splits / (device.multiprocessors // config.cluster), math.ceil(stages / splits)
+        waves, each = work_tiles * splits / device.multiprocessors, math.ceil(stages / splits)
         once = terms.item + results * math.ceil(each / flush)
         cycles = whole_waves(waves) * (each * stage + once)
         alone = splits == 1 and (narrows or product.size == 4)
@@ -364,15 +362,14 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
         return (overlapped_time(cycles, moving, terms.overlap) + terms.launch) / device.clock_hz, end
 
     most = min(affordable_planes(product.problem), stages // LEAST_STAGES)
-    found = best_splits(lambda splits: sum(seconds(splits)), most, blocks, device)
+    found = best_splits(lambda splits: sum(seconds(splits)), most, work_tiles, device)
     return (found, *seconds(found))
 
 
 def _stage_cycles(flat: FlatProduct, config: WgradTmaConfig, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a stage."""
     parts = flat.product.parts
-    shares = (flat.straddling(side, config.window) for side in (0, 1))
-    sides = zip((config.base, config.phased), shares, (config.cluster, 1))
-    loaded = sum(chunk * items * (1 + terms.straddling * share) / blocks for (chunk, items), share, blocks in sides)
-    loading = terms.moved * loaded * parts * PITCH + terms.box * parts * (config.row_items + config.column_items)
+    sides = zip((config.base, config.phased), (flat.straddling(side, config.window) for side in (0, 1)))
+    loaded = sum(chunk * items * (1 + terms.straddling * share) for (chunk, items), share in sides) * parts * PITCH
+    loading = terms.moved * loaded + terms.box * parts * (config.row_items + config.column_items)
     return stage_cycles(config.row_tiles, config.columns, PITCH, parts, loading, terms)

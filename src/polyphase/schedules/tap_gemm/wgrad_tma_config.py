@@ -13,7 +13,6 @@ from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, MOST_COLUMNS
 _MOST_SUMS = 128  # accumulators of a thread; twice as many registers if promoted
 _LEAST_CHUNK = 32  # channels of an item, if the layer has as many: small boxes cost as much as large ones
 _MOST_BOX = 256  # channels that a box spans
-_LEAST_OF_CLUSTER = 128 * 128  # sums of a block
 _SHAPES = 3  # shapes of columns offered with each shape of rows
 
 
@@ -24,7 +23,6 @@ class WgradTmaConfig(NamedTuple):
     gradient (else the input). ``window_d``, ``window_h``: base items are numbered by taps along depth or height, too,
     not only along the width. ``batched``: images are the innermost dimension of positions. ``spread``: every tap along
     the width has its own copy of the phased operand. ``in_place``: the base tensor is read without a copy.
-    ``cluster``: blocks that load the base's items together.
     """
 
     row_tiles: int
@@ -39,7 +37,6 @@ class WgradTmaConfig(NamedTuple):
     batched: bool = False
     spread: bool = False
     in_place: bool = False
-    cluster: int = 1
 
     @property
     def rows(self) -> int:
@@ -78,18 +75,19 @@ def legal_configs(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
             continue
         shapes = _column_shapes(columns, column_taps, min(MOST_COLUMNS, 2 * most // row_tiles), all_rows)
         for column_chunk, column_items in shapes[:_SHAPES]:
-            items = row_tiles, row_items, row_chunk, column_items, column_chunk, mirrored
-            alone = WgradTmaConfig(*items, flat.swapped, *window, flat.batched, flat.spread, flat.in_place)
-            yield alone
-            if _may_cluster(flat, alone):
-                yield alone._replace(cluster=2)
-
-
-def _may_cluster(flat: FlatProduct, config: WgradTmaConfig) -> bool:
-    """Whether two blocks may share the base's items, and large tiles are bound by bytes from L2."""
-    tiles = flat.along[2].residues * flat.phased_taps(config.window) * -(-flat.channels[1] // config.phased[0])
-    whole = config.rows * config.columns >= _LEAST_OF_CLUSTER // flat.product.parts
-    return whole and config.base[0] % 16 == 0 and tiles > config.phased[1]
+            yield WgradTmaConfig(
+                row_tiles,
+                row_items,
+                row_chunk,
+                column_items,
+                column_chunk,
+                mirrored,
+                flat.swapped,
+                *window,
+                flat.batched,
+                flat.spread,
+                flat.in_place,
+            )
 
 
 def _sides(flat: FlatProduct, mirrored: bool, window: tuple[bool, bool]) -> tuple[tuple[int, int], tuple[int, int]]:
