@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import emulator
 from kernel_harness import DTYPES, Buffer, Emulator, Executor, integers
+from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Strides, dense_strides
 from polyphase.program import flatten
 from polyphase.program.flatten import Flattened, flatten_positions
@@ -109,6 +111,52 @@ def test_positions_of_many_channels(dtype: str, monkeypatch: pytest.MonkeyPatch)
     for enough in (0, flatten._ENOUGH_BLOCKS):
         monkeypatch.setattr(flatten, "_ENOUGH_BLOCKS", enough)
         assert_flattened(dtype, Emulator(3))
+
+
+def flattened(shape: tuple[int, int, int, int, int], **more: Any) -> Flattened:
+    how = Flattened(shape, dense(shape), shape[2:], (1, 1, 1), (0, 0, 0), (1, 1, 1), (1, 1, 1), 1, 0)
+    how = how._replace(**more)
+    return how._replace(pitch=round_up(how.positions, 64))
+
+
+PIECES = {
+    "shifted copies": flattened(
+        (2, 5, 1, 6, 21), padded=(1, 8, 24), first=(0, -1, 0), apart=(0, 0, -1), planes=(1, 1, 3)
+    ),
+    "two residues": flattened((2, 7, 1, 9, 30), padded=(1, 5, 16), step=(1, 2, 2), first=(0, -1, -1), planes=(1, 1, 2)),
+    "taps apart": flattened((1, 9, 3, 4, 37), padded=(3, 5, 24), step=(1, 1, 2), first=(-1, 0, -2), planes=(1, 1, 5)),
+    "four residues of long rows": flattened(
+        (3, 4, 1, 1, 523), padded=(1, 1, 133), step=(1, 1, 4), first=(0, 0, -3), planes=(1, 1, 4)
+    ),
+    "a dilated step of three": flattened(
+        (2, 6, 1, 3, 50), padded=(1, 3, 16), step=(1, 1, 3), apart=(1, 1, 2), first=(0, 0, -2), planes=(1, 1, 3)
+    ),
+    "eight residues": flattened(
+        (2, 11, 1, 3, 100), padded=(1, 3, 16), step=(1, 1, 8), first=(0, 0, -4), planes=(1, 1, 8)
+    ),
+}
+
+
+def assert_pieces(name: str, dtype: str, parts: int, executor: Executor, offset: int = 0) -> None:
+    """Of a tensor that begins anywhere, and whose rows do."""
+    how, word = PIECES[name]._replace(parts=parts), 1 if dtype == "float32" else 2
+    values = integers(how.shape, 5).to(DTYPES[dtype])
+    src = [Buffer(how.shape, how.strides, DTYPES[dtype], executor.device, values, offset) for _ in range(2)]
+    found = [Buffer((1, how.elements), dense((1, how.elements)), DTYPES[dtype], executor.device) for _ in range(2)]
+    step = flatten_positions(dtype, word, how, how)
+    assert dict(step.source.constants)["X_WAY"] == flatten._PIECES
+    executor(step, [each.tensor for each in (*src, *found)])
+    for each in found:
+        read = each.tensor.cpu().view(how.planes[2], parts, how.shape[1], how.pitch)[..., : how.positions]
+        assert torch.equal(read[:, 0], expected_positions(values, how))
+        assert not read[:, 1:].any()
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [("float32", 1), ("float32", 2), ("float16", 1)])
+@pytest.mark.parametrize("name", PIECES)
+def test_positions_in_pieces(name: str, dtype: str, parts: int) -> None:
+    for offset in range(5):
+        assert_pieces(name, dtype, parts, Emulator(3), offset)
 
 
 def assert_rows_are_transposed(dtype: str, executor: Executor) -> None:

@@ -32,6 +32,13 @@ from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, X
 from polyphase.schedules import SCHEDULES
 
 LAYERS = """
+8x256x18693 -> 256, k=8, s=4, p=2 | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
+16x64x16x16x16 -> 256, k=4, s=2, p=1 | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
+16x512x32x32 -> 256, k=4, s=2, p=1 | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
+4x320x16x16x16 -> 320, k=3, p=1 | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
+12x384x24x75 -> 384, k=3, s=2, p=1 | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
+16x128x65x63 -> 128, k=3, s=2, p=1, op=1 | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
+5x96x65x63 -> 160, k=5, p=2 | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
 6x768x2x8 -> 384, k=16, s=8, p=4 | forward | tap_gemm_tma | float32
 6x768x2x8 -> 384, k=16, s=8, p=4 | weight_grad | window_wgrad_wgmma | bfloat16
 6x768x2x8 -> 384, k=16, s=8, p=4 | weight_grad | tap_gemm_wgrad_tma | bfloat16

@@ -14,11 +14,14 @@ from polyphase.program.step import GRAD, MANY_BLOCKS, Step, X, plain_step
 
 _THREADS = 256
 _CHANNELS, _TILE = 8, 64  # channels of a thread in flight; extents of a tile
+_PIECE_CHANNELS = (32, 16, 8, 4)  # of a block of pieces
+_LONG_ROWS = 16  # pieces of a row, of which the last one is also the next row's
 _ROUNDS, _ENOUGH_BLOCKS = (8, 4, 2), 8 * MANY_BLOCKS  # rounds of channels of a block of rows; least blocks for these
 _RESIDUES_FROM = {1: 4, 2: 6}  # least planes along the width for blocks with several, by elements of four bytes
 # Limits of a block with several planes: positions, 16-byte pieces in shared memory, planes, channels.
 _MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _STRIP_CHANNELS = 512, 2176, 32, (32, 16, 8, 4)
-_ROWS, _CHANNELS_LAST, _BATCH, _RESIDUES = range(4)  # the kernel's index mappings
+_MOST_CHUNKS = 12  # 16-byte pieces of the source that a thread reads for a piece of positions
+_ROWS, _CHANNELS_LAST, _BATCH, _RESIDUES, _PIECES = range(5)  # the kernel's index mappings
 
 #: Buffers of the planes.
 X_PLANES, GRAD_PLANES = "x_planes", "grad_planes"
@@ -66,11 +69,17 @@ def flatten_positions(dtype: str, word: int, x: Flattened | None, grad: Flattene
     """
     sides = [how for how in (x or grad, grad or x) if how is not None]  # a single operand's parameters serve both
     ways = [_way(how, word) for how in sides]
+    along_width = [
+        (f"{side}_{name}", value if way == _PIECES else 1)
+        for side, how, way in zip(("X", "GRAD"), sides, ways)
+        for name, value in (("STEP", how.step[2]), ("PLANES", how.planes[2]), ("APART", how.apart[2]))
+    ]
     constants = (
         ("THREADS", _THREADS),
         ("PARTS", sides[0].parts),
         ("X_WAY", ways[0]),
         ("GRAD_WAY", ways[1]),
+        *along_width,
         ("MIN_BLOCKS", 4 if _RESIDUES in ways else 1),
     )
     source = KernelSource("flatten_positions", dtype, False, constants, folder="steps")
@@ -87,7 +96,17 @@ def _way(how: Flattened, word: int) -> int:
         return _BATCH
     if channels_innermost(how.shape[1], how.strides):
         return _CHANNELS_LAST
+    if _in_pieces(how, word):
+        return _PIECES
     return _RESIDUES if how.step[2] > 1 and how.planes[2] >= _RESIDUES_FROM[word] else _ROWS
+
+
+def _in_pieces(how: Flattened, word: int) -> bool:
+    """Whether 16-byte pieces of the source hold pieces of positions, most of which are of one row."""
+    piece, width = 4 * word, how.padded[2]
+    span = (piece - 1) * how.step[2] + 1 + (how.planes[2] - 1) * abs(how.apart[2])
+    whole = width % piece == 0 or width >= _LONG_ROWS * piece
+    return how.strides[4] == 1 and whole and -(-(span + piece - 1) // piece) <= _MOST_CHUNKS
 
 
 def _images(how: Flattened) -> int:
@@ -140,6 +159,13 @@ def _row_channels(how: Flattened, word: int) -> int:
     return next(rounds, 1) * _CHANNELS
 
 
+def _piece_channels(how: Flattened, word: int) -> int:
+    """Channels of a block of pieces, many if many blocks remain: an offset is computed once for all of them."""
+    along = math.prod(how.planes[:2]) * -(-how.positions // (_THREADS * 4 * word))
+    counts = (each for each in _PIECE_CHANNELS if along * (how.shape[1] // each) >= MANY_BLOCKS)
+    return next(counts, _PIECE_CHANNELS[-1])
+
+
 def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
     """Blocks along planes, along positions, and along channels."""
     planes, positions, channels = math.prod(how.planes), how.positions, how.shape[1]
@@ -151,6 +177,9 @@ def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
         return planes, -(-positions // _TILE), -(-channels // _TILE)
     if way == _ROWS:
         return planes, -(-positions // (_THREADS * word)), -(-channels // _row_channels(how, word))
+    if way == _PIECES:
+        along = -(-positions // (_THREADS * 4 * word))
+        return math.prod(how.planes[:2]), along, -(-channels // _piece_channels(how, word))
     strip = _strip(how, word)
     along = -(-positions // (strip.pieces * 4 * word))
     return math.prod(how.planes[:2]) * -(-how.planes[2] // strip.residues), along, -(-channels // strip.channels)
@@ -161,7 +190,8 @@ def _operand(how: Flattened, blocks: int, word: int) -> dict[str, Any]:
     batch, channels, *sizes = how.shape
     image, channel, *strides = how.strides
     strip = _strip(how, word)
-    in_rows = _way(how, word) == _ROWS
+    way, extents = _way(how, word), zip(how.strides, (how.first_image + batch, channels, *sizes))
+    of_block = {_ROWS: _row_channels, _PIECES: _piece_channels}.get(way)
 
     def ordered(of_images: int, others: Sequence[int]) -> tuple[int, ...]:
         return (*others, of_images) if how.images else (of_images, *others)
@@ -170,6 +200,7 @@ def _operand(how: Flattened, blocks: int, word: int) -> dict[str, Any]:
         "stride": ordered(image, strides),
         "channel_stride": channel,
         "pitch": how.pitch,
+        "elements": 1 + sum(stride * max(0, size - 1) for stride, size in extents),
         "channels": channels,
         "positions": how.positions,
         "extent": ordered(how.images, how.padded)[1:],
@@ -182,6 +213,6 @@ def _operand(how: Flattened, blocks: int, word: int) -> dict[str, Any]:
         "images": _images(how),
         "residues": strip.residues,
         "pieces": strip.pieces,
-        "block_channels": _row_channels(how, word) if in_rows else strip.channels,
+        "block_channels": strip.channels if of_block is None else of_block(how, word),
         "row": strip.row,
     }

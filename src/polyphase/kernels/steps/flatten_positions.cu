@@ -12,6 +12,8 @@
 //
 //     ROWS           columns, in source and planes: THREADS words of positions of some channels; a thread has CHANNELS
 //                    of them in flight
+//     PIECES         the same for short steps along the width: a thread reads whole pieces of 16 bytes of the source,
+//                    which hold a piece of positions of all planes along the width, and moves them in registers
 //     RESIDUES       the same if many planes along the width share each sector of the source: a block has neighbouring
 //                    planes, and reads the source in memory order, through shared memory
 //     CHANNELS_LAST  channels, in the source: TILE positions by TILE channels, through shared memory
@@ -23,11 +25,13 @@
 #include "core/types.cuh"
 #include "operand/tf32.cuh"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/memory.cuh"
 
 // Four dimensions in the order in which positions run over them.
 struct Operand {
   long long stride[4], channel_stride;  // of the source, in elements
   long long pitch;                      // elements from a channel to the next, a multiple of 16 bytes
+  long long elements;                   // from the source's first element to the end
   int channels;                         // of all groups
   int positions;
   Divisor extent[3];  // of the inner three, padded
@@ -46,7 +50,7 @@ struct Params {
   int x_blocks;
 };
 
-constexpr int ROWS = 0, CHANNELS_LAST = 1, BATCH = 2, RESIDUES = 3;
+constexpr int ROWS = 0, CHANNELS_LAST = 1, BATCH = 2, RESIDUES = 3, PIECES = 4;
 constexpr int WORD = 4 / (int)sizeof(scalar_t);
 constexpr int CHANNELS = 8, TILE = 64;
 constexpr int PIECE = 4 * WORD, AT_ONCE = 4;               // elements of 16 bytes, channels that a thread reads
@@ -153,6 +157,123 @@ __device__ __forceinline__ void store_piece(const Vector<float, 4>& piece, long 
 template <class T>
 __device__ __forceinline__ void store_piece(const Vector<T, 8>& piece, long long, T* to) {
   *(Vector<T, 8>*)to = piece;
+}
+
+// PIECES. `ALONG` describes the planes along the width: STEP elements from a position to the next, and APART from a
+// plane to the next. Elements of a piece of positions of all planes are those from LEAST to LEAST + SPAN - 1, relative
+// to the element of the first position and plane; they are in CHUNKS pieces of the source, wherever these begin.
+template <int STEP_, int PLANES_, int APART_>
+struct AlongWidth {
+  static constexpr int STEP = STEP_, PLANES = PLANES_, APART = APART_;
+  static constexpr int REACH = (PLANES - 1) * APART, LEAST = REACH < 0 ? REACH : 0;
+  static constexpr int SPAN = (PIECE - 1) * STEP + 1 + (REACH < 0 ? -REACH : REACH);
+  static constexpr int CHUNKS = ceil_div(SPAN + PIECE - 1, PIECE), WORDS = 4 * CHUNKS;
+  static constexpr int CHANNELS_AT_ONCE = CHUNKS < 3 ? 4 : CHUNKS < 5 ? 2 : 1;
+};
+
+// Moves elements down by `count`, which is less than PIECE.
+template <int WORDS>
+__device__ __forceinline__ void shift_down(unsigned (&words)[WORDS], int count) {
+  const int whole = count / WORD;
+#pragma unroll
+  for (int by = 2; by > 0; --by)
+#pragma unroll
+    for (int i = 0; i + by < WORDS; ++i) words[i] = whole & by ? words[i + by] : words[i];
+  if (WORD == 1) return;
+#pragma unroll
+  for (int i = 0; i + 1 < WORDS; ++i) words[i] = count % WORD ? words[i] >> 16 | words[i + 1] << 16 : words[i];
+}
+
+// An element of a piece, as bits.
+template <int WORDS>
+__device__ __forceinline__ unsigned bits_of(const unsigned (&words)[WORDS], int element) {
+  return WORD == 1 ? words[element] : words[element / 2] >> (element % 2 * 16) & 0xffff;
+}
+
+// Stores a piece of positions of all planes along the width, of one channel. `words`: elements from `first` of a row
+// of the source on; those outside the row are zero.
+template <class ALONG>
+__device__ __forceinline__ void store_planes(const Operand& of, const unsigned (&words)[ALONG::WORDS], int first,
+                                             scalar_t* to) {
+  const bool inside = first >= 0 && first + ALONG::SPAN <= of.size[3];
+#pragma unroll
+  for (int plane = 0; plane < ALONG::PLANES; ++plane) {
+    alignas(16) unsigned found[4] = {};
+#pragma unroll
+    for (int i = 0; i < PIECE; ++i) {
+      const int element = i * ALONG::STEP + plane * ALONG::APART - ALONG::LEAST;
+      const unsigned bits = bits_of(words, element);
+      const bool exists = inside || (unsigned)(first + element) < (unsigned)of.size[3];
+      found[i / WORD] |= (exists ? bits : 0u) << (i % WORD * 16);
+    }
+    store_piece(*(const Piece*)found, of.channels * of.pitch, to + plane * PARTS * of.channels * of.pitch);
+  }
+}
+
+// The same, element by element: of a piece that spans several rows, or whose pieces of the source end beyond it.
+template <class ALONG>
+__device__ __noinline__ void store_elements(const Operand& of, const Plane& plane, int first, const scalar_t* src,
+                                            scalar_t* to) {
+#pragma unroll 1
+  for (int along = 0; along < ALONG::PLANES; ++along) {
+    alignas(16) scalar_t piece[PIECE];
+#pragma unroll 1
+    for (int i = 0; i < PIECE; ++i) {
+      Plane of_width = plane;
+      of_width.first[3] += along * ALONG::APART;
+      const long long element = first + i < of.positions ? of_width.element<4>(of, first + i) : -1;
+      piece[i] = element >= 0 ? read(src + element) : zero<scalar_t>();
+    }
+    store_piece(*(const Piece*)piece, of.channels * of.pitch, to + along * PARTS * of.channels * of.pitch);
+  }
+}
+
+template <class ALONG>
+__device__ __forceinline__ void flatten_pieces(const Operand& of, const Plane& plane, int along, int across,
+                                               const scalar_t* __restrict__ src, scalar_t* __restrict__ planes) {
+  constexpr int AT_ONCE = ALONG::CHANNELS_AT_ONCE;
+  const int position = (along * THREADS + (int)threadIdx.x) * PIECE, first_channel = across * of.block_channels;
+  if (position >= of.positions) return;
+  const int row = position / of.extent[2], column = position - row * of.extent[2].value;
+  const bool of_one_row = column + PIECE <= of.extent[2].value;
+  const long long start = plane.element<3>(of, row);
+  const int first = column * ALONG::STEP + plane.first[3] + ALONG::LEAST;  // element of the row
+  scalar_t* to = planes + (((long long)plane.index * PARTS * of.channels + first_channel) * of.pitch + position);
+  const int channels = min(of.block_channels, of.channels - first_channel);
+#pragma unroll 1
+  for (int done = 0; done < channels; done += AT_ONCE) {
+    unsigned words[AT_ONCE][ALONG::WORDS];
+    int beside[AT_ONCE];  // elements between the first piece of the source and the first element
+    bool whole[AT_ONCE];
+#pragma unroll
+    for (int c = 0; c < AT_ONCE; ++c) {
+      const long long begin = (first_channel + done + c) * of.channel_stride + (start < 0 ? 0 : start);
+      const scalar_t* const from = src + (begin + first);
+      beside[c] = (int)((unsigned long long)from / sizeof(scalar_t) % PIECE);
+      whole[c] = of_one_row && done + c < channels;
+#pragma unroll
+      for (int i = 0; i < ALONG::CHUNKS; ++i) {
+        const int at = first - beside[c] + i * PIECE;  // element of the row
+        const bool exists = start >= 0 && at < of.size[3] && at + PIECE > 0 && done + c < channels && of_one_row;
+        const bool in_memory = begin + at >= 0 && begin + at + PIECE <= of.elements;
+        whole[c] = whole[c] && (!exists || in_memory);
+        Vector<unsigned, 4> chunk;
+        load_global_if(exists && in_memory, from - beside[c] + i * PIECE, chunk);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[c][4 * i + j] = chunk.value[j];
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < AT_ONCE; ++c, to += of.pitch) {
+      if (done + c >= channels) break;
+      if (whole[c]) {
+        shift_down(words[c], beside[c]);
+        store_planes<ALONG>(of, words[c], first, to);
+      } else {
+        store_elements<ALONG>(of, plane, position, src + (first_channel + done + c) * of.channel_stride, to);
+      }
+    }
+  }
 }
 
 // Reads pieces of positions of one residue, for some channels.
@@ -289,24 +410,27 @@ __device__ __forceinline__ void flatten_batch(const Operand& of, const Plane& pl
 }
 
 __host__ __device__ constexpr int bytes_of(int way) {
-  return way == RESIDUES ? sizeof(Strip) : way == ROWS ? 16 : sizeof(Tile);
+  return way == RESIDUES ? sizeof(Strip) : way == ROWS || way == PIECES ? 16 : sizeof(Tile);
 }
 constexpr int SHARED_BYTES = bytes_of(X_WAY) > bytes_of(GRAD_WAY) ? bytes_of(X_WAY) : bytes_of(GRAD_WAY);
 
-template <int WAY>
+template <int WAY, class ALONG>
 __device__ __forceinline__ void flatten(const Operand& of, int index, const scalar_t* __restrict__ src,
                                         scalar_t* __restrict__ planes, unsigned char* shared) {
-  const int along_w = WAY == RESIDUES ? ceil_div(of.planes[3].value, of.residues.value) : of.planes[3].value;
+  const int of_block = WAY == RESIDUES ? of.residues.value : WAY == PIECES ? ALONG::PLANES : 1;  // planes of a block
+  const int along_w = ceil_div(of.planes[3].value, of_block);
   const int all_planes = of.planes[0].value * of.planes[1].value * of.planes[2].value * along_w;
   const int block = index / all_planes, along = block % of.blocks, across = block / of.blocks;
   const int in_block = index - block * all_planes;
   if constexpr (WAY == RESIDUES) {
-    const int outer = in_block / along_w, residue = (in_block - outer * along_w) * of.residues.value;
+    const int outer = in_block / along_w, residue = (in_block - outer * along_w) * of_block;
     const Plane plane(of, outer * of.planes[3].value + residue);
     flatten_residues(of, plane, along, across, src, planes, *(Strip*)shared);
   } else {
-    const Plane plane(of, in_block);
-    if constexpr (WAY == ROWS)
+    const Plane plane(of, in_block * of_block);
+    if constexpr (WAY == PIECES)
+      flatten_pieces<ALONG>(of, plane, along, across, src, planes);
+    else if constexpr (WAY == ROWS)
       flatten_rows(of, plane, along, across, src, planes);
     else if constexpr (WAY == CHANNELS_LAST)
       flatten_channels_last(of, plane, along, across, src, planes, *(Tile*)shared);
@@ -323,10 +447,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   griddepcontrol_launch_dependents();
   const bool is_x = (int)blockIdx.x < params.x_blocks;
   const int index = (int)blockIdx.x - (is_x ? 0 : params.x_blocks);
-  if (X_WAY == GRAD_WAY)  // shares the code, which takes long to compile
-    flatten<X_WAY>(is_x ? params.x : params.grad, index, is_x ? x : grad, is_x ? x_planes : grad_planes, shared);
+  typedef AlongWidth<X_STEP, X_PLANES, X_APART> AlongX;
+  typedef AlongWidth<GRAD_STEP, GRAD_PLANES, GRAD_APART> AlongGrad;
+  if (X_WAY == GRAD_WAY && X_WAY != PIECES)  // shares the code, which takes long to compile
+    flatten<X_WAY, AlongX>(is_x ? params.x : params.grad, index, is_x ? x : grad, is_x ? x_planes : grad_planes,
+                           shared);
   else if (is_x)
-    flatten<X_WAY>(params.x, index, x, x_planes, shared);
+    flatten<X_WAY, AlongX>(params.x, index, x, x_planes, shared);
   else
-    flatten<GRAD_WAY>(params.grad, index, grad, grad_planes, shared);
+    flatten<GRAD_WAY, AlongGrad>(params.grad, index, grad, grad_planes, shared);
 }
