@@ -39,6 +39,9 @@ LAYERS = """
 12x384x24x75 -> 384, k=3, s=2, p=1 | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
 16x128x65x63 -> 128, k=3, s=2, p=1, op=1 | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
 5x96x65x63 -> 160, k=5, p=2 | weight_grad | tap_gemm_wgrad_tma | float32,bfloat16
+4x128x48x48 -> 128, k=8, s=4, p=2 | weight_grad | tap_gemm_wgrad_tma | bfloat16
+6x256x47x53 -> 128, k=5, s=3, p=1 | weight_grad | tap_gemm_wgrad_tma | bfloat16
+16x128x64x64 -> 128, k=3, s=2, p=1, op=1 | weight_grad | tap_gemm_wgrad_tma | bfloat16
 6x768x2x8 -> 384, k=16, s=8, p=4 | forward | tap_gemm_tma | float32
 6x768x2x8 -> 384, k=16, s=8, p=4 | weight_grad | window_wgrad_wgmma | bfloat16
 6x768x2x8 -> 384, k=16, s=8, p=4 | weight_grad | tap_gemm_wgrad_tma | bfloat16

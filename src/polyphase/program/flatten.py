@@ -15,12 +15,11 @@ from polyphase.program.step import GRAD, MANY_BLOCKS, Step, X, plain_step
 _THREADS = 256
 _CHANNELS, _TILE = 8, 64  # channels of a thread in flight; extents of a tile
 _PIECE_CHANNELS = (32, 16, 8, 4)  # of a block of pieces
-_LONG_ROWS = 16  # pieces of a row, of which the last one is also the next row's
 _ROUNDS, _ENOUGH_BLOCKS = (8, 4, 2), 8 * MANY_BLOCKS  # rounds of channels of a block of rows; least blocks for these
 _RESIDUES_FROM = {1: 4, 2: 6}  # least planes along the width for blocks with several, by elements of four bytes
 # Limits of a block with several planes: positions, 16-byte pieces in shared memory, planes, channels.
 _MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _STRIP_CHANNELS = 512, 2176, 32, (32, 16, 8, 4)
-_MOST_CHUNKS = 12  # 16-byte pieces of the source that a thread reads for a piece of positions
+_MOST_CHUNKS = 5  # 16-byte pieces of the source that a thread reads for a piece of positions
 _ROWS, _CHANNELS_LAST, _BATCH, _RESIDUES, _PIECES = range(5)  # the kernel's index mappings
 
 #: Buffers of the planes.
@@ -102,11 +101,11 @@ def _way(how: Flattened, word: int) -> int:
 
 
 def _in_pieces(how: Flattened, word: int) -> bool:
-    """Whether 16-byte pieces of the source hold pieces of positions, most of which are of one row."""
-    piece, width = 4 * word, how.padded[2]
+    """Whether a few 16-byte pieces of the source hold a piece of positions, which is of one row."""
+    piece = 4 * word
     span = (piece - 1) * how.step[2] + 1 + (how.planes[2] - 1) * abs(how.apart[2])
-    whole = width % piece == 0 or width >= _LONG_ROWS * piece
-    return how.strides[4] == 1 and whole and -(-(span + piece - 1) // piece) <= _MOST_CHUNKS
+    few = -(-(span + piece - 1) // piece) <= _MOST_CHUNKS
+    return word == 2 and how.strides[4] == 1 and how.padded[2] % piece == 0 and few
 
 
 def _images(how: Flattened) -> int:

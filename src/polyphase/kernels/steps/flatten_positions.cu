@@ -12,8 +12,8 @@
 //
 //     ROWS           columns, in source and planes: THREADS words of positions of some channels; a thread has CHANNELS
 //                    of them in flight
-//     PIECES         the same for short steps along the width: a thread reads whole pieces of 16 bytes of the source,
-//                    which hold a piece of positions of all planes along the width, and moves them in registers
+//     PIECES         the same for elements of 16 bits and short steps along the width: a thread reads whole pieces of
+//                    16 bytes of the source, which hold a piece of positions of all planes along the width
 //     RESIDUES       the same if many planes along the width share each sector of the source: a block has neighbouring
 //                    planes, and reads the source in memory order, through shared memory
 //     CHANNELS_LAST  channels, in the source: TILE positions by TILE channels, through shared memory
@@ -159,9 +159,9 @@ __device__ __forceinline__ void store_piece(const Vector<T, 8>& piece, long long
   *(Vector<T, 8>*)to = piece;
 }
 
-// PIECES. `ALONG` describes the planes along the width: STEP elements from a position to the next, and APART from a
-// plane to the next. Elements of a piece of positions of all planes are those from LEAST to LEAST + SPAN - 1, relative
-// to the element of the first position and plane; they are in CHUNKS pieces of the source, wherever these begin.
+// PIECES. The planes along the width: STEP elements from a position to the next, APART from a plane to the next. The
+// elements of a piece of positions of all planes are SPAN neighbours, from LEAST on relative to the element of the
+// first position and plane; they are in CHUNKS pieces of the source, wherever these begin.
 template <int STEP_, int PLANES_, int APART_>
 struct AlongWidth {
   static constexpr int STEP = STEP_, PLANES = PLANES_, APART = APART_;
@@ -171,61 +171,53 @@ struct AlongWidth {
   static constexpr int CHANNELS_AT_ONCE = CHUNKS < 3 ? 4 : CHUNKS < 5 ? 2 : 1;
 };
 
-// Moves elements down by `count`, which is less than PIECE.
+// Moves elements of 16 bits down by `count`, which is less than eight.
 template <int WORDS>
 __device__ __forceinline__ void shift_down(unsigned (&words)[WORDS], int count) {
-  const int whole = count / WORD;
 #pragma unroll
   for (int by = 2; by > 0; --by)
 #pragma unroll
-    for (int i = 0; i + by < WORDS; ++i) words[i] = whole & by ? words[i + by] : words[i];
-  if (WORD == 1) return;
+    for (int i = 0; i + by < WORDS; ++i) words[i] = count / 2 & by ? words[i + by] : words[i];
 #pragma unroll
-  for (int i = 0; i + 1 < WORDS; ++i) words[i] = count % WORD ? words[i] >> 16 | words[i + 1] << 16 : words[i];
+  for (int i = 0; i + 1 < WORDS; ++i) words[i] = __byte_perm(words[i], words[i + 1], count % 2 ? 0x5432 : 0x3210);
 }
 
-// An element of a piece, as bits.
+// Two elements of 16 bits as a word.
 template <int WORDS>
-__device__ __forceinline__ unsigned bits_of(const unsigned (&words)[WORDS], int element) {
-  return WORD == 1 ? words[element] : words[element / 2] >> (element % 2 * 16) & 0xffff;
+__device__ __forceinline__ unsigned pair_of(const unsigned (&words)[WORDS], int first, int second) {
+  return __byte_perm(words[first / 2], words[second / 2], (first % 2 ? 0x32 : 0x10) | (second % 2 ? 0x7600 : 0x5400));
 }
 
-// Stores a piece of positions of all planes along the width, of one channel. `words`: elements from `first` of a row
-// of the source on; those outside the row are zero.
+// Stores a piece of positions of all planes along the width, of one channel. `words`: SPAN elements of a row of the
+// source, from its `first` on; what is outside the row is not read.
 template <class ALONG>
 __device__ __forceinline__ void store_planes(const Operand& of, const unsigned (&words)[ALONG::WORDS], int first,
                                              scalar_t* to) {
   const bool inside = first >= 0 && first + ALONG::SPAN <= of.size[3];
+  const auto exists = [&](int element) { return (unsigned)(first + element) < (unsigned)of.size[3]; };
 #pragma unroll
   for (int plane = 0; plane < ALONG::PLANES; ++plane) {
-    alignas(16) unsigned found[4] = {};
+    alignas(16) unsigned found[PIECE / 2];
 #pragma unroll
-    for (int i = 0; i < PIECE; ++i) {
-      const int element = i * ALONG::STEP + plane * ALONG::APART - ALONG::LEAST;
-      const unsigned bits = bits_of(words, element);
-      const bool exists = inside || (unsigned)(first + element) < (unsigned)of.size[3];
-      found[i / WORD] |= (exists ? bits : 0u) << (i % WORD * 16);
+    for (int i = 0; i < PIECE; i += 2) {
+      const int at = i * ALONG::STEP + plane * ALONG::APART - ALONG::LEAST;
+      found[i / 2] = pair_of(words, at, at + ALONG::STEP);
+      if (!inside) found[i / 2] &= (exists(at) ? 0xffff : 0) | (exists(at + ALONG::STEP) ? 0xffff0000 : 0);
     }
-    store_piece(*(const Piece*)found, of.channels * of.pitch, to + plane * PARTS * of.channels * of.pitch);
+    store_piece(*(const Piece*)found, 0, to + plane * (of.channels * of.pitch));
   }
 }
 
-// The same, element by element: of a piece that spans several rows, or whose pieces of the source end beyond it.
-template <class ALONG>
-__device__ __noinline__ void store_elements(const Operand& of, const Plane& plane, int first, const scalar_t* src,
-                                            scalar_t* to) {
-#pragma unroll 1
-  for (int along = 0; along < ALONG::PLANES; ++along) {
-    alignas(16) scalar_t piece[PIECE];
-#pragma unroll 1
-    for (int i = 0; i < PIECE; ++i) {
-      Plane of_width = plane;
-      of_width.first[3] += along * ALONG::APART;
-      const long long element = first + i < of.positions ? of_width.element<4>(of, first + i) : -1;
-      piece[i] = element >= 0 ? read(src + element) : zero<scalar_t>();
-    }
-    store_piece(*(const Piece*)piece, of.channels * of.pitch, to + along * PARTS * of.channels * of.pitch);
-  }
+// Reads the piece of the source at `from`, of which `behind` elements are in memory, or of a negative number all but
+// the first; zeros for the others.
+__device__ __forceinline__ void read_edge(const scalar_t* from, long long behind, unsigned (&words)[4]) {
+  alignas(16) scalar_t each[PIECE];
+#pragma unroll
+  for (int i = 0; i < PIECE; ++i)
+    each[i] = behind < 0 ? (i >= -behind ? read(from + i) : zero<scalar_t>())
+                         : (i < behind ? read(from + i) : zero<scalar_t>());
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = ((const unsigned*)each)[i];
 }
 
 template <class ALONG>
@@ -235,30 +227,27 @@ __device__ __forceinline__ void flatten_pieces(const Operand& of, const Plane& p
   const int position = (along * THREADS + (int)threadIdx.x) * PIECE, first_channel = across * of.block_channels;
   if (position >= of.positions) return;
   const int row = position / of.extent[2], column = position - row * of.extent[2].value;
-  const bool of_one_row = column + PIECE <= of.extent[2].value;
   const long long start = plane.element<3>(of, row);
   const int first = column * ALONG::STEP + plane.first[3] + ALONG::LEAST;  // element of the row
-  scalar_t* to = planes + (((long long)plane.index * PARTS * of.channels + first_channel) * of.pitch + position);
+  scalar_t* to = planes + (((long long)plane.index * of.channels + first_channel) * of.pitch + position);
   const int channels = min(of.block_channels, of.channels - first_channel);
 #pragma unroll 1
   for (int done = 0; done < channels; done += AT_ONCE) {
     unsigned words[AT_ONCE][ALONG::WORDS];
     int beside[AT_ONCE];  // elements between the first piece of the source and the first element
-    bool whole[AT_ONCE];
 #pragma unroll
     for (int c = 0; c < AT_ONCE; ++c) {
-      const long long begin = (first_channel + done + c) * of.channel_stride + (start < 0 ? 0 : start);
-      const scalar_t* const from = src + (begin + first);
-      beside[c] = (int)((unsigned long long)from / sizeof(scalar_t) % PIECE);
-      whole[c] = of_one_row && done + c < channels;
+      const long long begin = start + (first_channel + done + c) * of.channel_stride;
+      beside[c] = (int)((unsigned long long)(src + (begin + first)) / sizeof(scalar_t) % PIECE);
 #pragma unroll
       for (int i = 0; i < ALONG::CHUNKS; ++i) {
         const int at = first - beside[c] + i * PIECE;  // element of the row
-        const bool exists = start >= 0 && at < of.size[3] && at + PIECE > 0 && done + c < channels && of_one_row;
-        const bool in_memory = begin + at >= 0 && begin + at + PIECE <= of.elements;
-        whole[c] = whole[c] && (!exists || in_memory);
+        const bool exists = start >= 0 && at < of.size[3] && at + PIECE > 0 && done + c < channels;
+        const bool whole = begin + at >= 0 && begin + at + PIECE <= of.elements;
         Vector<unsigned, 4> chunk;
-        load_global_if(exists && in_memory, from - beside[c] + i * PIECE, chunk);
+        load_global_if(exists && whole, src + (begin + at), chunk);
+        if (exists && !whole)  // before the tensor's first element, or beyond its last
+          read_edge(src + (begin + at), begin + at < 0 ? begin + at : of.elements - begin - at, chunk.value);
 #pragma unroll
         for (int j = 0; j < 4; ++j) words[c][4 * i + j] = chunk.value[j];
       }
@@ -266,12 +255,8 @@ __device__ __forceinline__ void flatten_pieces(const Operand& of, const Plane& p
 #pragma unroll
     for (int c = 0; c < AT_ONCE; ++c, to += of.pitch) {
       if (done + c >= channels) break;
-      if (whole[c]) {
-        shift_down(words[c], beside[c]);
-        store_planes<ALONG>(of, words[c], first, to);
-      } else {
-        store_elements<ALONG>(of, plane, position, src + (first_channel + done + c) * of.channel_stride, to);
-      }
+      shift_down(words[c], beside[c]);
+      store_planes<ALONG>(of, words[c], first, to);
     }
   }
 }
