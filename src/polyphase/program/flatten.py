@@ -161,7 +161,7 @@ def _row_channels(how: Flattened, word: int) -> int:
 def _piece_channels(how: Flattened, word: int) -> int:
     """Channels of a block of pieces, many if many blocks remain: an offset is computed once for all of them."""
     along = math.prod(how.planes[:2]) * -(-how.positions // (_THREADS * 4 * word))
-    counts = (each for each in _PIECE_CHANNELS if along * (how.shape[1] // each) >= MANY_BLOCKS)
+    counts = (each for each in _PIECE_CHANNELS if along * (how.shape[1] // each) >= _ENOUGH_BLOCKS // 2)
     return next(counts, _PIECE_CHANNELS[-1])
 
 

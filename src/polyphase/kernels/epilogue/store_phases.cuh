@@ -575,9 +575,10 @@ struct Epilogue {
     }
   }
 
-  // Channels last: whether a pixel's elements may be stored `count` at a time.
+  // Whether there is code that stores `count` elements at a time, more than one. With channels last: those of a pixel.
+  // Where channels are normalised only the widest stores have code, which takes long to compile.
   static __device__ constexpr bool may_store(int count) {
-    return !DST_CHANNELS_LAST || count == gcd(DST_CHANNELS, WIDE);
+    return DST_CHANNELS_LAST ? count == gcd(DST_CHANNELS, WIDE) : count == WIDE || !EPILOGUE_NORMALIZES;
   }
 
   __device__ __forceinline__ void operator()() const {
