@@ -36,29 +36,62 @@ __device__ __forceinline__ void store_pixel(const float (&sums)[COLUMNS / 2], in
   }
 }
 
-// Stores 16 rows in NCHW: a thread stores two neighbouring rows from `to` on; null for none. `channel`: elements from a
-// column to the next.
+// A tile's two columns of the thread, each in two neighbouring rows (`exchange_rows`).
+template <class Stored>
+__device__ __forceinline__ void narrowed_rows(const float (&sums)[COLUMNS / 2], int tile, Vector<Stored, 2>& first,
+                                              Vector<Stored, 2>& second) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    narrow(sums[4 * tile + i], first.value[i]), narrow(sums[4 * tile + 2 + i], second.value[i]);
+  exchange_rows(first, second);
+}
+
+// Whether all lanes of a warp have, together with the lane that has the next two rows or the previous, four neighbours
+// in memory, or none; `together`: a lane's own two are neighbours.
+template <class Stored>
+__device__ __forceinline__ bool are_fours(Stored* const (&to)[2], bool together) {
+  const unsigned long long first = to[0] ? (unsigned long long)(to[0] - threadIdx.x % 16 / 8 * 2) : 0;
+  const bool aligned = first % sizeof(Vector<Stored, 4>) == 0 && (together || !(to[0] || to[1]));
+  const bool same = swapped(first, 8) == first;
+  return __all_sync(~0u, aligned && same);
+}
+
+// Stores 16 rows in NCHW, of which a thread has two neighbours from `to` on; null for none. `channel`: elements from a
+// column to the next. Where four rows are neighbours in memory in all of a warp, lanes exchange once more, and a thread
+// stores four rows of one column.
 template <bool WHOLE, class Stored>
-__device__ __forceinline__ void store_row_pair(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2],
-                                               long long channel, int columns) {
-  const bool together =
-      to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Vector<Stored, 2>) == 0;
+__device__ __forceinline__ void store_rows(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2], long long channel,
+                                           int columns) {
+  typedef Vector<Stored, 2> Two;
+  typedef Vector<Stored, 4> Four;
+  const bool together = to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Two) == 0;
+  const bool fours = are_fours(to, together && channel % 4 == 0);
+  if (fours) {
+    const int upper = threadIdx.x % 16 / 8;
+    Stored* const at = to[0] ? to[0] - 2 * upper + (fragment_column() + upper) * channel : nullptr;
+#pragma unroll
+    for (int tile = 0; tile < COLUMNS / 8; ++tile) {
+      Two first, second;
+      narrowed_rows(sums, tile, first, second);
+      const Four all = exchange_columns(first, second);
+      if (at && has<WHOLE>(columns, 8 * tile + fragment_column() + upper)) *(Four*)(at + 8 * tile * channel) = all;
+    }
+    return;
+  }
 #pragma unroll
   for (int tile = 0; tile < COLUMNS / 8; ++tile) {
-    Vector<Stored, 2> first, second;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      narrow(sums[4 * tile + i], first.value[i]), narrow(sums[4 * tile + 2 + i], second.value[i]);
-    exchange_rows(first, second);
+    Two first, second;
+    narrowed_rows(sums, tile, first, second);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int column = 8 * tile + fragment_column() + i;
+      const Two& pair = i ? second : first;
       if (!has<WHOLE>(columns, column)) continue;
       if (together) {
-        *(Vector<Stored, 2>*)(to[0] + column * channel) = Vector<Stored, 2>{first.value[i], second.value[i]};
+        *(Two*)(to[0] + column * channel) = pair;
       } else {
-        if (to[0]) to[0][column * channel] = first.value[i];
-        if (to[1]) to[1][column * channel] = second.value[i];
+        if (to[0]) to[0][column * channel] = pair.value[0];
+        if (to[1]) to[1][column * channel] = pair.value[1];
       }
     }
   }
