@@ -52,3 +52,19 @@ __device__ __forceinline__ Vector<Stored, 4> exchange_columns(const Vector<Store
   const Vector<Stored, 2>&low = upper ? other : first, &high = upper ? second : other;
   return {low.value[0], low.value[1], high.value[0], high.value[1]};
 }
+
+// After `exchange_columns` of two tiles of eight columns: lanes with the other four rows of eight swap, so that each
+// has eight rows of one column.
+template <class Stored>
+__device__ __forceinline__ Vector<Stored, 8> exchange_tiles(const Vector<Stored, 4>& first,
+                                                            const Vector<Stored, 4>& second) {
+  const bool upper = threadIdx.x % 32 / 16;
+  const Vector<Stored, 4> other = swapped(upper ? first : second, 16);
+  Vector<Stored, 8> found;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    found.value[i] = upper ? other.value[i] : first.value[i];
+    found.value[4 + i] = upper ? second.value[i] : other.value[i];
+  }
+  return found;
+}

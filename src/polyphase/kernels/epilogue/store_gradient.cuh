@@ -46,52 +46,65 @@ __device__ __forceinline__ void narrowed_rows(const float (&sums)[COLUMNS / 2], 
   exchange_rows(first, second);
 }
 
-// Whether all lanes of a warp have, together with the lane that has the next two rows or the previous, four neighbours
-// in memory, or none; `together`: a lane's own two are neighbours.
+// Whether the four lanes of a warp that have eight neighbouring rows of a column, in all of a warp, have neighbours in
+// memory, or none; `together`: a lane's own two are neighbours.
 template <class Stored>
-__device__ __forceinline__ bool are_fours(Stored* const (&to)[2], bool together) {
-  const unsigned long long first = to[0] ? (unsigned long long)(to[0] - threadIdx.x % 16 / 8 * 2) : 0;
-  const bool aligned = first % sizeof(Vector<Stored, 4>) == 0 && (together || !(to[0] || to[1]));
-  const bool same = swapped(first, 8) == first;
-  return __all_sync(~0u, aligned && same);
+__device__ __forceinline__ bool are_eights(Stored* const (&to)[2], bool together) {
+  const unsigned long long first = to[0] ? (unsigned long long)(to[0] - threadIdx.x % 32 / 8 * 2) : 0;
+  const bool same = (swapped(first, 8) == first) & (swapped(first, 16) == first);
+  return __all_sync(~0u, same && first % sizeof(Vector<Stored, 8>) == 0 && (together || !(to[0] || to[1])));
 }
 
-// Stores 16 rows in NCHW, of which a thread has two neighbours from `to` on; null for none. `channel`: elements from a
-// column to the next. Where four rows are neighbours in memory in all of a warp, lanes exchange once more, and a thread
-// stores four rows of one column.
+// Stores 16 rows in NCHW, of which a thread has two neighbours. `channel`: elements from a column to the next. In half
+// types, where eight rows are neighbours in memory in all of a warp, lanes exchange twice more, and a thread stores
+// eight rows of one column: a quarter of a warp, whose 16-byte stores go together, then fills whole sectors. (Stores of
+// eight bytes go by half warps, which would fill half sectors, and take twice the time.)
 template <bool WHOLE, class Stored>
 __device__ __forceinline__ void store_rows(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2], long long channel,
                                            int columns) {
-  typedef Vector<Stored, 2> Two;
-  typedef Vector<Stored, 4> Four;
-  const bool together = to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Two) == 0;
-  const bool fours = are_fours(to, together && channel % 4 == 0);
-  if (fours) {
-    const int upper = threadIdx.x % 16 / 8;
-    Stored* const at = to[0] ? to[0] - 2 * upper + (fragment_column() + upper) * channel : nullptr;
+  const bool together =
+      to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Vector<Stored, 2>) == 0;
+  constexpr int TILES = COLUMNS / 8;
+  int first_tile = 0;
+  if constexpr (sizeof(Stored) == 2) {
+    if (are_eights(to, together && channel % 8 == 0)) {
+      const int next = threadIdx.x % 16 / 8, other = threadIdx.x % 32 / 16;
+      Stored* const at =
+          to[0] ? to[0] - 2 * (next + 2 * other) + (8 * other + fragment_column() + next) * channel : nullptr;
 #pragma unroll
-    for (int tile = 0; tile < COLUMNS / 8; ++tile) {
-      Two first, second;
-      narrowed_rows(sums, tile, first, second);
-      const Four all = exchange_columns(first, second);
-      if (at && has<WHOLE>(columns, 8 * tile + fragment_column() + upper)) *(Four*)(at + 8 * tile * channel) = all;
+      for (int tile = 0; tile + 1 < TILES; tile += 2) {
+        Vector<Stored, 2> first, second;
+        Vector<Stored, 4> fours[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          narrowed_rows(sums, tile + i, first, second);
+          fours[i] = exchange_columns(first, second);
+        }
+        const Vector<Stored, 8> eight = exchange_tiles(fours[0], fours[1]);
+        if (at && has<WHOLE>(columns, 8 * (tile + other) + fragment_column() + next))
+          *(Vector<Stored, 8>*)(at + 8 * tile * channel) = eight;
+      }
+      if (TILES % 2 == 0) return;
+      first_tile = TILES - 1;
     }
-    return;
   }
+  Stored* at[2];
 #pragma unroll
-  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
-    Two first, second;
-    narrowed_rows(sums, tile, first, second);
+  for (int j = 0; j < 2; ++j) at[j] = to[j] ? to[j] + fragment_column() * channel : nullptr;
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    if (tile < first_tile) continue;
+    Vector<Stored, 2> pairs[2];
+    narrowed_rows(sums, tile, pairs[0], pairs[1]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int column = 8 * tile + fragment_column() + i;
-      const Two& pair = i ? second : first;
-      if (!has<WHOLE>(columns, column)) continue;
+      if (!has<WHOLE>(columns, 8 * tile + fragment_column() + i)) continue;
+      const long long column = (8 * tile + i) * channel;
       if (together) {
-        *(Two*)(to[0] + column * channel) = pair;
+        *(Vector<Stored, 2>*)(at[0] + column) = pairs[i];
       } else {
-        if (to[0]) to[0][column * channel] = pair.value[0];
-        if (to[1]) to[1][column * channel] = pair.value[1];
+        if (at[0]) at[0][column] = pairs[i].value[0];
+        if (at[1]) at[1][column] = pairs[i].value[1];
       }
     }
   }
