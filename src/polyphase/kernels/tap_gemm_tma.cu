@@ -338,7 +338,7 @@ __device__ __forceinline__ void store_gradient(const Params& params, const Sums&
 #pragma unroll
     for (int j = 0; j < 2; ++j) to[j] = targets[2 * i + j].at < 0 ? nullptr : dst + targets[2 * i + j].at;
     if constexpr (ROW_PAIRS) {
-      store_rows<WHOLE>(sums.of[i], to, params.dst.stride[1], columns);
+      store_row_pair<WHOLE>(sums.of[i], to, params.dst.stride[1], columns);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j)

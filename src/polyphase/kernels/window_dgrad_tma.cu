@@ -107,7 +107,7 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
     const int columns = IN_CHANNELS - work.first_in;
     constexpr bool TOGETHER = IN_CHANNELS % (8 / sizeof(Stored)) == 0;  // 32 bytes of four threads
     if constexpr (CHANNELS_FIRST) {
-      store_rows<WHOLE_BLOCKS>(sums.of[i], to, channel, columns);
+      store_row_pair<WHOLE_BLOCKS>(sums.of[i], to, channel, columns);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j) store_pixel<WHOLE_BLOCKS, TOGETHER>(sums.of[i], j, to[j], to[j] ? columns : 0);

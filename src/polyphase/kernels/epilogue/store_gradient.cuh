@@ -36,75 +36,32 @@ __device__ __forceinline__ void store_pixel(const float (&sums)[COLUMNS / 2], in
   }
 }
 
-// A tile's two columns of the thread, each in two neighbouring rows (`exchange_rows`).
-template <class Stored>
-__device__ __forceinline__ void narrowed_rows(const float (&sums)[COLUMNS / 2], int tile, Vector<Stored, 2>& first,
-                                              Vector<Stored, 2>& second) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    narrow(sums[4 * tile + i], first.value[i]), narrow(sums[4 * tile + 2 + i], second.value[i]);
-  exchange_rows(first, second);
-}
-
-// Whether the four lanes of a warp that have eight neighbouring rows of a column, in all of a warp, have neighbours in
-// memory, or none; `together`: a lane's own two are neighbours.
-template <class Stored>
-__device__ __forceinline__ bool are_eights(Stored* const (&to)[2], bool together) {
-  const unsigned long long first = to[0] ? (unsigned long long)(to[0] - threadIdx.x % 32 / 8 * 2) : 0;
-  const bool same = (swapped(first, 8) == first) & (swapped(first, 16) == first);
-  return __all_sync(~0u, same && first % sizeof(Vector<Stored, 8>) == 0 && (together || !(to[0] || to[1])));
-}
-
-// Stores 16 rows in NCHW, of which a thread has two neighbours. `channel`: elements from a column to the next. In half
-// types, where eight rows are neighbours in memory in all of a warp, lanes exchange twice more, and a thread stores
-// eight rows of one column: a quarter of a warp, whose 16-byte stores go together, then fills whole sectors. (Stores of
-// eight bytes go by half warps, which would fill half sectors, and take twice the time.)
+// Stores 16 rows in NCHW: a thread stores two neighbouring rows from `to` on; null for none. `channel`: elements from a
+// column to the next.
 template <bool WHOLE, class Stored>
-__device__ __forceinline__ void store_rows(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2], long long channel,
-                                           int columns) {
+__device__ __forceinline__ void store_row_pair(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2],
+                                               long long channel, int columns) {
   const bool together =
       to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Vector<Stored, 2>) == 0;
-  constexpr int TILES = COLUMNS / 8;
-  int first_tile = 0;
-  if constexpr (sizeof(Stored) == 2) {
-    if (are_eights(to, together && channel % 8 == 0)) {
-      const int next = threadIdx.x % 16 / 8, other = threadIdx.x % 32 / 16;
-      Stored* const at =
-          to[0] ? to[0] - 2 * (next + 2 * other) + (8 * other + fragment_column() + next) * channel : nullptr;
-#pragma unroll
-      for (int tile = 0; tile + 1 < TILES; tile += 2) {
-        Vector<Stored, 2> first, second;
-        Vector<Stored, 4> fours[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          narrowed_rows(sums, tile + i, first, second);
-          fours[i] = exchange_columns(first, second);
-        }
-        const Vector<Stored, 8> eight = exchange_tiles(fours[0], fours[1]);
-        if (at && has<WHOLE>(columns, 8 * (tile + other) + fragment_column() + next))
-          *(Vector<Stored, 8>*)(at + 8 * tile * channel) = eight;
-      }
-      if (TILES % 2 == 0) return;
-      first_tile = TILES - 1;
-    }
-  }
-  Stored* at[2];
+  Stored* at[2];  // the thread's first column
 #pragma unroll
   for (int j = 0; j < 2; ++j) at[j] = to[j] ? to[j] + fragment_column() * channel : nullptr;
 #pragma unroll
-  for (int tile = 0; tile < TILES; ++tile) {
-    if (tile < first_tile) continue;
-    Vector<Stored, 2> pairs[2];
-    narrowed_rows(sums, tile, pairs[0], pairs[1]);
+  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
+    Vector<Stored, 2> first, second;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      narrow(sums[4 * tile + i], first.value[i]), narrow(sums[4 * tile + 2 + i], second.value[i]);
+    exchange_rows(first, second);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!has<WHOLE>(columns, 8 * tile + fragment_column() + i)) continue;
       const long long column = (8 * tile + i) * channel;
       if (together) {
-        *(Vector<Stored, 2>*)(at[0] + column) = pairs[i];
+        *(Vector<Stored, 2>*)(at[0] + column) = Vector<Stored, 2>{first.value[i], second.value[i]};
       } else {
-        if (at[0]) at[0][column] = pairs[i].value[0];
-        if (at[1]) at[1][column] = pairs[i].value[1];
+        if (at[0]) at[0][column] = first.value[i];
+        if (at[1]) at[1][column] = second.value[i];
       }
     }
   }
