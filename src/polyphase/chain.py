@@ -148,7 +148,7 @@ class Chain:
             return self._run(tensors, output_padding, (), before)
         # A reentrant checkpoint records nothing, and sets requires_grad of a layer's output: it must be a tensor.
         recorded = torch.is_grad_enabled() or input.requires_grad
-        if self.then and not recorded and input.dim() == len(layer.stride) + 2 and not is_little(input, layer):
+        if not recorded and self._waits(input):
             waiting = self._waiting(tensors, output_padding, (*self.modules, *self.then), before)
             return Pending.of(waiting, [], versions_of(waiting.reads))
         modules = self._recorded if recorded else self.modules
@@ -157,6 +157,11 @@ class Chain:
         steps = self._steps()[: len(modules)]
         waiting = self._waiting(tensors, output_padding, modules, before)
         return Marked.of(self._run(tensors, output_padding, steps, before), waiting, steps)
+
+    def _waits(self, input: Tensor) -> bool:
+        """Whether the layer waits for the calls of ``then``."""
+        layer: Any = self.layer
+        return bool(self.then) and input.dim() == len(layer.stride) + 2 and not is_little(input, layer)
 
     def _steps(self) -> list[fused.Step | None]:
         """The operations right after the layer, one for each module, with its current parameters."""
