@@ -208,14 +208,11 @@ __device__ __forceinline__ void store_planes(const Operand& of, const unsigned (
   }
 }
 
-// Reads the piece of the source at `from`, of which `behind` elements are in memory, or of a negative number all but
-// the first; zeros for the others.
-__device__ __forceinline__ void read_edge(const scalar_t* from, long long behind, unsigned (&words)[4]) {
+// Reads the piece of the source at `from`, of which elements from `first` to `end` are in memory; zeros for the others.
+__device__ __forceinline__ void read_edge(const scalar_t* from, long long first, long long end, unsigned (&words)[4]) {
   alignas(16) scalar_t each[PIECE];
 #pragma unroll
-  for (int i = 0; i < PIECE; ++i)
-    each[i] = behind < 0 ? (i >= -behind ? read(from + i) : zero<scalar_t>())
-                         : (i < behind ? read(from + i) : zero<scalar_t>());
+  for (int i = 0; i < PIECE; ++i) each[i] = i >= first && i < end ? read(from + i) : zero<scalar_t>();
 #pragma unroll
   for (int i = 0; i < 4; ++i) words[i] = ((const unsigned*)each)[i];
 }
@@ -247,7 +244,7 @@ __device__ __forceinline__ void flatten_pieces(const Operand& of, const Plane& p
         Vector<unsigned, 4> chunk;
         load_global_if(exists && whole, src + (begin + at), chunk);
         if (exists && !whole)  // before the tensor's first element, or beyond its last
-          read_edge(src + (begin + at), begin + at < 0 ? begin + at : of.elements - begin - at, chunk.value);
+          read_edge(src + (begin + at), -begin - at, of.elements - begin - at, chunk.value);
 #pragma unroll
         for (int j = 0; j < 4; ++j) words[c][4 * i + j] = chunk.value[j];
       }
