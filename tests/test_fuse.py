@@ -340,6 +340,20 @@ def test_calls_that_were_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
                 checked.clear()
         model(x).sum().backward()
         with torch.no_grad():
+            seen: list[Any] = []
+
+            class Recorder(torch.overrides.TorchFunctionMode):
+                def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                    seen.append(function)
+                    return function(*args, **(kwargs or {}))
+
+            with Recorder():
+                model(x), model(x)
+            assert seen.count(fused.conv_transpose2d) == 2
+            eps = model[1].eps = torch.tensor(0.25)
+            plain[1].eps = 2.0
+            model(x), eps.fill_(2.0)
+            torch.testing.assert_close(model(x), plain(x))
             with torch.autocast("cpu", torch.bfloat16):
                 torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-6)
             torch.testing.assert_close(model.double()(x.double()), plain.double()(x.double()))

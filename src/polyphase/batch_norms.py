@@ -36,7 +36,7 @@ _PLACES = {name: place for place, name in enumerate(BUFFERS)}
 
 
 def given_by(chain: Any, module: Any, x: Any) -> Tensor | None:
-    """The result of a norm of a chain (`polyphase.fuse.Chain`) in training: if an activation after it is computed with
+    """The result of a norm of a chain (`polyphase.chain.Chain`) in training: if an activation after it is computed with
     it, the object that this module passes on. None if the norm module computes itself.
 
     Every line is host time of every call: whatever depends only on types is in `_prepared`.

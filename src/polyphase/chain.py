@@ -33,7 +33,7 @@ class Chain:
     (`polyphase.elementwise.name_of`), and modules after them, which only a layer that waits computes. ``before``: the
     activation of the layer's input, or None; the layer computes it if no derivatives are recorded.
     ``places``: for each module of the model its parent and its name there; copies of a chain have none.
-    Where an output `is_little`, only modules are fused, and of those before the layer only snakes.
+    Where an output `is_little`, only ``modules`` are fused, and ``before`` only if it is a snake.
     ``changed``: a function changes the result of the last of ``modules`` in place, so that it must not be saved for
     derivatives: if these are recorded, that module computes itself.
     ``shared``: modules of ``then`` that are called elsewhere too, and so belong to no single chain.
@@ -218,8 +218,10 @@ def is_little(input: Tensor, layer: Any) -> bool:
 
     PyTorch's functions then take less time than their interception does, which is some 50 µs.
     """
-    elements = input.numel() // layer.in_channels * layer.out_channels * math.prod(layer.stride)
-    return input.is_cuda and elements < _LITTLE
+    if not input.is_cuda or not layer.in_channels:
+        return False
+    elements: int = input.numel() // layer.in_channels * layer.out_channels * math.prod(layer.stride)
+    return elements < _LITTLE
 
 
 @lru_cache(maxsize=1024)

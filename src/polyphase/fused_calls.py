@@ -73,11 +73,11 @@ def run_steps(
     before: list[Step],
     out: Tensor | None,
 ) -> Tensor:
-    """`run` for tensors that are no subclass's, without its checks if an equal call was made before."""
+    """`run` for an input of no subclass, without its checks if an equal call of plain tensors was made before."""
     dims, (input, weight, bias) = len(constants[0]), tensors
     tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
-    plain = not tracing and not torch._C._is_any_autocast_enabled() and input.dim() == dims + 2
-    if plain and out is None and (steps or before):
+    plain = not (tracing or torch._C._is_any_autocast_enabled() or has_torch_function((input,)))
+    if plain and out is None and (steps or before) and input.dim() == dims + 2:
         read = operator.separate(input) if before else input
         given = [tensor for step in (*before, *steps) for _, tensor in step.tensors]
         _, known = _look_up((dims, read, weight, bias, *constants), (before, steps), given, None)

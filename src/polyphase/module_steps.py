@@ -13,16 +13,19 @@ from polyphase import fused, reduction_steps
 from polyphase.layer_norms import is_layer_norm, is_smooth
 from polyphase.snakes import snake, snake_of
 
+_OF_NORM = ("running_mean", "running_var", "weight", "bias")
+
 
 def norm(module: Any) -> fused.Step:
     """A batch norm in evaluation mode; if its tensors are its own, past `torch.nn.Module.__getattr__`."""
-    try:
-        parameters, buffers = module._parameters, module._buffers
-        given = (("mean", buffers["running_mean"]), ("variance", buffers["running_var"]),
-                 ("weight", parameters["weight"]), ("offset", parameters["bias"]))  # fmt: skip
-        return fused.Step("normalize", (module.eps,), tuple([each for each in given if each[1] is not None]))
-    except KeyError:
-        pass
+    parameters, buffers = module._parameters, module._buffers
+    if module.__dict__.keys().isdisjoint(_OF_NORM):
+        try:
+            given = (("mean", buffers["running_mean"]), ("variance", buffers["running_var"]),
+                     ("weight", parameters["weight"]), ("offset", parameters["bias"]))  # fmt: skip
+            return fused.Step("normalize", (float(module.eps),), tuple([each for each in given if each[1] is not None]))
+        except KeyError:
+            pass
     return fused.batch_norm(module.running_mean, module.running_var, module.weight, module.bias, module.eps)
 
 

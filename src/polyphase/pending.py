@@ -3,12 +3,12 @@
 If `polyphase.fuse` has traced a model and found such calls after a layer, the layer does not return a plain tensor:
 
 - if only modules follow, or derivatives are recorded, a `Marked`: a tensor that has been computed with the modules;
-- if functions follow, a `Pending`, which is not computed yet. It records the calls that were found, in order, and
-  after the last of them computes layer and calls as one. ``__torch_function__`` intercepts functions: no swapped
-  module can replace ``F.relu(self.up(x))``;
+- if functions follow, and the output is large (`polyphase.chain`), a `Pending`, which is not computed yet. It records
+  the calls that were found, in order, and after the last of them computes layer and calls as one.
+  ``__torch_function__`` intercepts functions: no swapped module can replace ``F.relu(self.up(x))``;
 - while PyTorch traces or compiles, a `Between`, which holds such a tensor as a `Marked` is.
 
-An activation before a layer also returns a `Pending`, from which the layer reads the activation's input.
+An activation before such a layer returns one, too, from which the layer reads the activation's input.
 
 Modules that are called in the order that was found pass it on, and the last one returns the tensor. Any other use
 computes the calls made so far and continues with their result, or is an error: calls that were not made have no effect.
