@@ -13,13 +13,11 @@ from polyphase import fused, reduction_steps
 from polyphase.layer_norms import is_layer_norm, is_smooth
 from polyphase.snakes import snake, snake_of
 
-_OF_NORM = ("running_mean", "running_var", "weight", "bias")
-
 
 def norm(module: Any) -> fused.Step:
     """A batch norm in evaluation mode; if its tensors are its own, past `torch.nn.Module.__getattr__`."""
-    parameters, buffers = module._parameters, module._buffers
-    if module.__dict__.keys().isdisjoint(_OF_NORM):
+    own, parameters, buffers = module.__dict__, module._parameters, module._buffers
+    if not ("weight" in own or "bias" in own or "running_mean" in own or "running_var" in own):
         try:
             given = (("mean", buffers["running_mean"]), ("variance", buffers["running_var"]),
                      ("weight", parameters["weight"]), ("offset", parameters["bias"]))  # fmt: skip
