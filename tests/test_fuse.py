@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import polyphase
 from polyphase import functional, fused, fused_calls
+from polyphase.chain import Chain
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
 
 
@@ -59,13 +60,13 @@ def _model() -> nn.Module:
 def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps each fused call had."""
     calls: list[int] = []
-    original = fused_calls.run_steps
+    original = Chain._run
 
-    def counting(function: Any, tensors: Any, constants: Any, steps: list[fused.Step], *more: Any) -> Tensor:
-        calls.append(len(steps))
-        return original(function, tensors, constants, steps, *more)
+    def counting(self: Chain, tensors: Any, padding: Any, steps: list[fused.Step | None], *more: Any) -> Tensor:
+        calls.append(sum(step is not None for step in steps))
+        return original(self, tensors, padding, steps, *more)
 
-    monkeypatch.setattr(fused_calls, "run_steps", counting)
+    monkeypatch.setattr(Chain, "_run", counting)
     return calls
 
 
@@ -307,10 +308,10 @@ def test_calls_that_were_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda x, w, b, operands: conv_transpose_epilogue(x, w, b, operands, text, *constants)
 
     checked = []
-    original = fused_calls.run
+    original = fused_calls._known_call
     monkeypatch.setattr(fused_calls, "_by_kernels", lambda input: True)
     monkeypatch.setattr(runtime, "epilogue_call", call)
-    monkeypatch.setattr(fused_calls, "run", lambda *given: (checked.append(given), original(*given))[1])
+    monkeypatch.setattr(fused_calls, "_known_call", lambda *given: (checked.append(given), original(*given))[1])
     model = nn.Sequential(nn.ConvTranspose2d(6, 4, 2, 2), nn.BatchNorm2d(4), nn.LeakyReLU()).eval()
     plain, x = copy.deepcopy(model), torch.randn(2, 6, 3, 3)
     polyphase.accelerate(model, fuse=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import chain, fused_calls
+from polyphase import chain
 from polyphase.torch_op import into
 from test_fused_prologue import Snake1d
 
@@ -36,13 +36,13 @@ class UNet(nn.Module):
 def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call of a fused layer from now on writes to an ``out``."""
     written: list[bool] = []
-    original = fused_calls.run_steps
+    original = chain.Chain._run
 
-    def counting(*arguments: Any) -> Tensor:
-        written.append(arguments[5] is not None)
-        return original(*arguments)
+    def counting(self: Any, tensors: Any, padding: Any, steps: Any, before: Any, out: Tensor | None = None) -> Tensor:
+        written.append(out is not None)
+        return original(self, tensors, padding, steps, before, out)
 
-    monkeypatch.setattr(fused_calls, "run_steps", counting)
+    monkeypatch.setattr(chain.Chain, "_run", counting)
     return written
 
 
@@ -225,8 +225,8 @@ def test_little_is_computed_by_pytorch(snakes: bool, monkeypatch: pytest.MonkeyP
     plain, x, given = copy.deepcopy(model), torch.randn(2, 6, 5), []
     block = polyphase.accelerate(model, fuse=True).blocks[0]
     assert (block.before, block.fused) == ("act", ("norm", "getitem()", "silu()"))
-    original = fused_calls.run_steps
-    monkeypatch.setattr(fused_calls, "run_steps", lambda *each: (given.append(each[3:5]), original(*each))[1])
+    original = chain.Chain._run
+    monkeypatch.setattr(chain.Chain, "_run", lambda *each: (given.append(each[3:5]), original(*each))[1])
     for little in (True, False):
         monkeypatch.setattr(chain, "is_little", lambda input, layer, little=little: little)
         with torch.no_grad():

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fused, fused_calls, pending
+from polyphase import fused, pending
+from polyphase.chain import Chain
 
 
 class Up(nn.Module):
@@ -69,13 +70,13 @@ def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert block.fused == ("norm", *taken)
     assert model.state_dict().keys() == plain.state_dict().keys()
     computed: list[list[str]] = []
-    original = fused_calls.run_steps
+    original = Chain._run
 
-    def counting(function: Any, tensors: Any, constants: Any, steps: list[fused.Step], *more: Any) -> Tensor:
-        computed.append([step.kind for step in steps])
-        return original(function, tensors, constants, steps, *more)
+    def counting(self: Chain, tensors: Any, padding: Any, steps: list[fused.Step | None], *more: Any) -> Tensor:
+        computed.append([step.kind for step in steps if step is not None])
+        return original(self, tensors, padding, steps, *more)
 
-    monkeypatch.setattr(fused_calls, "run_steps", counting)
+    monkeypatch.setattr(Chain, "_run", counting)
     with torch.no_grad():
         torch.testing.assert_close(model(x), plain(x))
         assert type(model(x)) is Tensor
@@ -133,8 +134,8 @@ def test_modules_whose_value_is_read_again(grad: bool, monkeypatch: pytest.Monke
     (block,) = polyphase.accelerate(model, fuse=True).blocks
     assert block.fused == ("norm", "gate", "mul()")
     calls = []
-    original = fused_calls.run_steps
-    monkeypatch.setattr(fused_calls, "run_steps", lambda *args: (calls.append(args[3]), original(*args))[1])
+    original = Chain._run
+    monkeypatch.setattr(Chain, "_run", lambda *args: (calls.append(args[3]), original(*args))[1])
     with torch.set_grad_enabled(grad):
         torch.testing.assert_close(model(x), expected)
     assert [len(steps) for steps in calls] == [1 if grad else 3]  # and the layer is computed once

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import polyphase
-from polyphase import fused, fused_calls
+from polyphase import fused
+from polyphase.chain import Chain
 
 X = torch.randn(2, 3, 4, 5, dtype=torch.float64)
 
@@ -21,13 +22,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The kinds of what each call of a layer computes behind it."""
     found: list[tuple[str, ...]] = []
 
-    original = fused_calls.run_steps
+    original = Chain._run
 
-    def noting(function: Any, tensors: Any, constants: Any, steps: list[fused.Step], *more: Any) -> Tensor:
-        found.append(tuple(step.kind for step in steps))
-        return original(function, tensors, constants, steps, *more)
+    def noting(self: Chain, tensors: Any, padding: Any, steps: list[fused.Step | None], *more: Any) -> Tensor:
+        found.append(tuple(step.kind for step in steps if step is not None))
+        return original(self, tensors, padding, steps, *more)
 
-    monkeypatch.setattr(fused_calls, "run_steps", noting)
+    monkeypatch.setattr(Chain, "_run", noting)
     return found
 
 

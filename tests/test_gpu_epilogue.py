@@ -17,7 +17,6 @@ import polyphase
 from helpers import tf32
 from kernel_harness import Gpu, formats
 from polyphase import chain, fused
-from polyphase.chain import is_little
 from polyphase.jit.ahead import compile_ahead
 from polyphase.plan.planner import programs
 from polyphase.problem import Pass
@@ -249,7 +248,7 @@ def test_joined_with_a_skip(dtype: torch.dtype, side: int) -> None:
         torch.randn(3, 32, side, side, device=DEVICE, dtype=dtype),
         torch.randn(3, 24, 2 * side, 2 * side, device=DEVICE, dtype=dtype),
     )
-    assert is_little(x, model.up[0]) == (side == 8)
+    assert chain.is_little(x, model.up[0]) == (side == 8)
     with torch.no_grad(), tf32(False):
         expected = copy.deepcopy(plain).cpu().double()(x.cpu().double(), skip.cpu().double())
         found = model(x, skip)

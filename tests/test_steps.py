@@ -78,18 +78,15 @@ def test_planes(name: str, dtype: str) -> None:
         assert_planes(PLANES[name]._replace(parts=parts), dtype, Emulator(3))
 
 
-def assert_flattened(dtype: str, executor: Executor) -> None:
-    """Rows of one step and of two, of which a thread has some channels after the others."""
-    shape = (2, 20, 3, 5, 7)
-    values = integers(shape, 5).to(DTYPES[dtype])
-    x = Flattened(shape, dense(shape), (3, 6, 8), (1, 1, 1), (0, -1, 0), (0, 0, -2), (1, 1, 2), 1, 2 * 144 + 8)
-    grad = x._replace(step=(1, 2, 2), first=(0, 0, -1), apart=(1, 1, 1), padded=(3, 3, 4), pitch=80)
-    src = [Buffer(shape, dense(shape), DTYPES[dtype], executor.device, values) for _ in range(2)]
+def assert_flattened(x: Flattened, grad: Flattened, dtype: str, executor: Executor, offset: int = 0) -> None:
+    """Two tensors of the same values, which begin ``offset`` elements further."""
+    values = integers(x.shape, 5).to(DTYPES[dtype])
+    src = [Buffer(x.shape, x.strides, DTYPES[dtype], executor.device, values, offset) for _ in range(2)]
     found = [Buffer((1, how.elements), dense((1, how.elements)), DTYPES[dtype], executor.device) for how in (x, grad)]
     step = flatten_positions(dtype, 1 if dtype == "float32" else 2, x, grad)
     executor(step, [each.tensor for each in (*src, *found)])
     for how, buffer in zip((x, grad), found):
-        read = buffer.tensor.cpu().view(how.planes[2], shape[1], how.pitch)[..., : how.positions]
+        read = buffer.tensor.cpu().view(how.planes[2], x.shape[1], how.pitch)[..., : how.positions]
         assert torch.equal(read, expected_positions(values, how))
 
 
@@ -104,13 +101,6 @@ def expected_positions(values: Tensor, how: Flattened) -> Tensor:
                 source, target = (slice(None), slice(None), *place), (plane, slice(None), slice(None), *at)
                 found[target] = values[source].T
     return found.flatten(2)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_positions_of_many_channels(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for enough in (0, flatten._ENOUGH_BLOCKS):
-        monkeypatch.setattr(flatten, "_ENOUGH_BLOCKS", enough)
-        assert_flattened(dtype, Emulator(3))
 
 
 def flattened(shape: tuple[int, int, int, int, int], **more: Any) -> Flattened:
@@ -133,24 +123,25 @@ PIECES = {
 }
 
 
-def assert_pieces(name: str, executor: Executor, offset: int = 0) -> None:
-    """Of a tensor that begins anywhere, and whose rows do."""
-    how = PIECES[name]
-    values = integers(how.shape, 5).to(torch.float16)
-    src = [Buffer(how.shape, how.strides, torch.float16, executor.device, values, offset) for _ in range(2)]
-    found = [Buffer((1, how.elements), dense((1, how.elements)), torch.float16, executor.device) for _ in range(2)]
-    step = flatten_positions("float16", 2, how, how)
-    assert dict(step.source.constants)["X_WAY"] == flatten._PIECES
-    executor(step, [each.tensor for each in (*src, *found)])
-    for each in found:
-        read = each.tensor.cpu().view(how.planes[2], how.shape[1], how.pitch)[..., : how.positions]
-        assert torch.equal(read, expected_positions(values, how))
-
-
 @pytest.mark.parametrize("name", PIECES)
 def test_positions_in_pieces(name: str) -> None:
+    """Of a tensor that begins anywhere, and whose rows do."""
+    how = PIECES[name]
+    assert flatten._way(how, 2) == flatten._PIECES
     for offset in range(9):
-        assert_pieces(name, Emulator(3), offset)
+        assert_flattened(how, how, "float16", Emulator(3), offset)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_positions_of_many_channels(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one step and of two, of which a thread has some channels after the others."""
+    shape = (2, 20, 3, 5, 7)
+    x = flattened(shape, padded=(3, 6, 9), first=(0, -1, 0), apart=(0, 0, -2), planes=(1, 1, 2))
+    grad = flattened(shape, padded=(3, 3, 4), step=(1, 2, 2), first=(0, 0, -1), planes=(1, 1, 2))
+    assert {flatten._way(how, 1 if dtype == "float32" else 2) for how in (x, grad)} == {flatten._ROWS}
+    for enough in (0, flatten._ENOUGH_BLOCKS):
+        monkeypatch.setattr(flatten, "_ENOUGH_BLOCKS", enough)
+        assert_flattened(x, grad, dtype, Emulator(3))
 
 
 def assert_rows_are_transposed(dtype: str, executor: Executor) -> None:

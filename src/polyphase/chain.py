@@ -114,12 +114,12 @@ class Chain:
             return None
         if torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._are_functorch_transforms_active():
             return None
-        if input.dim() != len(layer.stride) + 2 or not input.is_floating_point() or not self.is_active():
+        if input.dim() != len(layer.stride) + 2 or not input.is_floating_point():
             return None
         before: Any = self.before
         if is_little(input, layer) and type(before)._reader is not snake:
             return None
-        if step_of_module(before) is None:  # a snake whose numbers have changed
+        if not self.is_active() or step_of_module(before) is None:  # or a snake whose numbers have changed
             return None
 
         def compute(steps: Sequence[fused.Step | None], out: Tensor | None = None) -> Tensor:
@@ -178,8 +178,8 @@ class Chain:
     ) -> Tensor:
         layer: Any = self.layer
         constants = (layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
-        made = [step for step in steps if step is not None]
-        return fused_calls.run_steps(_FUSED[len(constants[0])], tensors, constants, made, before, out)
+        made, dims = [step for step in steps if step is not None], len(layer.stride)
+        return fused_calls.run(_FUSED[dims], dims, tensors, constants, made, before, out)
 
     def _waiting(
         self,

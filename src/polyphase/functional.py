@@ -72,7 +72,8 @@ def conv_transpose1d(
         UnsupportedError: the dtype, the device or the GPU cannot be served.
     """
     if out is not None:
-        return _into(conv_transpose1d, 1, input, weight, bias, (stride, padding, output_padding, groups, dilation), out)
+        constants = stride, padding, output_padding, groups, dilation
+        return _into(conv_transpose1d, 1, (input, weight, bias), constants, out)
     return _conv_transpose(conv_transpose1d, 1, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -94,7 +95,8 @@ def conv_transpose2d(
     Constants are one integer or one per dimension; see `conv_transpose1d` for their meaning, and for what is raised.
     """
     if out is not None:
-        return _into(conv_transpose2d, 2, input, weight, bias, (stride, padding, output_padding, groups, dilation), out)
+        constants = stride, padding, output_padding, groups, dilation
+        return _into(conv_transpose2d, 2, (input, weight, bias), constants, out)
     return _conv_transpose(conv_transpose2d, 2, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -117,7 +119,8 @@ def conv_transpose3d(
     their meaning, and for what is raised.
     """
     if out is not None:
-        return _into(conv_transpose3d, 3, input, weight, bias, (stride, padding, output_padding, groups, dilation), out)
+        constants = stride, padding, output_padding, groups, dilation
+        return _into(conv_transpose3d, 3, (input, weight, bias), constants, out)
     return _conv_transpose(conv_transpose3d, 3, input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -163,19 +166,11 @@ def _conv_transpose(
     return output if batch is input else output.squeeze(0)
 
 
-def _into(
-    function: Callable[..., Tensor],
-    dims: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    constants: tuple[Any, ...],
-    out: Tensor,
-) -> Tensor:
+def _into(function: Callable[..., Tensor], dims: int, tensors: Any, constants: tuple[Any, ...], out: Tensor) -> Tensor:
     """The layer's output in ``out``: a fused call without operations."""
     from polyphase import fused_calls
 
-    return fused_calls.run(function, dims, input, weight, bias, constants, [], [], out)
+    return fused_calls.run(function, dims, tensors, constants, [], [], out)
 
 
 def _check_once(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[Layer, Callable[..., Tensor] | None]:

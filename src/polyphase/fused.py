@@ -157,7 +157,7 @@ def conv_transpose1d(
         UnsupportedError: the dtype, the device or the GPU cannot be served.
     """
     constants = (stride, padding, output_padding, groups, dilation)
-    return _run(conv_transpose1d, 1, input, weight, bias, constants, epilogue, out, prologue)
+    return _run(conv_transpose1d, 1, (input, weight, bias), constants, epilogue, out, prologue)
 
 
 def conv_transpose2d(
@@ -176,7 +176,7 @@ def conv_transpose2d(
 ) -> Tensor:
     """`conv_transpose1d` for ``(N, C_in, H, W)`` or ``(C_in, H, W)``; raises the same errors."""
     constants = (stride, padding, output_padding, groups, dilation)
-    return _run(conv_transpose2d, 2, input, weight, bias, constants, epilogue, out, prologue)
+    return _run(conv_transpose2d, 2, (input, weight, bias), constants, epilogue, out, prologue)
 
 
 def conv_transpose3d(
@@ -195,15 +195,13 @@ def conv_transpose3d(
 ) -> Tensor:
     """`conv_transpose1d` for ``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)``; raises the same errors."""
     constants = (stride, padding, output_padding, groups, dilation)
-    return _run(conv_transpose3d, 3, input, weight, bias, constants, epilogue, out, prologue)
+    return _run(conv_transpose3d, 3, (input, weight, bias), constants, epilogue, out, prologue)
 
 
 def _run(
     function: Callable[..., Tensor],
     dims: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
     constants: tuple[Any, ...],
     epilogue: Sequence[Step | str],
     out: Tensor | None,
@@ -211,7 +209,7 @@ def _run(
 ) -> Tensor:
     name = function.__name__
     steps, before = _made(f"{name}: epilogue", epilogue), _made(f"{name}: prologue", prologue)
-    return fused_calls.run(function, dims, input, weight, bias, constants, steps, before, out)
+    return fused_calls.run(function, dims, tensors, constants, steps, before, out)
 
 
 def _made(what: str, given: Sequence[Any]) -> list[Step]:

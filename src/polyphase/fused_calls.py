@@ -27,9 +27,7 @@ _DYNAMO_HAS_SYMBOLS = torch.__version__ >= "2.5"  # for numbers of modules
 def run(
     function: Callable[..., Tensor],
     dims: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
     constants: tuple[Any, ...],
     steps: list[Step],
     before: list[Step],
@@ -39,16 +37,16 @@ def run(
 
     ``function``: the public function that was called, of `polyphase.fused` or, with ``out``, of `functional`.
     """
-    name = function.__name__
+    name, (input, weight, bias) = function.__name__, tensors
     given = [tensor for step in (*before, *steps) for _, tensor in step.tensors]
     tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
     if not tracing and has_torch_function((input, weight, bias, out, *given)):
-        return _overridden(function, (input, weight, bias), constants, _named(steps, before, out), given)
+        return _overridden(function, tensors, constants, _named(steps, before, out), given)
     if not steps and not before and out is None:
         plain: Callable[..., Tensor] = getattr(functional, name)
         return plain(input, weight, bias, *constants)
     if torch._C._is_any_autocast_enabled():
-        (input, weight, bias), before, steps = _cast(name, dims, (input, weight, bias), before, steps)
+        (input, weight, bias), before, steps = _cast(name, dims, tensors, before, steps)
         given = [tensor for step in (*before, *steps) for _, tensor in step.tensors]
     if before and not tracing:
         input = operator.separate(input)
@@ -63,27 +61,6 @@ def run(
         return into.written(call, out, (batch, weight, bias), operands)
     with torch.no_grad():
         return out.copy_(function(input, weight, bias, *constants, **_named(steps, before, None)))
-
-
-def run_steps(
-    function: Callable[..., Tensor],
-    tensors: tuple[Tensor, Tensor, Tensor | None],
-    constants: tuple[Any, ...],
-    steps: list[Step],
-    before: list[Step],
-    out: Tensor | None,
-) -> Tensor:
-    """`run` for an input of no subclass, without its checks if an equal call of plain tensors was made before."""
-    dims, (input, weight, bias) = len(constants[0]), tensors
-    tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
-    plain = not (tracing or torch._C._is_any_autocast_enabled() or has_torch_function((input,)))
-    if plain and out is None and (steps or before) and input.dim() == dims + 2:
-        read = operator.separate(input) if before else input
-        given = [tensor for step in (*before, *steps) for _, tensor in step.tensors]
-        _, known = _look_up((dims, read, weight, bias, *constants), (before, steps), given, None)
-        if known is not None and known.call is not None:
-            return _run(known, given, read, weight, bias, False)
-    return run(function, dims, *tensors, constants, steps, before, out)
 
 
 def _cast(

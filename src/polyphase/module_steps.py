@@ -11,20 +11,13 @@ from torch.nn import Module
 
 from polyphase import fused, reduction_steps
 from polyphase.layer_norms import is_layer_norm, is_smooth
+from polyphase.modules import operands_of
 from polyphase.snakes import snake, snake_of
 
 
 def norm(module: Any) -> fused.Step:
-    """A batch norm in evaluation mode; if its tensors are its own, past `torch.nn.Module.__getattr__`."""
-    own, parameters, buffers = module.__dict__, module._parameters, module._buffers
-    if not ("weight" in own or "bias" in own or "running_mean" in own or "running_var" in own):
-        try:
-            given = (("mean", buffers["running_mean"]), ("variance", buffers["running_var"]),
-                     ("weight", parameters["weight"]), ("offset", parameters["bias"]))  # fmt: skip
-            return fused.Step("normalize", (float(module.eps),), tuple([each for each in given if each[1] is not None]))
-        except KeyError:
-            pass
-    return fused.batch_norm(module.running_mean, module.running_var, module.weight, module.bias, module.eps)
+    """A batch norm in evaluation mode."""
+    return fused.batch_norm(module.running_mean, module.running_var, *operands_of(module), module.eps)
 
 
 def layer_norm(module: Any) -> fused.Step:

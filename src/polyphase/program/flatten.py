@@ -13,12 +13,12 @@ from polyphase.program.params import params_of
 from polyphase.program.step import GRAD, MANY_BLOCKS, Step, X, plain_step
 
 _THREADS = 256
-_CHANNELS, _TILE = 8, 64  # channels of a thread in flight; extents of a tile
-_PIECE_CHANNELS = (32, 16, 8, 4)  # of a block of pieces
-_ROUNDS, _ENOUGH_BLOCKS = (8, 4, 2), 8 * MANY_BLOCKS  # rounds of channels of a block of rows; least blocks for these
+_TILE = 64  # extents of a tile
+_ROW_CHANNELS, _FEW_CHANNELS = (64, 32, 16, 8), (32, 16, 8, 4)  # of a block of rows; of pieces, or of several planes
+_ENOUGH_BLOCKS = 8 * MANY_BLOCKS  # least blocks for many channels of a block of rows
 _RESIDUES_FROM = {1: 4, 2: 6}  # least planes along the width for blocks with several, by elements of four bytes
-# Limits of a block with several planes: positions, 16-byte pieces in shared memory, planes, channels.
-_MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES, _STRIP_CHANNELS = 512, 2176, 32, (32, 16, 8, 4)
+# Limits of a block with several planes: positions, 16-byte pieces in shared memory, planes.
+_MOST_POSITIONS, _MOST_PIECES, _MOST_RESIDUES = 512, 2176, 32
 _MOST_CHUNKS = 5  # 16-byte pieces of the source that a thread reads for a piece of positions
 _ROWS, _CHANNELS_LAST, _BATCH, _RESIDUES, _PIECES = range(5)  # the kernel's index mappings
 
@@ -130,14 +130,14 @@ def _strip(how: Flattened, word: int) -> _Strip:
     planes, piece, run = how.planes[2], 4 * word, 32 * word
     residues = -(-planes // -(-planes // _MOST_RESIDUES))
     pad = -(-8 // residues) if residues > 1 else 0
-    most = min(_MOST_POSITIONS, (_MOST_PIECES // (_STRIP_CHANNELS[-1] * residues) - pad) * piece // run * run)
+    most = min(_MOST_POSITIONS, (_MOST_PIECES // (_FEW_CHANNELS[-1] * residues) - pad) * piece // run * run)
     positions = min(most, round_up(max(1, how.positions), run))
 
     def blocks(channels: int) -> int:
         across = -(-how.shape[1] // channels)
         return across * -(-how.positions // positions) * -(-planes // residues) * math.prod(how.planes[:2])
 
-    for channels in _STRIP_CHANNELS:
+    for channels in _FEW_CHANNELS:
         fits = channels * residues * (positions // piece + pad) <= _MOST_PIECES and channels < 2 * how.shape[1]
         if fits and blocks(channels) >= MANY_BLOCKS:
             break
@@ -146,23 +146,21 @@ def _strip(how: Flattened, word: int) -> _Strip:
     return _Strip(residues, positions // piece, channels, positions + pad * piece)
 
 
-def _row_channels(how: Flattened, word: int) -> int:
-    """Channels of a block of rows, many if many blocks remain: a position's offset is computed once for all of them.
+def _rows(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
+    """Blocks of rows or of pieces along planes and along positions, and the channels of each.
 
-    Few if residues of float32 read the same sectors, since blocks of many channels read some of these twice.
+    These are many if many blocks remain: a position's offset is computed once for all of them. They are few if residues
+    of float32 read the same sectors, since blocks of many channels read some of these twice.
     """
-    if word == 1 and how.step[2] > 1 and how.planes[2] > 1:
-        return _CHANNELS
-    along = math.prod(how.planes) * -(-how.positions // (_THREADS * word))
-    rounds = (each for each in _ROUNDS if along * (how.shape[1] // (each * _CHANNELS)) >= _ENOUGH_BLOCKS)
-    return next(rounds, 1) * _CHANNELS
-
-
-def _piece_channels(how: Flattened, word: int) -> int:
-    """Channels of a block of pieces, many if many blocks remain: an offset is computed once for all of them."""
-    along = math.prod(how.planes[:2]) * -(-how.positions // (_THREADS * 4 * word))
-    counts = (each for each in _PIECE_CHANNELS if along * (how.shape[1] // each) >= _ENOUGH_BLOCKS // 2)
-    return next(counts, _PIECE_CHANNELS[-1])
+    counts: tuple[int, ...]
+    planes, elements, counts, enough = math.prod(how.planes), word, _ROW_CHANNELS, _ENOUGH_BLOCKS
+    if way == _PIECES:
+        planes, elements, counts, enough = math.prod(how.planes[:2]), 4 * word, _FEW_CHANNELS, _ENOUGH_BLOCKS // 2
+    elif word == 1 and how.step[2] > 1 and how.planes[2] > 1:
+        counts = counts[-1:]
+    along = -(-how.positions // (_THREADS * elements))
+    fit = (each for each in counts if planes * along * (how.shape[1] // each) >= enough)
+    return planes, along, next(fit, counts[-1])
 
 
 def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
@@ -174,11 +172,9 @@ def _blocks(how: Flattened, way: int, word: int) -> tuple[int, int, int]:
         return planes, along, -(-channels // (_TILE // images))
     if way == _CHANNELS_LAST:
         return planes, -(-positions // _TILE), -(-channels // _TILE)
-    if way == _ROWS:
-        return planes, -(-positions // (_THREADS * word)), -(-channels // _row_channels(how, word))
-    if way == _PIECES:
-        along = -(-positions // (_THREADS * 4 * word))
-        return math.prod(how.planes[:2]), along, -(-channels // _piece_channels(how, word))
+    if way in (_ROWS, _PIECES):
+        planes, along, each = _rows(how, way, word)
+        return planes, along, -(-channels // each)
     strip = _strip(how, word)
     along = -(-positions // (strip.pieces * 4 * word))
     return math.prod(how.planes[:2]) * -(-how.planes[2] // strip.residues), along, -(-channels // strip.channels)
@@ -190,7 +186,6 @@ def _operand(how: Flattened, blocks: int, word: int) -> dict[str, Any]:
     image, channel, *strides = how.strides
     strip = _strip(how, word)
     way, extents = _way(how, word), zip(how.strides, (how.first_image + batch, channels, *sizes))
-    of_block = {_ROWS: _row_channels, _PIECES: _piece_channels}.get(way)
 
     def ordered(of_images: int, others: Sequence[int]) -> tuple[int, ...]:
         return (*others, of_images) if how.images else (of_images, *others)
@@ -212,6 +207,6 @@ def _operand(how: Flattened, blocks: int, word: int) -> dict[str, Any]:
         "images": _images(how),
         "residues": strip.residues,
         "pieces": strip.pieces,
-        "block_channels": strip.channels if of_block is None else of_block(how, word),
+        "block_channels": _rows(how, way, word)[2] if way in (_ROWS, _PIECES) else strip.channels,
         "row": strip.row,
     }
