@@ -155,17 +155,26 @@ def _known_of(
     """
     if tracing:
         return functional.while_traced(_known_call, arguments, *around)
-    name, dims, input, weight, bias, *rest = arguments
-    key, known = _look_up(arguments[1:], around, given, out)
-    if known is not None:
-        return known
+    _, dims, input, weight, bias, *rest = arguments
     constants = tuple(rest)
     tensors = [each for each in (input, weight, bias, out, *given) if each is not None]
+    heard = operators.is_heard()
+    key: tuple[Any, ...] | None
+    try:
+        signature = [tuple([(step.kind, step.constants, step.of, *dict(step.tensors)) if step.tensors else step
+                            for step in steps]) for steps in around]  # fmt: skip
+        key = (dims, input.shape, weight.shape, bias is None, out is None, constants, *signature, heard, tf32_allowed())
+        known = _known.find(key, *tensors)
+    except (TypeError, AttributeError, RuntimeError):  # lists or symbolic sizes; not a tensor; a nested tensor
+        key, known = None, None
+    # 2, 2.0 and True are one key: constants must be the checked objects, or at least have their types.
+    if known is not None and (all(map(is_, constants, known.constants)) or functional.are_integers(constants)):
+        return known
     known = _known_call(arguments, *around)
     batch = input if input.dim() == dims + 2 else input.unsqueeze(0)
     if out is not None:
-        into.check(name, out, (input, weight, bias, *given), known.layer, batch is input)
-    if not operators.is_heard() and _by_kernels(input) and all(map(operators.is_plain, tensors)):
+        into.check(arguments[0], out, (input, weight, bias, *given), known.layer, batch is input)
+    if not heard and _by_kernels(input) and all(map(operators.is_plain, tensors)):
         from polyphase import runtime
 
         call: Callable[..., Tensor] | None
@@ -179,30 +188,6 @@ def _known_of(
         known = known._replace(constants=constants)
         _known.add(key, known, *tensors, lie_so=known.call is not None)
     return known
-
-
-def _look_up(
-    arguments: tuple[Any, ...],
-    around: tuple[Sequence[Step], Sequence[Step]],
-    given: Sequence[Tensor],
-    out: Tensor | None,
-) -> tuple[tuple[Any, ...] | None, _Known | None]:
-    """The key of a call, None if it has none, and the call, if an equal one was made before."""
-    dims, input, weight, bias, *rest = arguments
-    constants = tuple(rest)
-    tensors = [each for each in (input, weight, bias, out, *given) if each is not None]
-    try:
-        signature = [tuple([(step.kind, step.constants, step.of, *dict(step.tensors)) if step.tensors else step
-                            for step in steps]) for steps in around]  # fmt: skip
-        key = (dims, input.shape, weight.shape, bias is None, out is None, constants, *signature,
-               operators.is_heard(), tf32_allowed())  # fmt: skip
-        known = _known.find(key, *tensors)
-    except (TypeError, AttributeError, RuntimeError):  # lists or symbolic sizes; not a tensor; a nested tensor
-        return None, None
-    # 2, 2.0 and True are one key: constants must be the checked objects, or at least have their types.
-    if known is not None and (all(map(is_, constants, known.constants)) or functional.are_integers(constants)):
-        return key, known
-    return key, None
 
 
 def _by_kernels(input: Tensor) -> bool:
