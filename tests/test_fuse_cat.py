@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,3 +235,13 @@ def test_little_is_computed_by_pytorch(snakes: bool, monkeypatch: pytest.MonkeyP
         behind, before = [[step.kind for step in steps] for steps in given.pop()]
         assert behind == (["normalize"] if little else ["crop", "normalize", "silu"])
         assert before == ([] if little and not snakes else ["snake" if snakes else "elu"])
+
+
+def test_what_is_little() -> None:
+    """By the elements of an output on a GPU; a layer without channels is left to its own error."""
+    layer = nn.ConvTranspose2d(4, 8, 2, 2)
+    small, large = chain._LITTLE // 32 - 1, chain._LITTLE // 32
+    for elements, on_gpu, little in ((small, True, True), (large, True, False), (small, False, False)):
+        input: Any = SimpleNamespace(numel=lambda elements=elements: 4 * elements, is_cuda=on_gpu)
+        assert chain.is_little(input, layer) is little
+    assert not chain.is_little(input, SimpleNamespace(in_channels=0))
