@@ -23,7 +23,8 @@ from polyphase.schedules.schedule import Candidate
 CLOSE = 1.1
 """Times the fastest candidate's time up to which a choice is as good."""
 
-_HOPELESS = 4.0  # times the fastest prediction: such candidates are hardly ever the fastest
+HOPELESS = 4.0
+"""Times the fastest prediction from which on a candidate is hardly ever the fastest."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,19 @@ class Tuned:
         return tuple(record for record in self.records if record.status != OK)
 
 
-def sources(cases: Iterable[Case], device: DeviceInfo, kernels: frozenset[str] = frozenset()) -> Iterator[KernelSource]:
+def sources(
+    cases: Iterable[Case], device: DeviceInfo, kernels: frozenset[str] = frozenset(), within: float = HOPELESS
+) -> Iterator[KernelSource]:
     """Every kernel that `tune` runs, some of them more than once."""
     for case in cases:
-        for _, program in worth_measuring(case, device, kernels):
+        for _, program in worth_measuring(case, device, kernels, within):
             yield from program.sources
 
 
 def worth_measuring(
-    case: Case, device: DeviceInfo, kernels: frozenset[str] = frozenset()
+    case: Case, device: DeviceInfo, kernels: frozenset[str] = frozenset(), within: float = HOPELESS
 ) -> list[tuple[Candidate, Program]]:
-    """The candidates that may be the fastest of a case: those whose predictions are not hopeless.
+    """The candidates that may be the fastest of a case: those predicted at up to ``within`` times the best's time.
 
     The planner's own choice is among them, whose schedule is chosen at another size. With ``kernels`` it is all
     candidates of those, and the planner's choice.
@@ -64,7 +67,7 @@ def worth_measuring(
     if not offers:
         return []
     own = plan.plan(case.problem, case.pass_, device, by_prediction=True).candidate
-    most = _HOPELESS * min(candidate.seconds for candidate, _ in offers)
+    most = within * min(candidate.seconds for candidate, _ in offers)
     return [
         (candidate, program)
         for candidate, program in offers
@@ -72,14 +75,21 @@ def worth_measuring(
     ]
 
 
-def tune(case: Case, run: Callable[[Case], Record], device: DeviceInfo, kernels: frozenset[str] = frozenset()) -> Tuned:
+def tune(
+    case: Case,
+    run: Callable[[Case], Record],
+    device: DeviceInfo,
+    kernels: frozenset[str] = frozenset(),
+    within: float = HOPELESS,
+) -> Tuned:
     """Runs ``case`` with every candidate that may be the fastest and remembers which is.
 
     ``run`` checks and times it under the plan. Where none is right, an earlier choice is removed. Raises OSError where
     the disk does not let us.
     """
     own = plan.plan(case.problem, case.pass_, device, by_prediction=True).describe()
-    seconds = {candidate.describe(): candidate.seconds for candidate, _ in worth_measuring(case, device, kernels)}
+    candidates = worth_measuring(case, device, kernels, within)
+    seconds = {candidate.describe(): candidate.seconds for candidate, _ in candidates}
     records = {}
     for name in dict.fromkeys([own, *seconds]):
         with _only(name):

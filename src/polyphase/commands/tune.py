@@ -32,11 +32,12 @@ def tune(
             show_default=False,
         ),
     ] = None,
+    within: Annotated[
+        float, typer.Option(min=1.0, help="Leave out kernels predicted to take over WITHIN times the best's time.")
+    ] = 4.0,
     forget: Annotated[bool, typer.Option("--forget", help="Measure nothing: remove all stored choices.")] = False,
 ) -> None:
     """Measure every kernel that may be a layer's fastest, and store the fastest on disk, where the planner finds it.
-
-    Kernels that are predicted to take four times as long as the best are left out.
 
     The kernels are compiled first, on all processors. The lines below the table say how much slower the planner's own
     choices are. A choice is used from the next process on, for the layer at any batch and image size (the size measured
@@ -81,7 +82,7 @@ def tune(
     with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task("kernels", total=None)
         compile_ahead(
-            sources(cases, info, only),
+            sources(cases, info, only, within),
             info.arch,
             lambda done, count: progress.update(task, completed=done, total=count),
         )
@@ -90,7 +91,7 @@ def tune(
         for case in cases:
             progress.update(task, description=f"{case.name}, {case.pass_.value}, {case.problem.dtype}")
             try:
-                results.append(tune_case(case, runner.run, info, only))
+                results.append(tune_case(case, runner.run, info, only, within))
             except OSError as failure:
                 console.print(f"{tuning.directory()} cannot be written: {failure}", style="bold red", markup=False)
                 raise typer.Exit(1) from None
