@@ -19,6 +19,7 @@ from torch import Tensor
 
 import polyphase
 import test_grouped_gemm as grouped_gemm
+import test_implicit_gemm_transposed as transposed
 import test_tap_gemm as taps
 import test_window_fma as fma
 import test_window_tma as boxes
@@ -219,6 +220,7 @@ def strange_cases() -> Iterator[ParameterSet]:
             for dtype in ("float32", "float16", "bfloat16", "float64")
         ),
         *((f"{name}, mirrored", layer, (Pass.INPUT_GRAD, ImplicitGemm())) for name, layer in MIRRORED.items()),
+        *((f"{name}, copied", problem, (pass_, transposed.SCHEDULE)) for name, problem, pass_ in transposed.cases()),
         *(
             (f"{name}, {label}", replace(layer, dtype=dtype), (Pass.FORWARD, schedule))
             for label, layers_of, schedule in (
@@ -233,7 +235,7 @@ def strange_cases() -> Iterator[ParameterSet]:
     ]
     one_format_each = (
         *(GroupedGemm, PhaseGemmPixels, DirectChannels, DirectWgradChannels, DotDgrad),
-        *(fma.WindowDgradFma, WindowDgradTransposed, WindowWgradTransposed),
+        *(fma.WindowDgradFma, WindowDgradTransposed, WindowWgradTransposed, type(transposed.SCHEDULE)),
     )
     for name, layer, (pass_, schedule) in layers:
         one_format = layer.channels_last or isinstance(schedule, one_format_each)
@@ -808,7 +810,7 @@ def test_gradients_lie_as_their_tensors(shape: tuple[int, ...], kernel: int, str
     device = DeviceInfo.of(DEVICE)
     if device.has_wgmma and max(shape[2:]) > 1:
         chosen = [plan.plan(problem, pass_, device).schedule for pass_ in TURNED_SCHEDULES]
-        assert any(name.endswith("turned") for name in chosen)
+        assert any(name.endswith("transposed") for name in chosen)
     x, w = (
         torch.randint(-4, 5, size, device=DEVICE, dtype=dtype, requires_grad=True)
         for size in (shape, problem.weight_shape)

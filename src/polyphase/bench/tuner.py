@@ -60,8 +60,8 @@ def worth_measuring(
 ) -> list[tuple[Candidate, Program]]:
     """The candidates that may be the fastest of a case: those predicted at up to ``within`` times the best's time.
 
-    The planner's own choice is among them, whose schedule is chosen at another size. With ``kernels`` it is all
-    candidates of those, and the planner's choice.
+    The planner's own choice is among them, whose schedule is chosen at another size. With ``kernels`` the others are
+    candidates of those.
     """
     offers = plan.programs(case.problem, case.pass_, device)
     if not offers:
@@ -71,7 +71,7 @@ def worth_measuring(
     return [
         (candidate, program)
         for candidate, program in offers
-        if (candidate.schedule in kernels if kernels else candidate.seconds <= most) or candidate == own
+        if (candidate.seconds <= most and (not kernels or candidate.schedule in kernels)) or candidate == own
     ]
 
 

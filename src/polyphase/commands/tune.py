@@ -28,7 +28,7 @@ def tune(
     kernels: Annotated[
         str | None,
         typer.Option(
-            help="Kernels, comma-separated: measure all candidates of these, and the planner's choice.",
+            help="Kernels, comma-separated: measure only candidates of these, and the planner's choice.",
             show_default=False,
         ),
     ] = None,

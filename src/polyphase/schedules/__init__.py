@@ -19,6 +19,7 @@ from polyphase.schedules.dot_dgrad.schedule import DotDgrad
 from polyphase.schedules.grouped_gemm.schedule import GroupedGemm
 from polyphase.schedules.grouped_gemm.window import GroupedGemmWindow
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
+from polyphase.schedules.implicit_gemm.transposed import ImplicitGemmTransposed
 from polyphase.schedules.overlap_gemm.schedule import OverlapGemm
 from polyphase.schedules.phase_gemm.pixels import PhaseGemmPixels
 from polyphase.schedules.schedule import Schedule
@@ -33,7 +34,7 @@ from polyphase.schedules.window_gemm.wgmma import WindowDgradWgmma, WindowWgradW
 
 #: The kernels of each schedule, in the order in which the planner asks them.
 KERNELS: dict[str, tuple[Schedule, ...]] = {
-    "implicit_gemm": (ImplicitGemm(),),
+    "implicit_gemm": (ImplicitGemm(), ImplicitGemmTransposed()),
     "grouped_gemm": (GroupedGemm(), GroupedGemmWindow()),
     "overlap_gemm": (OverlapGemm(),),
     "col2im": (Col2im(), Col2imTma(), Col2imDirect(), Col2imCells()),

@@ -101,8 +101,8 @@ class ImplicitGemm(Schedule):
             return f"a block does not have all {problem.out_channels} channels of a pixel (at most {MOST_CHANNELS})"
         return None
 
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer:
-        problem, gather = _as_forward(problem, pass_, layouts)
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer | None:
+        problem, gather = self._as_forward(problem, pass_, layouts)
         # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
         sized = typical(problem) if gather.mirrored else standard(problem)
         # The gradients of an output's pixels often differ by far more than an input's pixels do, and would want several
@@ -141,7 +141,7 @@ class ImplicitGemm(Schedule):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost | None:
-        problem, gather = _as_forward(problem, pass_, layouts)
+        problem, gather = self._as_forward(problem, pass_, layouts)
         tile = best_tile(gather, config, problem.batch, device)
         if tile is None:
             return None
@@ -156,7 +156,7 @@ class ImplicitGemm(Schedule):
         layouts: Layouts,
         config: GemmConfig,
     ) -> float | None:
-        gather = Gather.of(problem, Pass.FORWARD, layouts)
+        _, gather = self._as_forward(problem, Pass.FORWARD, layouts)
         # Pixels that do not exist stay zero, also after the prologue.
         if gather.src.channels_last or config.tma_operands or not prologue.keeps_zero:
             return None
@@ -167,7 +167,7 @@ class ImplicitGemm(Schedule):
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
-        problem, gather = _as_forward(problem, pass_, layouts)
+        problem, gather = self._as_forward(problem, pass_, layouts)
         product = Product.of(gather, config)
         tile = best_tile(gather, config, problem.batch, device)
         assert tile is not None
@@ -178,7 +178,7 @@ class ImplicitGemm(Schedule):
         operands = "float16" if config.scaled else problem.dtype
         transposed = config.tma_operands and not gather.src.channels_last
         source = KernelSource(
-            self.name,
+            "implicit_gemm",
             problem.dtype,
             needs_wide_offsets(gather),
             self._constants(gather, config, product),
@@ -221,6 +221,17 @@ class ImplicitGemm(Schedule):
             else source.with_constants(STORE_VECTOR=vector, COPY_BYTES=0 if tile.boxes else tile.copy_bytes),
         )
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
+
+    def _as_forward(
+        self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
+    ) -> tuple[ConvTransposeProblem, Gather]:
+        """The layer whose forward pass this is, and that pass."""
+        if pass_ is Pass.FORWARD:
+            return problem, Gather.of(problem, pass_, layouts)
+        mirrored = problem.mirrored()
+        assert mirrored is not None
+        layouts = replace(layouts, input=layouts.output, output=layouts.input)
+        return mirrored, Gather.of(mirrored, Pass.FORWARD, layouts, mirrored=True)
 
     @staticmethod
     def _constants(gather: Gather, config: GemmConfig, product: Product) -> tuple[tuple[str, Constant], ...]:
@@ -268,16 +279,6 @@ def _packing_seconds(problem: ConvTransposeProblem, gather: Gather, config: Gemm
     product = Product.of(gather, config)
     moved = problem.elements[1] * DTYPE_BYTES[problem.dtype] + product.row_groups * product.weight_bytes(config)
     return max(0, moved - _CACHED) / device.copy_bytes_per_second
-
-
-def _as_forward(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> tuple[ConvTransposeProblem, Gather]:
-    """The layer whose forward pass this is, and that pass."""
-    if pass_ is Pass.FORWARD:
-        return problem, Gather.of(problem, pass_, layouts)
-    mirrored = problem.mirrored()
-    assert mirrored is not None
-    layouts = replace(layouts, input=layouts.output, output=layouts.input)
-    return mirrored, Gather.of(mirrored, Pass.FORWARD, layouts, mirrored=True)
 
 
 def _clusters(work_tiles: int, tile_shares: int, device: DeviceInfo, config: GemmConfig) -> int:

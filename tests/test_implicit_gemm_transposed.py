@@ -1,0 +1,93 @@
+"""implicit_gemm on a transposed copy of its source, executed by the emulator; test_gpu.py runs the same on a GPU."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import emulator
+from kernel_harness import H200, Emulator, assert_exact, assert_kinds_exact, offers
+from polyphase.plan import planner
+from polyphase.plan.shortlist import refusal
+from polyphase.problem import ConvTransposeProblem, Pass
+from polyphase.problem.epilogue import Epilogue, Operation
+from polyphase.schedules.implicit_gemm.transposed import ImplicitGemmTransposed
+
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
+make = ConvTransposeProblem.make
+SCHEDULE = ImplicitGemmTransposed()
+
+LAYERS = {
+    "rows of odd lengths": make((2, 32, 9, 13), 72, 3, 2, 1, bias=True),
+    "padded channels": make((2, 21, 7, 11), 64, 4, 2, 1),
+    "three channels": make((3, 3, 8, 10), 70, 3, 2, 1),
+    "groups": make((2, 64, 9, 10), 96, 3, 2, 1, groups=2, bias=True),
+    "kernel is stride": make((2, 40, 5, 9), 33, 2, 2),
+    "more stride than kernel": make((2, 24, 9, 8), 40, 2, 3),
+    "stride 1": make((1, 48, 9, 13), 56, 3, 1, 1),
+    "stride 1, padded channels": make((1, 18, 9, 13), 19, (3, 2), 1, 1),
+    "1-D": make((3, 40, 70), 24, 8, 4, 2),
+    "3-D": make((1, 24, 3, 5, 7), 70, 3, 2, 1, 1, bias=True),
+    "tiny images": make((9, 40, 3, 3), 24, 4, 2, 1),
+    "dilation": make((2, 32, 7, 11), 48, (3, 4), (2, 3), 2, dilation=(2, 1), output_padding=(0, 1)),
+}
+
+
+def cases() -> Iterator[tuple[str, ConvTransposeProblem, Pass]]:
+    """The layers in dtypes and passes that the schedule takes."""
+    for name, layer in LAYERS.items():
+        for dtype in ("float32", "bfloat16", "float16"):
+            problem = replace(layer, dtype=dtype, tf32=True)
+            for pass_ in SCHEDULE.passes:
+                if refusal(SCHEDULE, problem, pass_, H200) is None:
+                    yield f"{name}, {dtype}, {pass_.value}", problem, pass_
+
+
+@needs_emulator
+@pytest.mark.sampled(8, 2)
+@pytest.mark.parametrize(("problem", "pass_"), [pytest.param(*case, id=name) for name, *case in cases()])
+def test_products(problem: ConvTransposeProblem, pass_: Pass) -> None:
+    """Two of the offered configs."""
+    found = offers(SCHEDULE, problem, pass_)
+    seed = zlib.crc32(f"{problem} {pass_}".encode())
+    for candidate, program in {found[seed % len(found)], found[0]}:
+        assert [step.source.kernel for step in program.steps if "src" in step.operands] == ["transpose"]
+        assert_exact(problem, pass_, candidate, program, executor=Emulator(seed % 1000))
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_of_any_strides(dtype: str) -> None:
+    problem = replace(LAYERS["padded channels"], dtype=dtype, tf32=True)
+    assert assert_kinds_exact(SCHEDULE, problem, Pass.FORWARD) > 1
+
+
+@needs_emulator
+def test_an_activation_of_the_input_is_computed_by_the_transpose() -> None:
+    """And the epilogue by the kernel: the copy is not read again."""
+    around = Epilogue((Operation("leaky_relu", (0.25,)),))
+    problem = replace(LAYERS["3-D"], dtype="bfloat16", prologue=around, epilogue=around)
+    programs = planner.programs(problem, Pass.FORWARD, H200)
+    program = next(program for candidate, program in programs if candidate.schedule == SCHEDULE.name)
+    first, *_, last = [step for step in program.steps if step.source.kernel != "pack_weights"]
+    assert first.source.kernel == "transpose"
+    assert first.source.prologue
+    assert last.source.kernel == "implicit_gemm"
+    assert last.source.epilogue
+
+
+def test_refusals() -> None:
+    """What has no copy: pixels that are channels already, and groups that would have to be padded."""
+    layer = LAYERS["groups"]
+    for problem, reason in (
+        (replace(layer, channels_last=True), "needs NCHW"),
+        (make((2, 64, 1, 1), 48, 3, dtype="bfloat16"), "more than one pixel"),
+        (make((2, 36, 9, 10), 48, 3, 2, groups=2, dtype="bfloat16"), "groups of whole pieces"),
+        (make((2, 64, 9, 10), 48, 3, 2, dtype="float64"), "float64"),
+    ):
+        assert reason in str(SCHEDULE.supports(problem, Pass.FORWARD, H200))
+    too_large = make((256, 256, 128, 128), 32, 3, 2, dtype="bfloat16")
+    assert "does not support the memory layout or the size" in str(refusal(SCHEDULE, too_large, Pass.FORWARD, H200))
