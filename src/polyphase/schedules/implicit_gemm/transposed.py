@@ -22,8 +22,6 @@ from polyphase.schedules.implicit_gemm.families import Layer
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.schedule import Cost
 
-_MOST_BYTES = 512 << 20  # most bytes of the transposed copy
-
 
 class ImplicitGemmTransposed(ImplicitGemm):
     """`ImplicitGemm` whose source is a transposed copy, with pixels of whole pieces of 16 bytes."""
@@ -32,20 +30,15 @@ class ImplicitGemmTransposed(ImplicitGemm):
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         shape = problem.input_shape if pass_ is Pass.FORWARD else problem.output_shape
-        if problem.channels_last or math.prod(shape[2:]) == 1:
-            return "needs NCHW, and more than one pixel"
+        if problem.channels_last:
+            return "needs NCHW"
         if problem.groups > 1 and _padded(shape[1] // problem.groups, problem.dtype) * problem.groups != shape[1]:
             return "needs groups of whole pieces of 16 bytes"
         return super().limits(problem, pass_, device)
 
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer | None:
-        """None also if the copy would take too much memory."""
-        _, gather = self._as_forward(problem, pass_, layouts)
-        if math.prod(gather.src.shape) * DTYPE_BYTES[problem.dtype] > _MOST_BYTES:
-            return None
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer:
         at = super().ranked_at(problem, pass_, layouts)
-        assert at is not None
-        return replace(at, problem=replace(at.problem, in_channels=gather.src.shape[1]))
+        return replace(at, problem=replace(at.problem, in_channels=_padded(at.problem.in_channels, problem.dtype)))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
