@@ -101,7 +101,7 @@ class ImplicitGemm(Schedule):
             return f"a block does not have all {problem.out_channels} channels of a pixel (at most {MOST_CHANNELS})"
         return None
 
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer:
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer | None:
         problem, gather = self._as_forward(problem, pass_, layouts)
         # The gradient of a tiny image need not be tiny, and a layer has one kernel for all of either kind.
         sized = typical(problem) if gather.mirrored else standard(problem)

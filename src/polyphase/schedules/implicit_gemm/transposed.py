@@ -36,8 +36,13 @@ class ImplicitGemmTransposed(ImplicitGemm):
             return "needs groups of whole pieces of 16 bytes"
         return super().limits(problem, pass_, device)
 
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer:
+    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer | None:
+        """None also for more pixels than the transpose counts."""
+        shape = _copy(problem, pass_, layouts).shape
+        if shape[0] * math.prod(shape[2:]) >= 2**31:
+            return None
         at = super().ranked_at(problem, pass_, layouts)
+        assert at is not None
         return replace(at, problem=replace(at.problem, in_channels=_padded(at.problem.in_channels, problem.dtype)))
 
     def cost(
