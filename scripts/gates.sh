@@ -35,12 +35,12 @@ write() {
       --arch sm_80,sm_100a,sm_120 --digests "$name-others-digests.csv"
     tail -n +2 "$name-others-digests.csv" >> "$name-digests.csv"
     rm "$name-others-digests.csv"
-    PYTHONPATH=$source "$python" -m polyphase plans --suite reference,kernelbench,all,models --random 300 \
+    PYTHONPATH=$source "$python" -m polyphase plans --suite reference,kernelbench,all,models --random 600 \
       --csv "$name-plans.csv"
   else
     PYTHONPATH=$source "$python" -m polyphase compile "${layers[@]}" --dtypes float32,bfloat16 --layouts nchw \
       --arch sm_90a --digests "$name-digests.csv"
-    PYTHONPATH=$source "$python" -m polyphase plans --suite reference --random 30 --csv "$name-plans.csv"
+    PYTHONPATH=$source "$python" -m polyphase plans --suite reference --random 60 --csv "$name-plans.csv"
   fi
 }
 

@@ -195,7 +195,7 @@ class _Families:
     def _held_by_epilogue(self, config: GemmConfig) -> int:
         if config.taps_in_rows:
             return _HELD_BY_CHANNELS if config.whole_images else 0
-        held = held_by_stores(self._taps.owned_w, config.lines, self._channels, self._layer.src_channels_last)
+        held = held_by_stores(self._taps.owned_w, config.lines, self._channels, self._problem.channels_last)
         several = config.channel_blocks > 1 or (config.lines > 1 and self._problem.dtype != "float32")
         if self._channels % ROWS and several:
             held = max(held, 32)  # stores ask whether a channel exists
