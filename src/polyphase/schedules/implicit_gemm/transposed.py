@@ -65,11 +65,11 @@ class ImplicitGemmTransposed(ImplicitGemm):
     def _as_forward(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
     ) -> tuple[ConvTransposeProblem, Gather]:
-        """Its source is the copy, with the padded channels of a pixel."""
+        """Its source is the copy: aligned, with the padded channels of a pixel."""
         problem, gather = super()._as_forward(problem, pass_, layouts)
         batch, channels, depth, height, width = gather.src.shape
         shape = batch, _padded(channels, problem.dtype), depth, height, width
-        return problem, replace(gather, src=Side(shape, dense_strides(shape, True)))
+        return problem, replace(gather, src=Side(shape, dense_strides(shape, True)), aligned=True)
 
 
 def _padded(channels: int, dtype: str) -> int:
