@@ -5,6 +5,7 @@ An input gradient may be stored channels first by the kernel itself (``first``).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
@@ -19,7 +20,7 @@ from polyphase.schedules.window_gemm.tma_config import TmaConfig
 from polyphase.schedules.window_gemm.tma_cost import weight_planes
 from polyphase.schedules.window_gemm.window import Gradient
 
-_MOST_BYTES = 512 << 20  # most bytes of the transposed copies
+_MOST_PIXELS = 2**31  # a transpose counts fewer
 _PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these, or a multiple of the last
 
 
@@ -30,9 +31,6 @@ class _Transposed(Gradient):
     _tma: WindowDgradTma | WindowWgradTma
     _reads: int  # tensors that are transposed before; the result is transposed back
 
-    def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
-        return False
-
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.channels_last:
             return "needs NCHW"
@@ -42,9 +40,10 @@ class _Transposed(Gradient):
         return self._tma.nothing_fits(problem, device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
-        """None also if the transposed copies would take too much memory."""
+        """None also for more pixels than a transpose counts."""
         written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
-        if _transposed_bytes(_last(problem, pass_), pass_) > _MOST_BYTES or not written_dense:
+        pixels = problem.batch * max(math.prod(problem.input_size), math.prod(problem.output_size))
+        if pixels >= _MOST_PIXELS or not written_dense:
             return None
         return self._tma.ranked_at(_last(problem, pass_), pass_, self._layouts(problem, pass_, layouts))
 
