@@ -68,6 +68,15 @@ def test_tensors_of_any_strides(dtype: str) -> None:
     assert assert_kinds_exact(SCHEDULE, problem, Pass.FORWARD, kinds) == len(kinds)
 
 
+def test_the_kernel_starts_after_the_copy_is_written() -> None:
+    """It reads pixels before it waits for the step before, which the emulator does not show."""
+    for name, problem, pass_ in cases():
+        for _, program in offers(SCHEDULE, problem, pass_):
+            steps = [(step.source.kernel.partition("_")[0], step.overlaps) for step in program.steps]
+            assert steps == [("pack", False), ("transpose", True), ("implicit", False)], name
+            assert program.main is program.steps[-1]
+
+
 @needs_emulator
 def test_an_activation_of_the_input_is_computed_by_the_transpose() -> None:
     """And the epilogue by the kernel: the copy is not read again."""
@@ -75,7 +84,7 @@ def test_an_activation_of_the_input_is_computed_by_the_transpose() -> None:
     problem = replace(LAYERS["3-D"], dtype="bfloat16", prologue=around, epilogue=around)
     programs = planner.programs(problem, Pass.FORWARD, H200)
     program = next(program for candidate, program in programs if candidate.schedule == SCHEDULE.name)
-    first, *_, last = [step for step in program.steps if step.source.kernel != "pack_weights"]
+    _, first, last = program.steps
     assert first.source.kernel == "transpose"
     assert first.source.prologue
     assert last.source.kernel == "implicit_gemm"

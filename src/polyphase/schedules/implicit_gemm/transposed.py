@@ -60,7 +60,11 @@ class ImplicitGemmTransposed(ImplicitGemm):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
         inner = super().program(problem, pass_, device, layouts, config)
-        return reading_channels_last(inner, problem.dtype, {SRC: _copy(problem, pass_, layouts)})
+        program = reading_channels_last(inner, problem.dtype, {SRC: _copy(problem, pass_, layouts)})
+        copy, *packs, main = program.steps
+        # The transpose runs beside the packing. The kernel reads pixels before it waits, so it starts after both.
+        steps = (*inner.steps[:-1], replace(copy, overlaps=bool(packs)), replace(main, overlaps=False))
+        return replace(program, steps=steps)
 
     def _as_forward(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
