@@ -489,7 +489,7 @@ def test_a_csv_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_csv_without_the_newer_columns_is_read() -> None:
-    records = read_csv(processes.ROOT / "benchmarks" / "results" / "h200-gradients.csv")
+    records = read_csv(processes.ROOT / "benchmarks" / "results" / "h200-models.csv")
     assert all(record.ms and record.predicted_ms is None and record.planned is None for record in records)
     assert all(record.config for record in records), "it is called variant there"
 

@@ -58,7 +58,7 @@ LAYERS = {
 def kind(candidate: Candidate) -> tuple[object, ...]:
     """What decides how a config stores."""
     of = candidate.config
-    return of.split, of.parts, of.scaled, of.tma_operands, of.wgmma, of.channel_blocks, of.lines
+    return candidate.schedule, of.split, of.parts, of.scaled, of.tma_operands, of.wgmma, of.channel_blocks, of.lines
 
 
 def cases() -> Iterator[ParameterSet]:
@@ -81,12 +81,13 @@ def cases() -> Iterator[ParameterSet]:
 def test_every_kind_of_config(problem: ConvTransposeProblem, device: DeviceInfo, number: int) -> None:
     kinds: dict[tuple[object, ...], tuple[Candidate, Program]] = {}
     for candidate, program in programs(problem, Pass.FORWARD, device):
-        assert candidate.schedule == "implicit_gemm"
+        assert candidate.schedule in ("implicit_gemm", "implicit_gemm_transposed")
         kinds.setdefault(kind(candidate), (candidate, program))
     if not kinds:  # two parts, and mma.sync, take registers of several row blocks, and memory of many taps
         assert device is A100 or not problem.tf32
         pytest.skip("no tile has all channels of a pixel")
-    for candidate, program in list(kinds.values())[:3]:
+    found = list(kinds.values())
+    for candidate, program in [*found[:3], *found[3:][-1:]]:  # of both schedules
         check(problem, candidate, program, Emulator(number * 31 % 100))
 
 

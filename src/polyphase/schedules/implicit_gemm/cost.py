@@ -107,6 +107,7 @@ class Work:
         self._count_stores(gather)
         self._bandwidth = _bandwidth(gather, terms)
         self._in_sectors = config.row_columns(gather) < gather.axes[2].stride
+        self.is_beside = self._in_sectors or config.scaled  # whether `beside` is not zero
 
     def estimate(
         self, gather: Gather, stages: int, tile: Tile, device: DeviceInfo, layer_bytes: int
@@ -259,6 +260,7 @@ class Bound:
         self._alone = work.least(0, stages)
         self._each = [cycles * self._rounds / self._cells for cycles in work.least(self._cells, stages)]
         self._ping_pong = config.split == "turns"
+        self._is_beside = work.is_beside
 
     def seconds(self, gather: Gather, cells: int) -> float:
         """For images of ``cells`` in all."""
@@ -276,7 +278,8 @@ class Bound:
 
     def _seconds(self, gather: Gather, cycles: float) -> float:
         work = self._work
-        return ((cycles + work.once) / work.device.clock_hz + work.beside(gather)) * _ROUNDING
+        beside = work.beside(gather) if self._is_beside else 0.0
+        return ((cycles + work.once) / work.device.clock_hz + beside) * _ROUNDING
 
 
 @lru_cache(maxsize=64)
@@ -295,4 +298,7 @@ def _measure(gather: Gather, device: DeviceInfo) -> float:
 
 
 def _norm(exponent: float, *parts: float) -> float:
-    return float(sum(part**exponent for part in parts) ** (1 / exponent))
+    total = 0.0
+    for part in parts:  # a generator would be most of a search's calls
+        total += part**exponent
+    return float(total ** (1 / exponent))

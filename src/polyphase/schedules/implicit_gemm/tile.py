@@ -142,18 +142,18 @@ class Room:
         self._banks = 8 // min(8, 2 * config.k_steps) if last and not config.tma_operands else 0
         self._transposed = config.tma_operands and not last
         self._most_pixels = config.round_pixels(gather) if config.whole_images else 0
-        self._limits = {}  # bytes and pixels, by stages
+        self._allowed = {}  # bytes and pixels, by stages
         for count in stages:
             static = _static_shared_bytes(config, product, count)
             limit = device.shared_bytes_per_block - static - reserve
             if static > _MAX_STATIC_SHARED or self._shared.least(count) > limit:
                 break  # nor do more stages fit
-            self._limits[count] = limit, self._shared.most_allocated(count, limit, self._aligned)
+            self._allowed[count] = limit, self._shared.most_allocated(count, limit, self._aligned)
 
     def tiles(self, gather: Gather, batch: int) -> tuple[list[Tile], int]:
         """`all_tiles`, whether they fit or not; none if no number of stages leaves room."""
         config = self._config
-        if not self._limits or (self._transposed and not may_take_operands(gather)):
+        if not self._allowed or (self._transposed and not may_take_operands(gather)):
             return [], 0
         by_tma = (True,) if config.tma_operands else (True, False) if may_use_tma(gather, config) else (False,)
         taps_in_rows, most, transposed = config.taps_in_rows, self._most_pixels, self._transposed
@@ -161,9 +161,9 @@ class Room:
 
     def first_that_fits(self, tiles: list[Tile], stages: int) -> Tile | None:
         """The first of ``tiles`` that fits with ``stages``."""
-        if stages not in self._limits:
+        if stages not in self._allowed:
             return None
-        limit, most = self._limits[stages]
+        limit, most = self._allowed[stages]
         for tile in tiles:
             if tile.allocated <= most and self._shared.of(tile, stages, self._aligned) <= limit:
                 return tile
