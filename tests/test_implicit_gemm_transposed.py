@@ -100,3 +100,6 @@ def test_refusals() -> None:
         (make((2, 64, 9, 10), 48, 3, 2, dtype="float64"), "float64"),
     ):
         assert reason in str(SCHEDULE.supports(problem, Pass.FORWARD, H200))
+    for batch, refused in ((2**23 - 1, False), (2**23, True)):  # the transpose counts pixels of the input
+        problem = make((batch, 8, 16, 16), 72, 3, 2, dtype="bfloat16")
+        assert ("size of these tensors" in str(refusal(SCHEDULE, problem, Pass.FORWARD, H200))) == refused

@@ -136,6 +136,14 @@ def test_where_it_refuses() -> None:
         assert refusal(schedule, layer, Pass.FORWARD, H200) is not None
 
 
+def test_pixels_are_counted() -> None:
+    """Of the output, which has more of them here."""
+    for batch, refused in ((2**21 - 1, False), (2**21, True)):
+        layer = make((batch, 8, 16, 16), 8, 2, 2, dtype="bfloat16")
+        for pass_, schedule in SCHEDULES.items():
+            assert ("size of these tensors" in str(refusal(schedule, layer, pass_, H200))) == refused
+
+
 @pytest.mark.parametrize(
     ("pass_", "layer"),
     [

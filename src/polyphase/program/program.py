@@ -176,12 +176,34 @@ def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer]) 
 
 def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed]) -> Program:
     """A program that reads some tensors in channels_last, for other layouts: they are transposed before."""
-    buffers = {name: Buffer(f"{name}_channels_last", dtype, how.elements) for name, how in read.items()}
-    before = tuple(
-        replace(to_channels_last(dtype, *how), operands=(name, buffers[name].name), overlaps=i > 0)
-        for i, (name, how) in enumerate(read.items())
-    )
+    steps = {name: _transpose(dtype, name, how) for name, how in read.items()}
+    before = tuple(replace(step, overlaps=i > 0) for i, (step, _) in enumerate(steps.values()))
+    buffers = {name: buffer for name, (_, buffer) in steps.items()}
     return _with_spares(prepared(inner, before, buffers), transpose_sources(dtype) if read else ())
+
+
+def reading_source_channels_last(inner: Program, dtype: str, how: Transposed) -> Program:
+    """The same of the source alone, for a main step that reads pixels before it waits."""
+    return _with_spares(writing_source(inner, *_transpose(dtype, SRC, how)), transpose_sources(dtype))
+
+
+def writing_source(inner: Program, step: Step, buffer: Buffer) -> Program:
+    """A program whose source is the ``buffer`` that ``step`` writes, complete with its operands.
+
+    The step comes before the first that reads the source: after the packing of weights, beside which it runs, unless
+    that measures pixels. The reader is launched after both: implicit_gemm reads pixels before it waits.
+    """
+    place = next(i for i, each in enumerate(inner.steps) if SRC in each.operands)
+    written = prepared(inner, (), {SRC: buffer})
+    reader = replace(written.steps[place], overlaps=False)
+    steps = (*written.steps[:place], replace(step, overlaps=place > 0), reader, *written.steps[place + 1 :])
+    return replace(written, steps=steps, main_index=inner.main_index + (place <= inner.main_index))
+
+
+def _transpose(dtype: str, name: str, how: Transposed) -> tuple[Step, Buffer]:
+    """The step that transposes a tensor, and the buffer that it writes."""
+    buffer = Buffer(f"{name}_channels_last", dtype, how.elements)
+    return replace(to_channels_last(dtype, *how), operands=(name, buffer.name)), buffer
 
 
 def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:

@@ -14,7 +14,7 @@ from polyphase.problem.epilogue import Epilogue, of_input
 from polyphase.problem.layouts import Layouts, extent, five
 from polyphase.problem.problem import ConvTransposeProblem
 from polyphase.program.params import params_of
-from polyphase.program.program import Buffer, Program, prepared
+from polyphase.program.program import Buffer, Program, writing_source
 from polyphase.program.step import BIAS, SRC, Step, plain_step
 
 _THREADS = 256
@@ -46,18 +46,10 @@ def _reading(step: Step, prologue: Epilogue) -> Step:
 
 
 def in_a_step(program: Program, problem: ConvTransposeProblem, layouts: Layouts) -> Program:
-    """The program with a step that computes the prologue; ``layouts``: of ``problem``'s tensors.
-
-    It comes before the first step that reads the input: after the packing of weights, beside which it runs, if pixels
-    are not measured for that.
-    """
+    """The program with a step that computes the prologue; ``layouts``: of ``problem``'s tensors."""
     names = map(of_input, problem.prologue.named_operands)
-    place = next(i for i, step in enumerate(program.steps) if SRC in step.operands)
-    step = replace(apply_step(problem, layouts), operands=(SRC, *names, _BEHIND), overlaps=place > 0)
-    behind = prepared(program, (), {SRC: Buffer(_BEHIND, problem.dtype, extent(problem.input_shape, layouts.input))})
-    first = replace(behind.steps[place], overlaps=False)  # it reads pixels before it waits
-    steps = (*behind.steps[:place], step, first, *behind.steps[place + 1 :])
-    return replace(behind, steps=steps, main_index=program.main_index + (place <= program.main_index))
+    step = replace(apply_step(problem, layouts), operands=(SRC, *names, _BEHIND))
+    return writing_source(program, step, Buffer(_BEHIND, problem.dtype, extent(problem.input_shape, layouts.input)))
 
 
 def apply_step(problem: ConvTransposeProblem, layouts: Layouts, at_once: int | None = None) -> Step:

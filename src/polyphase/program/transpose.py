@@ -11,6 +11,9 @@ from polyphase.problem.layouts import Strides, five
 from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
 
+#: A transpose counts fewer pixels, of all images.
+MOST_PIXELS = 2**31
+
 _THREADS = 256
 _PIECES = 1536  # 16-byte pieces of a block's tile in shared memory
 _LEAST_PIXELS = 64  # least pixels of a tile

@@ -107,7 +107,6 @@ class Work:
         self._count_stores(gather)
         self._bandwidth = _bandwidth(gather, terms)
         self._in_sectors = config.row_columns(gather) < gather.axes[2].stride
-        self.is_beside = self._in_sectors or config.scaled  # whether `beside` is not zero
 
     def estimate(
         self, gather: Gather, stages: int, tile: Tile, device: DeviceInfo, layer_bytes: int
@@ -260,7 +259,6 @@ class Bound:
         self._alone = work.least(0, stages)
         self._each = [cycles * self._rounds / self._cells for cycles in work.least(self._cells, stages)]
         self._ping_pong = config.split == "turns"
-        self._is_beside = work.is_beside
 
     def seconds(self, gather: Gather, cells: int) -> float:
         """For images of ``cells`` in all."""
@@ -278,8 +276,7 @@ class Bound:
 
     def _seconds(self, gather: Gather, cycles: float) -> float:
         work = self._work
-        beside = work.beside(gather) if self._is_beside else 0.0
-        return ((cycles + work.once) / work.device.clock_hz + beside) * _ROUNDING
+        return ((cycles + work.once) / work.device.clock_hz + work.beside(gather)) * _ROUNDING
 
 
 @lru_cache(maxsize=64)
@@ -299,6 +296,6 @@ def _measure(gather: Gather, device: DeviceInfo) -> float:
 
 def _norm(exponent: float, *parts: float) -> float:
     total = 0.0
-    for part in parts:  # a generator would be most of a search's calls
+    for part in parts:  # in a generator each part would be a call
         total += part**exponent
     return float(total ** (1 / exponent))

@@ -13,8 +13,8 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
-from polyphase.program.program import Program, Transposed, reading_channels_last
-from polyphase.program.step import SRC
+from polyphase.program.program import Program, Transposed, reading_source_channels_last
+from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, GemmConfig
@@ -39,14 +39,14 @@ class ImplicitGemmTransposed(ImplicitGemm):
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer | None:
         """None also for more pixels than the transpose counts."""
         shape = _copy(problem, pass_, layouts).shape
-        if shape[0] * math.prod(shape[2:]) >= 2**31:
+        if shape[0] * math.prod(shape[2:]) >= MOST_PIXELS:
             return None
         at = super().ranked_at(problem, pass_, layouts)
         assert at is not None
         return replace(at, problem=replace(at.problem, in_channels=_padded(at.problem.in_channels, problem.dtype)))
 
     def own(self, at: Layer) -> list[Layer]:
-        """No further sizes: a search takes as long as implicit_gemm's, and found no faster configs there."""
+        """None: each takes a search, and implicit_gemm's take most of a cold plan."""
         return []
 
     def cost(
@@ -64,11 +64,7 @@ class ImplicitGemmTransposed(ImplicitGemm):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
         inner = super().program(problem, pass_, device, layouts, config)
-        program = reading_channels_last(inner, problem.dtype, {SRC: _copy(problem, pass_, layouts)})
-        copy, *packs, main = program.steps
-        # The transpose runs beside the packing. The kernel reads pixels before it waits, so it starts after both.
-        steps = (*inner.steps[:-1], replace(copy, overlaps=bool(packs)), replace(main, overlaps=False))
-        return replace(program, steps=steps)
+        return reading_source_channels_last(inner, problem.dtype, _copy(problem, pass_, layouts))
 
     def _as_forward(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts

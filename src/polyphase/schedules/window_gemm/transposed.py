@@ -13,6 +13,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.program.program import Program, between_transposes, transpose_reduces
+from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
@@ -20,7 +21,6 @@ from polyphase.schedules.window_gemm.tma_config import TmaConfig
 from polyphase.schedules.window_gemm.tma_cost import weight_planes
 from polyphase.schedules.window_gemm.window import Gradient
 
-_MOST_PIXELS = 2**31  # a transpose counts fewer
 _PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these, or a multiple of the last
 
 
@@ -43,7 +43,7 @@ class _Transposed(Gradient):
         """None also for more pixels than a transpose counts."""
         written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
         pixels = problem.batch * max(math.prod(problem.input_size), math.prod(problem.output_size))
-        if pixels >= _MOST_PIXELS or not written_dense:
+        if pixels >= MOST_PIXELS or not written_dense:
             return None
         return self._tma.ranked_at(_last(problem, pass_), pass_, self._layouts(problem, pass_, layouts))
 
