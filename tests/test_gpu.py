@@ -352,7 +352,7 @@ def test_numbers_of_many_sizes_as_halves(name: str, tf32: bool, gpu_with_kernels
     if not DeviceInfo.of(gpu_with_kernels.device).has_wgmma:
         pytest.skip("float32 is multiplied as float16 by Hopper's instruction alone")
     problem = replace(SCALED_LAYERS[name], tf32=tf32)
-    for program in scaled(problem, 12):
+    for program in both(problem, 12):
         assert_near(problem, program, *of_many_sizes(problem), gpu_with_kernels, 2.0**-17)
 
 

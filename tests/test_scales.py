@@ -22,6 +22,7 @@ from polyphase.schedules.implicit_gemm.config import GemmConfig
 from polyphase.schedules.implicit_gemm.families import Layer, legal_configs
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.implicit_gemm.tile import best_tile
+from polyphase.schedules.implicit_gemm.transposed import ImplicitGemmTransposed
 
 make = ConvTransposeProblem.make
 
@@ -47,6 +48,27 @@ def scaled(problem: ConvTransposeProblem, most: int, layouts: Layouts | None = N
     shuffled = random.Random(str(problem)).sample(found, len(found))
     for config in islice(filter(fits, shuffled), most):
         yield ImplicitGemm().program(problem, Pass.FORWARD, H200, layouts, config)
+
+
+def copied(problem: ConvTransposeProblem, most: int, layouts: Layouts | None = None) -> Iterator[Program]:
+    """The same of configs that read transposed copies, in TF32's accuracy."""
+    if not problem.tf32:
+        return
+    layouts, schedule = layouts or Layouts.dense(problem), ImplicitGemmTransposed()
+    at = schedule.ranked_at(problem, Pass.FORWARD, layouts)
+    assert at is not None
+    found = schedule.configs(at, Pass.FORWARD, H200)
+    assert all(config.scaled for config in found)
+    shuffled = random.Random(str(problem)).sample(found, len(found))
+    fitting = (each for each in shuffled if schedule.cost(problem, Pass.FORWARD, H200, layouts, each) is not None)
+    for config in islice(fitting, most):
+        yield schedule.program(problem, Pass.FORWARD, H200, layouts, config)
+
+
+def both(problem: ConvTransposeProblem, most: int, layouts: Layouts | None = None) -> Iterator[Program]:
+    """So many of each."""
+    yield from scaled(problem, most, layouts)
+    yield from copied(problem, most, layouts)
 
 
 def integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -82,7 +104,7 @@ def assert_near(
 @pytest.mark.parametrize("name", LAYERS)
 def test_numbers_of_many_sizes(name: str, tf32: bool) -> None:
     problem = replace(LAYERS[name], tf32=tf32)
-    for program in scaled(problem, 3):
+    for program in both(problem, 3):
         assert_near(problem, program, *of_many_sizes(problem))
 
 
@@ -108,7 +130,7 @@ def test_a_pixel_far_larger_than_all_others(magnitude: float, tf32: bool) -> Non
     for outlier in (1.0, 2.0**20, 2.0**60):
         if magnitude * outlier < 2.0**122:
             x[1, 3, 4, 5] = 3 * magnitude * outlier
-            for program in scaled(problem, 1):
+            for program in both(problem, 1):
                 assert_near(problem, program, x, weight)
 
 
@@ -128,7 +150,7 @@ def test_channels_of_many_sizes(outlier: float, tf32: bool) -> None:
     largest = x.double().abs().amax(1, True).expand(x.shape)
     lost = reference(problem, Pass.FORWARD, (largest, weight.double().abs()))
     rounding, losing = (2.0**-10, 2.0**-19) if tf32 else (2.0**-21, 2.0**-27)
-    for program in scaled(problem, 2):
+    for program in both(problem, 2):
         found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)).double()
         assert ((found - exact).abs() <= rounding * sums + losing * lost).all()
 
@@ -156,7 +178,7 @@ MANY_TAPS = {
 def test_packing_kernels_have_room(name: str) -> None:
     """A kernel has 48 KiB of shared memory unless more is asked for."""
     problem = MANY_TAPS[name]
-    kernels = {source for program in scaled(problem, 40) for source in program.sources}
+    kernels = {source for program in both(problem, 40) for source in program.sources}
     packing = {source for source in kernels if source.kernel != "implicit_gemm"}
     assert {source.kernel for source in packing} > {"measure_scales"}
     for source in packing:
@@ -175,7 +197,7 @@ def test_what_is_not_finite(most: int, tf32: bool) -> None:
     x[0, 3, 1, 1], x[1, 4, 2, 2], x[1, 5, 4, 5] = math.inf, -math.inf, math.nan
     bias = torch.zeros(problem.out_channels)
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()), bias.double())
-    for program in scaled(problem, 3):
+    for program in both(problem, 3):
         found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), bias).double()
         torch.testing.assert_close(found, exact, equal_nan=True, rtol=2.0**-21, atol=0)
 
@@ -190,7 +212,7 @@ def test_weights_that_are_not_finite(name: str) -> None:
     exact = reference(problem, Pass.FORWARD, (x.double(), weight.double()))
     changed = ~exact.isfinite()
     assert changed.any()
-    for program in scaled(problem, 2):
+    for program in both(problem, 2):
         found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)).double()
         assert torch.equal(found[~changed], finite[~changed])
         assert not found[changed].isfinite().any()
@@ -202,7 +224,7 @@ def test_zeros(zeros: str) -> None:
     x, weight = integers(problem.input_shape, 12), integers(problem.weight_shape, 13)
     x *= zeros == "weight"
     weight *= zeros == "input"
-    for program in scaled(problem, 2):
+    for program in both(problem, 2):
         assert not run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight)).any()
 
 
@@ -232,5 +254,5 @@ def test_no_races() -> None:
     problem = LAYERS["tiny images"]
     x = integers(problem.input_shape, 16) * powers((5, 1, 4, 4), 30, 17).float()
     weight = integers(problem.weight_shape, 18)
-    for program in scaled(problem, 2):
+    for program in both(problem, 2):
         run(problem, Pass.FORWARD, program, Layouts.dense(problem), (x, weight), executor=Emulator(order=None))

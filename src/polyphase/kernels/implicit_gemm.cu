@@ -22,7 +22,9 @@
 //     transpose them within shared memory (channels innermost) and round them;
 //   - where TMA can load boxes of the source (params.boxes), one warp issues TMA and the others only transpose,
 //     TRANSPOSE_GROUPS groups of them, round-robin over stages;
-//   - with TMA_OPERANDS TMA writes B directly: NHWC, or NCHW in 16 bit (MN_MAJOR) if no tap shifts B.
+//   - with TMA_OPERANDS TMA writes B directly: NHWC, or NCHW in 16 bit (MN_MAJOR) if no tap shifts B. With COPIES it
+//     loads float16 copies of the float32 source, one for each of the bands of largest magnitudes
+//     (steps/transpose.cu); with more bands producers gather pixels from the source.
 //
 // Shared memory: STAGES stages of weights (unless RESIDENT: then they stay, and the work tiles of a block have the same
 // row groups) and pixels; the RESIDENT weights; RAW_SLOTS stages of boxes or rows that are not transposed yet; the
@@ -58,7 +60,7 @@
 #include "mainloop/gemm_tile.cuh"
 #include "mainloop/tile_product.cuh"
 #if SCALED
-#include "operand/bands.cuh"
+#include "operand/measured_bands.cuh"
 #include "operand/scales.cuh"
 #endif
 #if TAPS_IN_ROWS
@@ -119,9 +121,13 @@ constexpr bool CHAINED = PARTS == 2 && ALIKE && STRAIGHT && K_STEPS * KINDS.most
 __device__ __forceinline__ int stage_of_band(const TileScheduler& scheduler, int stage) {
   return SCALED && scheduler.bands > 1 ? stage % TILE_STAGES : stage;
 }
+// The copy with that band; the first one has the largest magnitudes.
+__device__ __forceinline__ int copy_of_band(const TileScheduler& scheduler, int stage) {
+  return COPIES > 0 && scheduler.bands > 1 ? scheduler.bands - 1 - stage / TILE_STAGES : 0;
+}
 __device__ __forceinline__ PixelBand band_of(const TileScheduler& scheduler, int stage) {
 #if SCALED
-  return StageBand(scheduler.scale, scheduler.bands, scheduler.bands > 1 ? stage / TILE_STAGES : 0);
+  return PixelBand(scheduler.scale, scheduler.bands, scheduler.bands > 1 ? stage / TILE_STAGES : 0);
 #else
   return {};
 #endif
@@ -150,7 +156,7 @@ __device__ __forceinline__ void copy_weights(unsigned to, const unsigned char* f
 // from which they are transposed. Weights go to stages. The first pixels are loaded before the wait for packed weights.
 constexpr int PIXEL_SLOTS = TMA_OPERANDS ? STAGES : RAW_SLOTS;
 
-__device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& scheduler, const scalar_t* src,
+__device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& scheduler, const boxed_t* src,
                                            const unsigned char* packed, unsigned char* stages, int stage_bytes,
                                            unsigned char* pixels, int pixel_bytes, unsigned full, unsigned empty,
                                            unsigned raw_full, unsigned raw_empty) {
@@ -162,7 +168,8 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
     if (ahead.stage == 0) loader.locate(ahead.index);
     const unsigned barrier = (TMA_OPERANDS ? full : raw_full) + 8 * slot_ahead.index;
     if (elect()) {
-      loader.load(stage_of_band(scheduler, ahead.stage), pixels + slot_ahead.index * pixel_bytes, barrier);
+      loader.load(stage_of_band(scheduler, ahead.stage), copy_of_band(scheduler, ahead.stage),
+                  pixels + slot_ahead.index * pixel_bytes, barrier);
       if (!TMA_OPERANDS) mbarrier_arrive(barrier);
     }
     __syncwarp();
@@ -193,6 +200,36 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
   }
   if (first_lane) scheduler.settle(ahead.ordinal);
 }
+
+#if COPIES
+// The producers where there are more bands than COPIES: all threads gather a stage's pixels, one loads its weights.
+__device__ __forceinline__ void gather_stages(const Params& params, TileScheduler& scheduler, const scalar_t* src,
+                                              const unsigned char* packed, unsigned char* stages, int stage_bytes,
+                                              unsigned full, unsigned empty) {
+  const int thread = (int)threadIdx.x - CONSUMERS * 128;
+  Cursor now;
+  PipelineState<STAGES> slot;
+  for (; now.index < params.work_tiles; now.skip_and_take(scheduler, 1, thread == 0), slot.skip(1)) {
+    WorkTile work;
+    work.locate(params, now.index, 0);
+    const int stage = stage_of_band(scheduler, now.stage);
+    unsigned char* const to = stages + slot.index * stage_bytes;
+    mbarrier_wait(empty + 8 * slot.index, slot.parity ^ 1);
+    gather_pixels(params, src, work, band_of(scheduler, now.stage), stage, to + WEIGHT_SLOT, thread);
+    fence_proxy_async();
+    named_barrier_sync(1, LOADERS);
+    if (thread == 0) {
+      const unsigned char* const weights =
+          packed + now.index % params.tile_shares * (ROW_SHARES * TILE_WEIGHT_BYTES) + stage * WEIGHT_STAGE;
+      for (int share = 0; !RESIDENT && share < ROW_SHARES; ++share)
+        copy_weights(shared_address(to + share * WEIGHT_STAGE), weights + share * TILE_WEIGHT_BYTES,
+                     full + 8 * slot.index);
+      mbarrier_arrive(full + 8 * slot.index);
+    }
+  }
+  if (thread == 0) scheduler.settle(now.ordinal);
+}
+#endif
 
 // One of the warps that transpose boxes. A group of TRANSPOSE_WARPS takes every TRANSPOSE_GROUPS-th stage; its warps do
 // not wait for one another.
@@ -353,7 +390,8 @@ __device__ __forceinline__ void clear_padding(const Params& params, unsigned cha
 #if BOX_COPY
 // The producers where TMA loads pixels: the last warp issues it, the others transpose.
 __device__ __forceinline__ void produce_by_tma(const Params& params, TileScheduler& scheduler,
-                                               const scalar_t* __restrict__ src, const PrologueOperands& operands,
+                                               const scalar_t* __restrict__ src, const boxed_t* __restrict__ boxed,
+                                               const PrologueOperands& operands,
                                                const unsigned char* __restrict__ packed, Shared& shared,
                                                unsigned char* stages, int stage_bytes, unsigned char* raw,
                                                int raw_stage) {
@@ -361,12 +399,18 @@ __device__ __forceinline__ void produce_by_tma(const Params& params, TileSchedul
   setmaxnreg_dec<PRODUCER_REGISTERS>();
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32 - CONSUMERS * 4, 0);
   const unsigned raw_full = shared_address(shared.raw_full), raw_empty = shared_address(shared.raw_empty);
+#if COPIES
+  if (scheduler.bands > COPIES) {
+    gather_stages(params, scheduler, src, packed, stages, stage_bytes, full, empty);
+    return;
+  }
+#endif
   if (warp < TRANSPOSE_GROUPS * TRANSPOSE_WARPS && !TMA_OPERANDS) {
     transpose_stages(params, scheduler, operands, warp, stages, stage_bytes, raw, raw_stage, full, empty, raw_full,
                      raw_empty);
   } else if (warp == LOADER_THREADS / 32 - 1) {
     unsigned char* const pixels = TMA_OPERANDS ? stages + WEIGHT_SLOT : raw;
-    load_boxes(params, scheduler, src, packed, stages, stage_bytes, pixels, TMA_OPERANDS ? stage_bytes : raw_stage,
+    load_boxes(params, scheduler, boxed, packed, stages, stage_bytes, pixels, TMA_OPERANDS ? stage_bytes : raw_stage,
                full, empty, raw_full, raw_empty);
   }
 }
@@ -442,8 +486,16 @@ __device__ __forceinline__ void prefetch_residuals(const Params& params, const W
 #define CLUSTERED
 #endif
 
+#if COPIES
+#define COPIES_PARAMETER , const operand_t* __restrict__ copies
+#define BOXED(src) copies
+#else
+#define COPIES_PARAMETER
+#define BOXED(src) src
+#endif
+
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
-    implicit_gemm(const scalar_t* __restrict__ src, const unsigned char* __restrict__ packed,
+    implicit_gemm(const scalar_t* __restrict__ src COPIES_PARAMETER, const unsigned char* __restrict__ packed,
                   const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS PROLOGUE_PARAMETERS, result_t* __restrict__ dst,
                   const __grid_constant__ Params params) {
   extern __shared__ __align__(TMA_OPERANDS ? 1024 : 128) unsigned char shared_memory[];
@@ -507,8 +559,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 
 #if BOX_COPY
   if (takes_boxes(params) && warp_group >= CONSUMERS) {
-    produce_by_tma(params, scheduler, src, PROLOGUE_OPERANDS, packed, shared, shared_memory, stage_bytes, raw,
-                   raw_stage);
+    produce_by_tma(params, scheduler, src, BOXED(src), PROLOGUE_OPERANDS, packed, shared, shared_memory, stage_bytes,
+                   raw, raw_stage);
     return;
   }
 #endif

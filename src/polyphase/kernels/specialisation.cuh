@@ -33,6 +33,7 @@ constexpr int MIN_BLOCKS = 1;  // resident blocks of a multiprocessor, for which
 #define CLUSTER 1       // blocks
 #define BY_THREADS 0    // MN-major operands of 32 bits go through registers
 #define SCALED 0        // float32 is multiplied as float16
+#define COPIES 0        // copies of the source in float16, by bands of magnitudes
 #define SPLIT 0         // 1: writes partial moments; 2: reads them
 #define TAPS_IN_ROWS 0  // rows of the product are taps (col2im follows), not channels of one phase
 

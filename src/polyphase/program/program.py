@@ -23,6 +23,7 @@ from polyphase.program.step import BIAS, DST, GRAD, MANY_BLOCKS, PARTIALS, SRC, 
 from polyphase.program.transpose import (
     to_channels_last,
     to_contiguous,
+    to_halves,
     transpose_blocks,
     transpose_source,
     transpose_sources,
@@ -185,6 +186,25 @@ def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed
 def reading_source_channels_last(inner: Program, dtype: str, how: Transposed) -> Program:
     """The same of the source alone, for a main step that reads pixels before it waits."""
     return _with_spares(writing_source(inner, *_transpose(dtype, SRC, how)), transpose_sources(dtype))
+
+
+def reading_halves(inner: Program, how: Transposed, copies: int, band: int) -> Program:
+    """A program whose main step reads ``copies`` of the float32 source in float16, and the source itself.
+
+    They are written after the packing of the weights, which finds the bands of magnitudes (`to_halves`). The main step
+    waits before it reads.
+    """
+    buffer = Buffer(f"{SRC}_halves", "float16", copies * how.elements)
+    step = to_halves(how.shape, how.strides, how.padded, copies, band)
+    step = replace(step, operands=(SRC, WORKSPACE, buffer.name), overlaps=True)
+    main = replace(inner.main, operands=(SRC, buffer.name, *inner.main.operands[1:]))
+    before, behind = inner.steps[: inner.main_index], inner.steps[inner.main_index + 1 :]
+    return replace(
+        inner,
+        steps=(*before, step, main, *behind),
+        main_index=inner.main_index + 1,
+        buffers=(*inner.buffers, buffer),
+    )
 
 
 def writing_source(inner: Program, step: Step, buffer: Buffer) -> Program:

@@ -24,18 +24,23 @@ _RUN_BITS, _MOST_RUN_BITS = range(5, 8), 8  # log2 of a source row's elements in
 _RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # elements of such a tile; of a row beyond which tiles with a halo are narrower
 
 
-def transpose_source(dtype: str, sums: bool = False, rows: bool = False) -> KernelSource:
-    """The kernel, for all tensors of a dtype, for partial ``sums`` of these, or for tensors of whole ``rows``."""
+def transpose_source(dtype: str, sums: bool = False, rows: bool = False, copies: int = 0) -> KernelSource:
+    """The kernel, for all tensors of a dtype, for partial ``sums`` of these, or for tensors of whole ``rows``.
+
+    ``copies``: writes so many copies in float16 (`to_halves`).
+    """
     return KernelSource(
         "transpose",
         dtype,
         False,
         (
             ("THREADS", _THREADS),
-            ("PARTS", 2),
+            ("PARTS", 1 if copies else 2),
+            ("SCALED", copies > 0),
+            ("COPIES", copies),
             ("PIECES", _PIECES),
             ("SUMS", sums),
-            ("ROWS", rows),
+            *(() if copies else (("ROWS", rows),)),
             ("MIN_BLOCKS", 5 if rows else 6),
         ),
         folder="steps",
@@ -65,8 +70,12 @@ def _tile(channels: int, element: int) -> tuple[int, int, int]:
 
 def transpose_blocks(dtype: str, channels: int, pixels: int) -> int:
     """Blocks of a transpose that writes ``channels`` of ``pixels``, those of all images."""
-    pieces, pixel_bits, halo = _tile(channels, DTYPE_BYTES[dtype])
-    row = min(channels, pieces * 16 // DTYPE_BYTES[dtype]) if halo == 0 else pieces * 16 // DTYPE_BYTES[dtype] - halo
+    return _blocks(DTYPE_BYTES[dtype], channels, pixels)
+
+
+def _blocks(element: int, channels: int, pixels: int) -> int:
+    pieces, pixel_bits, halo = _tile(channels, element)
+    row = min(channels, pieces * 16 // element) if halo == 0 else pieces * 16 // element - halo
     return math.ceil(pixels / (1 << pixel_bits)) * math.ceil((channels + max(0, halo - 1)) / row)
 
 
@@ -85,15 +94,41 @@ def to_channels_last(
     ``parts``: two are TF32 and the remainder, as separate channels, the second part of a group after the first.
     ``splits``: number of partial planes of the source, which are added; 0 if it is a tensor of ``dtype``.
     """
+    _, channels, *sizes = five(shape)
+    each = channels // groups if padded is None else padded
+    written, whole = groups * parts * each, groups == 1 or each * groups == channels
+    if splits == 0 and parts == 1 and whole and _by_rows(dtype, strides, sizes, written):
+        return _rows_to_channels_last(dtype, shape, strides, written)
+    source = transpose_source(dtype, splits > 0)
+    return _by_pixels(source, DTYPE_BYTES[dtype], shape, strides, groups, each, parts, splits)
+
+
+def to_halves(shape: tuple[int, ...], strides: Strides, padded: int, copies: int, band: int) -> Step:
+    """The step from float32 ``(N, C, *spatial)`` of any strides to ``copies`` in float16, channels innermost.
+
+    Each has the numbers of a band of magnitudes (kernels/operand/bands.cuh), by the scales in the workspace: ``band``
+    bytes from its first. If there are more bands than copies, nothing is written. ``padded``: channels of the result.
+    """
+    return _by_pixels(transpose_source("float32", copies=copies), 2, shape, strides, 1, padded, band=band)
+
+
+def _by_pixels(
+    source: KernelSource,
+    element: int,
+    shape: tuple[int, ...],
+    strides: Strides,
+    groups: int,
+    each: int,
+    parts: int = 1,
+    splits: int = 0,
+    band: int = 0,
+) -> Step:
+    """A tile of pixels in each block; ``element``: bytes of the result's elements."""
     batch, channels, *sizes = five(shape)
     pixels, group = batch * math.prod(sizes), channels // groups
-    each = group if padded is None else padded
-    written, vector = groups * parts * each, 16 // DTYPE_BYTES[dtype]
-    if splits == 0 and parts == 1 and (groups == 1 or each == group) and _by_rows(dtype, strides, sizes, written):
-        return _rows_to_channels_last(dtype, shape, strides, written)
-    pieces, pixel_bits, halo = _tile(written, DTYPE_BYTES[dtype])
+    written, vector = groups * parts * each, 16 // element
+    pieces, pixel_bits, halo = _tile(written, element)
     row = min(written, pieces * vector) if halo == 0 else pieces * vector - halo
-    source = transpose_source(dtype, splits > 0)
     params = params_of(source).pack(
         stride=strides,
         channels=written,
@@ -106,11 +141,12 @@ def to_channels_last(
         row=row,
         pixel_bits=pixel_bits,
         halo=halo,
-        advance=_THREADS * max(1, 4 // DTYPE_BYTES[dtype]) // row,
+        advance=_THREADS * max(1, 4 // element) // row,
         planes=max(1, splits),
         plane=math.prod(shape),
+        band=band,
     )
-    return plain_step(source, transpose_blocks(dtype, written, pixels), _THREADS, params)
+    return plain_step(source, _blocks(element, written, pixels), _THREADS, params)
 
 
 def _by_rows(dtype: str, strides: Strides, sizes: list[int], written: int) -> bool:
@@ -155,6 +191,7 @@ def _rows_to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides,
         advance=0,
         planes=1,
         plane=span,
+        band=0,
     )
     across = -(-(written + max(0, halo - 1)) // row)
     return plain_step(source, batch * -(-run >> bits) * across, _THREADS, params)

@@ -106,6 +106,7 @@ class Gather:
     in_sums: bool = False  # the destination has the accumulator's type
     normalized: bool = False  # the epilogue normalises over the channels of each output pixel
     mirrored: bool = False  # the weight belongs to the layer whose input gradient this forward pass computes
+    original: Gather | None = None  # if the source is a copy in float16: the pass on the float32 source itself
 
     def __hash__(self) -> int:
         return self._hash
@@ -138,6 +139,16 @@ class Gather:
             normalized=forward and problem.epilogue.normalizes,
             mirrored=mirrored,
         )
+
+    @property
+    def src_dtype(self) -> str:
+        """The type of the source's elements."""
+        return self.dtype if self.original is None else "float16"
+
+    @property
+    def src_bytes(self) -> int:
+        """Bytes of an element of the source."""
+        return DTYPE_BYTES[self.src_dtype]
 
     @property
     def dst_bytes(self) -> int:

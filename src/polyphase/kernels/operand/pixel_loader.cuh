@@ -6,6 +6,7 @@
 
 #include "specialisation.cuh"
 #include "core/shared_address.cuh"
+#include "core/swizzle.cuh"
 #include "core/tile_scheduler.cuh"
 #include "core/types.cuh"
 #include "ptx/arch.cuh"
@@ -14,8 +15,15 @@
 #include "operand/input_value.cuh"
 #include "operand/tf32.cuh"
 #include "mainloop/gemm_tile.cuh"
-#if SCALED
 #include "operand/bands.cuh"
+#if SCALED
+#include "operand/measured_bands.cuh"
+#endif
+
+#if COPIES
+typedef operand_t boxed_t;  // elements of boxes
+#else
+typedef scalar_t boxed_t;
 #endif
 
 #if BOX_COPY
@@ -23,10 +31,10 @@
 // With channels last a box is pixel by pixel, else channel by channel.
 struct BoxLoader {
   const Params& params;
-  const scalar_t* src;
+  const boxed_t* src;
   int channel, w, h, d, n;  // origin of the work tile's first box
 
-  __device__ __forceinline__ BoxLoader(const Params& params, const scalar_t* src) : params(params), src(src) {}
+  __device__ __forceinline__ BoxLoader(const Params& params, const boxed_t* src) : params(params), src(src) {}
 
   __device__ __forceinline__ void locate(int index) {
     WorkTile work;
@@ -39,22 +47,58 @@ struct BoxLoader {
     d = one_row ? 0 : work.d + first_offset(AXIS_D);
     n = one_row && SRC_CHANNELS_LAST ? 0 : work.n;
   }
-  // Loads stage `stage` of the work tile; `barrier` waits for its bytes.
-  __device__ __forceinline__ void load(int stage, unsigned char* to, unsigned barrier) const {
-    const int bytes = params.box_pixels * STAGE_CHANNELS * (int)sizeof(scalar_t),
+  // Loads stage `stage` of the work tile from copy `copy` of the source; `barrier` waits for its bytes.
+  __device__ __forceinline__ void load(int stage, int copy, unsigned char* to, unsigned barrier) const {
+    const int bytes = params.box_pixels * STAGE_CHANNELS * (int)sizeof(boxed_t),
               from = channel + stage * STAGE_CHANNELS;
+    int first = w, image = n;
+    if (COPIES > 0) (params.run ? first : image) += copy * params.batch * (params.run ? params.pitch[0].value : 1);
 #pragma unroll 1
     for (int i = 0; i < params.boxes; ++i) {
       // One box, or one row of boxes; MN_MAJOR operands of whole images have a box for each image.
       const bool images = MN_MAJOR && WHOLE_IMAGES;
-      const int column = images ? w : w + i * params.box_pixels, image = images ? n + i : n;
+      const int column = images ? first : first + i * params.box_pixels;
       if (SRC_CHANNELS_LAST)
-        tma_load_box(shared_address(to + i * bytes), params.box, src, {from, column, h, d, n}, bytes, barrier);
+        tma_load_box(shared_address(to + i * bytes), params.box, src, {from, column, h, d, image}, bytes, barrier);
       else
-        tma_load_box(shared_address(to + i * bytes), params.box, src, {column, h, d, image, from}, bytes, barrier);
+        tma_load_box(shared_address(to + i * bytes), params.box, src, {column, h, d, images ? image + i : image, from},
+                     bytes, barrier);
     }
   }
 };
+#endif
+
+#if COPIES
+// Gathers a stage of a work tile from a float32 source of any strides, for TMA_OPERANDS of pixels that TMA cannot load:
+// there are more bands than copies. Slow, and seldom needed.
+__device__ __forceinline__ void gather_pixels(const Params& params, const scalar_t* src, const WorkTile& work,
+                                              const PixelBand& band, int stage, unsigned char* to, int thread) {
+  const int channel = stage * STAGE_CHANNELS;
+  src += work.group * SRC_CHANNELS * params.src.stride[1];
+  for (int i = thread; i < params.run_pixels * STAGE_CHUNKS; i += LOADERS) {
+    const int chunk = i / params.run_pixels, pixel = i - chunk * params.run_pixels;
+    const int first = channel + chunk * CHUNK;
+    Pixel p;
+    p.locate(params, params.run ? work.first + pixel : pixel);
+    const int n = work.n + p.n;
+    const int d = params.run ? p.d : work.d + p.d + first_offset(AXIS_D);
+    const int h = params.run ? p.h : work.h + p.h + first_offset(AXIS_H);
+    const int w = params.run ? p.w : work.w + p.w + first_offset(AXIS_W) - params.skew;
+    const bool inside = p.n < params.images && n < params.batch && (unsigned)d < (unsigned)params.src.size[0] &&
+                        (unsigned)h < (unsigned)params.src.size[1] && (unsigned)w < (unsigned)params.src.size[2];
+    const int place[4] = {n, d, h, w};
+    const scalar_t* const from = src + (inside ? offset_of(params.src, place) : 0) + first * params.src.stride[1];
+    Vector<operand_t, CHUNK> values;
+#pragma unroll
+    for (int k = 0; k < CHUNK; ++k) {
+      const bool exists = inside && first + k < SRC_CHANNELS;
+      narrow(exists ? band.of(read(from + k * params.src.stride[1])) : 0.f, values.value[k]);
+    }
+    const unsigned begin = shared_address(to);
+    *(Vector<operand_t, CHUNK>*)(to + (swizzled(begin + pixel * PIXEL_PITCH + chunk * 16, PIXEL_PITCH) - begin)) =
+        values;
+  }
+}
 #endif
 
 // Transposing copied pixels into the order that tensor cores read: a warp takes TRANSPOSED_PIXELS pixels of a chunk.
@@ -73,12 +117,6 @@ __device__ __forceinline__ void store_rounded(const Params& params, unsigned cha
   *(Vector<float, 4>*)to = high;
   if (PARTS == 2) *(Vector<float, 4>*)(to + STAGE_CHUNKS * params.chunk_bytes) = low;
 }
-
-#if SCALED
-typedef StageBand PixelBand;
-#else
-struct PixelBand {};
-#endif
 
 // The band of magnitudes and the prologue by which the pixels of a stage become operands.
 struct StageInput {

@@ -25,6 +25,12 @@ __device__ __forceinline__ float power_of_two(int bits) { return __uint_as_float
 // The same bits of a number.
 __device__ __forceinline__ int exponent_bits(float magnitude) { return (int)(__float_as_uint(magnitude) >> 23); }
 
+// The power of two of the band of largest magnitudes, and the number of bands (operand/bands.cuh).
+struct Band {
+  float scale;
+  int bands;
+};
+
 // The scale of a pixel's channels, or of a column's weights. A product is unscaled by two factors that are normal
 // numbers; a column's is the power of two of its largest weight. If the largest is not finite the scale does not
 // matter.

@@ -2,6 +2,7 @@
 
 #include "specialisation.cuh"
 #include "core/types.cuh"
+#include "operand/scaled_half.cuh"
 
 // float32 as float16 (operand/scaled_half.cuh) for sums over many pixels: all pixels share one power of two, that of
 // the tensor's largest magnitude; the weights of each output channel share another.
@@ -13,10 +14,6 @@
 //
 // Before the packed weights are stored: the power of two of the first band and the number of bands; the measured
 // magnitudes, from which packing computes these; and the factor of each row of a sum.
-struct Band {
-  float scale;
-  int bands;
-};
 struct Measured {
   unsigned largest = 0, smallest = ~0u;  // bits of magnitudes: the largest of all; the least nonzero largest of a pixel
 

@@ -19,7 +19,7 @@
 #include "operand/scaled_half.cuh"
 #include "operand/tf32.cuh"
 #if SCALED
-#include "operand/bands.cuh"
+#include "operand/measured_bands.cuh"
 #include "operand/scales.cuh"
 #endif
 

@@ -20,6 +20,9 @@
 //
 // A prologue is applied to every element that exists, when a thread has its channel: before it is split into parts.
 //
+// SCALED: the result is float16 (operand/bands.cuh), a copy for each of the COPIES bands of largest magnitudes. If
+// there are more bands nothing is written: implicit_gemm then reads the source itself.
+//
 // SUMS: the source has partial planes in the accumulator's type, which are added in their order and narrowed (a
 // split-K reduction that writes the weight's order).
 
@@ -27,6 +30,8 @@
 #include "core/axis.cuh"
 #include "core/divisor.cuh"
 #include "core/types.cuh"
+#include "operand/bands.cuh"
+#include "operand/scaled_half.cuh"
 #include "operand/tf32.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -44,12 +49,13 @@ struct Params {
   int advance;           // whole rows that all threads write at once
   int planes;            // partial planes; below: elements from the first of a plane to its last
   long long plane;
+  int band;  // SCALED: bytes from the workspace's first to its `Band`
 };
 
-constexpr int VECTOR = 16 / sizeof(scalar_t);
-constexpr int WORD = sizeof(scalar_t) < 4 ? 4 / sizeof(scalar_t) : 1;
+constexpr int VECTOR = 16 / sizeof(operand_t);
+constexpr int WORD = sizeof(operand_t) < 4 ? 4 / sizeof(operand_t) : 1;
 constexpr int AT_ONCE = VECTOR > 4 ? 2 : 4;  // pieces that a thread reads before it writes one
-using Piece = Vector<scalar_t, VECTOR>;
+using Piece = Vector<operand_t, VECTOR>;
 
 template <bool>
 struct Source {
@@ -84,10 +90,21 @@ __device__ __forceinline__ scalar_t value_of(scalar_t x, const PrologueOperands&
                                                             : x;
 }
 
+// An element of the result.
+__device__ __forceinline__ operand_t operand_of(scalar_t value, [[maybe_unused]] const PixelBand& band) {
+#if SCALED
+  operand_t half;
+  narrow(band.of(value), half);
+  return half;
+#else
+  return value;
+#endif
+}
+
 // Channels of one pixel, from `first` on; zeros for channels that do not exist. Padded groups are whole pieces.
 template <class T>
 __device__ __forceinline__ Piece read_piece(const T* from, const Params& params, const PrologueOperands& operands,
-                                            int first) {
+                                            const PixelBand& band, int first) {
   const bool as_they_are = params.parts == 1 && params.padded.value == params.group;
   const int of_parts = as_they_are ? 0 : first / params.padded, group = params.parts > 1 ? of_parts / 2 : of_parts;
   const int in_group = as_they_are ? first : first - of_parts * params.padded.value;
@@ -107,28 +124,29 @@ __device__ __forceinline__ Piece read_piece(const T* from, const Params& params,
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i, from += params.stride[1]) {
       const bool exists = (unsigned)(in_group + i) < channels;
-      piece.value[i] = exists ? read(from) : zero<scalar_t>();
+      scalar_t value = exists ? read(from) : zero<scalar_t>();
       if (PROLOGUE && exists) {
         const int channel = group * params.group + in_group + i;
-        piece.value[i] = value_of(piece.value[i], operands, channel, channel + 1);
+        value = value_of(value, operands, channel, channel + 1);
       }
-      if (params.parts > 1) piece.value[i] = part_of(piece.value[i], of_parts % 2);
+      piece.value[i] = operand_of(params.parts > 1 ? part_of(value, of_parts % 2) : value, band);
     }
   }
   return piece;
 }
 
 // Stores one element, or two of 16 bits, as far as they exist.
-__device__ __forceinline__ void store_word(scalar_t* to, scalar_t first, scalar_t second, bool has_first,
+__device__ __forceinline__ void store_word(operand_t* to, operand_t first, operand_t second, bool has_first,
                                            bool has_second) {
   if (WORD == 2 && has_first && has_second) {
-    *(Vector<scalar_t, 2>*)to = Vector<scalar_t, 2>{{first, second}};
+    *(Vector<operand_t, 2>*)to = Vector<operand_t, 2>{{first, second}};
     return;
   }
   if (has_first) to[0] = first;
   if (WORD == 2 && has_second) to[1] = second;
 }
 
+#if !SCALED
 // A tile of rows, in the source and in shared memory.
 struct RowTile {
   const Params& params;
@@ -235,9 +253,11 @@ __device__ __forceinline__ void transpose_rows(const scalar_t* __restrict__ src,
   __syncthreads();
   rows.store(tile, operands, dst, (long long)image * all_pixels + first_pixel);
 }
+#endif
 
 __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ src, const PrologueOperands& operands,
-                                                 scalar_t* __restrict__ dst, const Params& params, Piece* tile) {
+                                                 const PixelBand& band, operand_t* __restrict__ dst,
+                                                 const Params& params, Piece* tile) {
   const int thread = (int)threadIdx.x;
   const int tile_pixels = 1 << params.pixel_bits, count = params.pieces.value << params.pixel_bits;
   const int pitch = params.pieces.value | 1, across = (int)gridDim.x / ceil_div(params.pixels, tile_pixels);
@@ -250,7 +270,7 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
     for (int i = 0; i < AT_ONCE; ++i) {
       const int at = first + i * THREADS, pixel = first_pixel + (at & tile_pixels - 1);
       if (at < count && pixel < params.pixels)
-        pieces[i] = read_piece(address_of(src, params, pixel), params, operands,
+        pieces[i] = read_piece(address_of(src, params, pixel), params, operands, band,
                                first_channel - params.halo + (at >> params.pixel_bits) * VECTOR);
     }
 #pragma unroll
@@ -272,8 +292,8 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
   }
   const int present = min(tile_pixels, params.pixels - first_pixel);
   if (params.halo == 0) {
-    const scalar_t* const elements = (const scalar_t*)tile;
-    scalar_t* const to = dst + (long long)first_pixel * params.channels;
+    const operand_t* const elements = (const operand_t*)tile;
+    operand_t* const to = dst + (long long)first_pixel * params.channels;
     const int total = present * params.channels, slots = pitch * VECTOR;
     int in_tile = thread * WORD / params.row, in_row = thread * WORD % params.row;
     for (int at = thread * WORD; at < total; at += THREADS * WORD) {
@@ -289,7 +309,7 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
   for (int in_tile = thread / 32; in_tile < present; in_tile += THREADS / 32) {
     const long long start = (long long)(first_pixel + in_tile) * params.channels + first_channel;
     const int shift = (int)start & params.halo - 1;
-    const scalar_t* const from = (const scalar_t*)(tile + in_tile * pitch) + params.halo - shift;
+    const operand_t* const from = (const operand_t*)(tile + in_tile * pitch) + params.halo - shift;
     const int begin = shift - first_channel, end = params.channels - first_channel + shift;
     for (int at = thread % 32 * WORD; at < params.row.value; at += 32 * WORD)
       store_word(dst + start - shift + at, from[at], from[at + WORD - 1], at >= begin && at < end,
@@ -297,14 +317,30 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
   }
 }
 
+#if SCALED
+#define WORKSPACE_PARAMETER , const unsigned char* __restrict__ workspace
+#else
+#define WORKSPACE_PARAMETER
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    transpose(const source_t* __restrict__ src PROLOGUE_PARAMETERS, scalar_t* __restrict__ dst,
+    transpose(const source_t* __restrict__ src WORKSPACE_PARAMETER PROLOGUE_PARAMETERS, operand_t* __restrict__ dst,
               const __grid_constant__ Params params) {
   __shared__ Piece tile[PIECES];
   griddepcontrol_launch_dependents();
+#if SCALED
+  griddepcontrol_wait();
+  const Band first = *(const Band*)(workspace + params.band);
+  for (int copy = 0; copy < first.bands && first.bands <= COPIES; ++copy) {
+    if (copy > 0) __syncthreads();
+    transpose_pixels(src, PROLOGUE_OPERANDS, PixelBand(first.scale, first.bands, first.bands - 1 - copy),
+                     dst + copy * ((long long)params.pixels * params.channels), params, tile);
+  }
+#else
   if constexpr (ROWS)
     transpose_rows((const scalar_t*)src, PROLOGUE_OPERANDS, dst, params, tile);
   else
-    transpose_pixels(src, PROLOGUE_OPERANDS, dst, params, tile);
+    transpose_pixels(src, PROLOGUE_OPERANDS, PixelBand(), dst, params, tile);
   griddepcontrol_wait();  // so that a kernel that waits for this step has waited for the previous one, too
+#endif
 }

@@ -70,7 +70,7 @@ class Work:
 
     def __init__(self, gather: Gather, config: GemmConfig, device: DeviceInfo, prologue: Epilogue = NONE) -> None:
         self._terms = terms = costs("implicit_gemm", device)
-        product, size = Product.of(gather, config), DTYPE_BYTES[gather.dtype]
+        product, size = Product.of(gather, config), gather.src_bytes
         last = gather.src.channels_last
         self.config, self.product, self.device = config, product, device
         raw = size // config.operand_bytes(gather.dtype)  # raw bytes for each byte of an operand
@@ -207,6 +207,7 @@ class Work:
     def _count_stores(self, gather: Gather) -> None:
         """The part of a work tile's store time that does not depend on its tile."""
         config, product, stride, terms = self.config, self.product, gather.axes[2].stride, self._terms
+        size = DTYPE_BYTES[gather.dtype]
         self._edges, self._lanes = 0, 1
         if config.taps_in_rows:
             channels = min(gather.dst_channels, config.channel_blocks * config.row_channels) * config.row_parts
@@ -229,8 +230,8 @@ class Work:
         else:
             value = terms.value_rows
             if stride & (stride - 1):
-                value *= terms.odd_stride * (2 + self._size / 2)
-            self._edges = stride * self._size
+                value *= terms.odd_stride * (2 + size / 2)
+            self._edges = stride * size
         if product.line_groups > 1:
             value *= terms.partial_pixels if gather.dst.channels_last else terms.partial_lines
         self._fixed *= value * (1 + terms.crowding * (config.loader_threads / 128 - 1))

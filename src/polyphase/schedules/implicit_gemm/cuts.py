@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.layouts import extent
 from polyphase.program.tensor_map import tma_strides
 from polyphase.schedules.cells import Gather
@@ -60,7 +59,7 @@ def pixels_join(gather: Gather) -> bool:
 
 def copy_sizes(gather: Gather, row: int) -> list[int]:
     """Bytes of one copy from global memory, if rows of ``row`` pixels are copied."""
-    size = DTYPE_BYTES[gather.dtype]
+    size = gather.src_bytes
     batch, channel, depth, height, width = gather.src.strides
     if gather.src.channels_last:
         chunk = CHUNK_BYTES // size
@@ -135,7 +134,7 @@ class Cuts(NamedTuple):
             if gather.src.channels_last or not tma:
                 run, images, tiles = capacity, 2**31 - 1, (1, 1, 1, math.ceil(batch * pixels / capacity))
             elif pixels:
-                parts, even = math.ceil(pixels / capacity), CHUNK_BYTES // DTYPE_BYTES[gather.dtype]
+                parts, even = math.ceil(pixels / capacity), CHUNK_BYTES // gather.src_bytes
                 run, images, tiles = math.ceil(pixels / parts / even) * even, 1, (batch, 1, 1, parts)
             else:
                 continue
@@ -155,7 +154,7 @@ class Cuts(NamedTuple):
         for tma in self.by_tma:
             if tma and not _are_one_row(gather, batch):
                 continue
-            if tma and not last and pixels * DTYPE_BYTES[gather.dtype] % CHUNK_BYTES:
+            if tma and not last and pixels * gather.src_bytes % CHUNK_BYTES:
                 continue
             boxes = _operands(run) if self.transposed else _pieces_of_row(run, gather) if last else (1, run)
             tiles = math.ceil(batch / images), 1, 1, 1
@@ -212,7 +211,7 @@ def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
 
 def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
     """Boxes of a row of pixels, and the pixels of each; one of several is transposed as a whole."""
-    count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // DTYPE_BYTES[gather.dtype]
+    count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // gather.src_bytes
     return count, row if count == 1 else math.ceil(row / count / turned) * turned
 
 
@@ -225,7 +224,7 @@ def _operands(pixels: int) -> tuple[int, int]:
 def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None:
     """Strides in bytes of all dimensions but the innermost, as a tensor map lists them; None if TMA
     cannot read the source. ``one_row``: the contiguous pixels of an image are one dimension (channels first)."""
-    size = DTYPE_BYTES[gather.dtype]
+    size = gather.src_bytes
     batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
     if one_row:
         spatial = [(1, 0), (1, 0), spatial[2]]
@@ -254,7 +253,7 @@ class _Rectangles:
         self._reach = tuple(axis.shifts[1] - axis.shifts[0] for axis in gather.axes)
         self._whole_heights = self._back_h >= self._ahead_h and height >= self._src_height and depth == 1
         copied = CHUNK_BYTES if tma else copy_bytes
-        self._even = 1 if gather.src.channels_last else copied // DTYPE_BYTES[gather.dtype]
+        self._even = 1 if gather.src.channels_last else copied // gather.src_bytes
         self._skew = -self._back_w % self._even
 
     def columns(self) -> Iterator[int]:

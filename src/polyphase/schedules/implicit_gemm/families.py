@@ -35,7 +35,8 @@ _WIDEST = {1: 256, 2: 192, 4: 192}
 _FEW_CHANNELS = 32  # output channels of a group, up to which taps may be rows
 _HELD_BY_NORMALS = 16  # registers, where outputs are normalised over their channels
 _HELD_BY_CHANNELS = 16  # registers, where a thread adds up several channels' partial products at a time
-_SCALED_CHANNELS = 32  # channels from which float32 may be multiplied as float16: shorter sums take little time
+#: Channels from which float32 may be multiplied as float16: shorter sums take little time.
+SCALED_CHANNELS = 32
 _MOST_SCALED_ROWS = 512  # most taps of a set, each with 16 channels in float32, that a block packs
 _MAX_CELL_WIDTH = 16  # most output columns of a cell, which a thread holds at once
 
@@ -50,13 +51,14 @@ class Layer:
     """A layer at a size, of dense tensors.
 
     ``tma``: whether TMA can load pixels as operands (`tile.may_take_operands`); ``may_scale``: whether float32 may be
-    multiplied as float16.
+    multiplied as float16; ``in_halves``: whether the source is a copy in float16.
     """
 
     problem: ConvTransposeProblem
     src_channels_last: bool
     tma: bool
     may_scale: bool = True
+    in_halves: bool = False
 
     @cached_property
     def gather(self) -> Gather:
@@ -64,7 +66,8 @@ class Layer:
         problem, dense = self.problem, Layouts.dense(self.problem)
         if self.src_channels_last != problem.channels_last:
             dense = replace(dense, input=dense_strides(problem.input_shape, self.src_channels_last))
-        return Gather.of(problem, Pass.FORWARD, dense)
+        gather = Gather.of(problem, Pass.FORWARD, dense)
+        return replace(gather, original=gather) if self.in_halves else gather
 
     def sized(self, sizes: Sequence[tuple[int, tuple[int, int, int]]]) -> list[Layer]:
         """The layer at other sizes (batch, sides in one to three dimensions) that are tiny if it is."""
@@ -102,7 +105,9 @@ class _Families:
     def instructions(self) -> list[tuple[bool, bool]]:
         """Whether wgmma is used, and whether float32 is multiplied as float16."""
         problem, wgmma = self._problem, self._device.has_wgmma
-        deep_enough = problem.in_channels_per_group >= _SCALED_CHANNELS
+        deep_enough = problem.in_channels_per_group >= SCALED_CHANNELS
+        if self._layer.in_halves:
+            return [(True, True)] if wgmma else []
         scaled = self._layer.may_scale and wgmma and not self._layer.src_channels_last
         scaled = scaled and problem.dtype == "float32" and deep_enough
         return [*([(True, False)] if wgmma else []), (False, False), *([(True, True)] if scaled else [])]

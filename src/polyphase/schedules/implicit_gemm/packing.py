@@ -21,7 +21,7 @@ _PACKED_ROWS = 512  # rows that a block packs if taps are rows
 
 def pack_weights(gather: Gather, config: GemmConfig, product: Product, batch: int) -> tuple[Step, ...]:
     """The kernel that packs the weights, after the one that measures, if there is one."""
-    measure = (_measure_scales(gather, config, product, batch),) if config.scaled else ()
+    measure = (_measure_scales(gather.original or gather, config, product, batch),) if config.scaled else ()
     return (*measure, _packing_step(gather, config, product))
 
 

@@ -20,6 +20,7 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import Sharing
 from polyphase.schedules.implicit_gemm.config import (
+    BAND_COPIES,
     CHUNK_BYTES,
     CONSUMERS,
     STAGES,
@@ -189,7 +190,7 @@ class ImplicitGemm(Schedule):
         workspace = product.counter_bytes(config) + scales_bytes(gather, config, product)
         workspace += product.row_groups * product.weight_bytes(config)
         params = params_of(source).pack(
-            src=gather.src,
+            src=(gather.original or gather).src,
             dst=gather.dst,
             batch=problem.batch,
             images=tile.images,
@@ -199,7 +200,7 @@ class ImplicitGemm(Schedule):
             pitch=tile.pitch,
             work_tiles=work_tiles,
             run_pixels=tile.halo,
-            raw_pitch=tile.box_pixels if tile.boxes else raw_pitch(tile.halo, DTYPE_BYTES[problem.dtype]),
+            raw_pitch=tile.box_pixels if tile.boxes else raw_pitch(tile.halo, gather.src_bytes),
             chunk_bytes=tile.allocated * CHUNK_BYTES,
             skew=tile.skew,
             copy_bytes=tile.copy_bytes,
@@ -238,6 +239,7 @@ class ImplicitGemm(Schedule):
         return (
             *packing_constants(gather, config, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
+            ("COPIES", 0 if gather.original is None else BAND_COPIES),
             *constants_of(
                 config, "whole_images tma_operands pixels pixel_blocks resident loader_groups stages cluster wgmma"
             ),

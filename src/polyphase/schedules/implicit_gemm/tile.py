@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import extent
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import (
+    BAND_COPIES,
     BOX_PIXELS,
     CHUNK_BYTES,
     CONSUMERS,
@@ -42,7 +42,7 @@ class _SharedBytes:
     """Dynamic shared memory of the tiles of a config, whatever its stages."""
 
     def __init__(self, gather: Gather, config: GemmConfig) -> None:
-        self._size, self._copies_rows = DTYPE_BYTES[gather.dtype], not gather.src.channels_last
+        self._size, self._copies_rows = gather.src_bytes, not gather.src.channels_last
         product = Product.of(gather, config)
         weights = config.row_parts * product.step_bytes(config)
         self._fixed = _store_bytes(gather, config) + 8 + (weights * product.steps if config.resident else 0)
@@ -181,17 +181,19 @@ def may_take_operands(gather: Gather) -> bool:
     pixels if no tap shifts them. (Rows of 32 bytes, as of 16 pixels, are swizzled unlike rows of 128 bytes.)"""
     if gather.src.channels_last:
         return box_strides(gather) is not None
-    if DTYPE_BYTES[gather.dtype] != 2 or not pixels_join(gather) or box_strides(gather, one_row=True) is None:
+    if gather.src_bytes != 2 or not pixels_join(gather) or box_strides(gather, one_row=True) is None:
         return False
     return Taps.stay_in_cells(gather.axes) or math.prod(gather.src.shape[2:]) == BOX_PIXELS
 
 
 def tensor_map(gather: Gather, config: GemmConfig, tile: Tile) -> TensorMap:
     """The tensor map of a stage's boxes; TMA loads ``tile.boxes`` of them."""
-    size, last = DTYPE_BYTES[gather.dtype], gather.src.channels_last
+    size, last, dtype = gather.src_bytes, gather.src.channels_last, gather.src_dtype
     strides = box_strides(gather, one_row=bool(tile.run) and not last)
     assert strides is not None
     batch, channels, *spatial = gather.src.shape
+    if gather.original is not None:
+        batch *= BAND_COPIES
     sizes, (image, slab, row) = [*spatial[::-1], batch], tile.pitch
     columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
     box = [columns, slab // row, image // slab, tile.images]
@@ -205,9 +207,10 @@ def tensor_map(gather: Gather, config: GemmConfig, tile: Tile) -> TensorMap:
     stage_bytes, stage_channels = 2 * CHUNK_BYTES * config.k_steps, config.stage_channels(gather.dtype)
     rounded = config.parts == 1 and not config.scaled
     if last:
-        return TensorMap(gather.dtype, (channels, *sizes), strides, (stage_channels, *box), stage_bytes, rounded)
+        tensor = 0 if gather.original is None else 1
+        return TensorMap(dtype, (channels, *sizes), strides, (stage_channels, *box), stage_bytes, rounded, tensor)
     swizzle = BOX_PIXELS * size if config.tma_operands else CHUNK_BYTES
-    return TensorMap(gather.dtype, (*sizes, channels), strides, (*box, stage_channels), swizzle, rounded)
+    return TensorMap(dtype, (*sizes, channels), strides, (*box, stage_channels), swizzle, rounded)
 
 
 def store_vector(gather: Gather, config: GemmConfig, tile: Tile) -> int:

@@ -13,18 +13,23 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
-from polyphase.program.program import Program, Transposed, reading_source_channels_last
+from polyphase.program.program import Program, Transposed, reading_halves, reading_source_channels_last
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import transpose_seconds
-from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, GemmConfig
-from polyphase.schedules.implicit_gemm.families import Layer
+from polyphase.schedules.implicit_gemm.config import BAND_COPIES, CHUNK_BYTES, GemmConfig, Product
+from polyphase.schedules.implicit_gemm.families import SCALED_CHANNELS, Layer
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.schedule import Cost
+from polyphase.schedules.tensor_cores import parts_of
 
 
 class ImplicitGemmTransposed(ImplicitGemm):
-    """`ImplicitGemm` whose source is a transposed copy, with pixels of whole pieces of 16 bytes."""
+    """`ImplicitGemm` whose source is a transposed copy, with pixels of whole pieces of 16 bytes.
+
+    The copies of a forward pass in float32 that multiplies TF32 are float16 (kernels/operand/scales.cuh), which tensor
+    cores multiply twice as fast.
+    """
 
     name = "implicit_gemm_transposed"
 
@@ -32,18 +37,21 @@ class ImplicitGemmTransposed(ImplicitGemm):
         shape = problem.input_shape if pass_ is Pass.FORWARD else problem.output_shape
         if problem.channels_last:
             return "needs NCHW"
-        if problem.groups > 1 and _padded(shape[1] // problem.groups, problem.dtype) * problem.groups != shape[1]:
+        if problem.groups > 1 and _padded(problem, pass_, shape[1] // problem.groups) * problem.groups != shape[1]:
             return "needs groups of whole pieces of 16 bytes"
+        if _in_halves(problem, pass_) and not device.has_wgmma:
+            return "float32 is multiplied as float16 by wgmma alone"
         return super().limits(problem, pass_, device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer | None:
-        """None also for more pixels than the transpose counts."""
-        shape = _copy(problem, pass_, layouts).shape
-        if shape[0] * math.prod(shape[2:]) >= MOST_PIXELS:
+        """None also for more pixels than the transpose, or boxes of all copies, count."""
+        shape, in_halves = _copy(problem, pass_, layouts).shape, _in_halves(problem, pass_)
+        if shape[0] * math.prod(shape[2:]) * (BAND_COPIES if in_halves else 1) >= MOST_PIXELS:
             return None
         at = super().ranked_at(problem, pass_, layouts)
         assert at is not None
-        return replace(at, problem=replace(at.problem, in_channels=_padded(at.problem.in_channels, problem.dtype)))
+        padded = _padded(problem, pass_, at.problem.in_channels)
+        return replace(at, problem=replace(at.problem, in_channels=padded), in_halves=in_halves)
 
     def own(self, at: Layer) -> list[Layer]:
         """None: each takes a search, and implicit_gemm's take most of a cold plan."""
@@ -57,31 +65,44 @@ class ImplicitGemmTransposed(ImplicitGemm):
         if found is None:
             return None
         copy = _copy(problem, pass_, layouts)
-        moved = (math.prod(copy.shape) + copy.elements) * DTYPE_BYTES[problem.dtype]
+        moved = math.prod(copy.shape) * DTYPE_BYTES[problem.dtype] + copy.elements * config.operand_bytes(problem.dtype)
         return found[0] + transpose_seconds(moved, device), found[1]
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
-        inner = super().program(problem, pass_, device, layouts, config)
-        return reading_source_channels_last(inner, problem.dtype, _copy(problem, pass_, layouts))
+        inner, copy = super().program(problem, pass_, device, layouts, config), _copy(problem, pass_, layouts)
+        if not config.scaled:
+            return reading_source_channels_last(inner, problem.dtype, copy)
+        product = Product.of(Gather.of(problem, pass_, layouts), config)
+        return reading_halves(inner, copy, BAND_COPIES, product.counter_bytes(config))
 
     def _as_forward(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
     ) -> tuple[ConvTransposeProblem, Gather]:
         """Its source is the copy: aligned, with the padded channels of a pixel."""
-        problem, gather = super()._as_forward(problem, pass_, layouts)
+        in_halves = _in_halves(problem, pass_)
+        forward, gather = super()._as_forward(problem, pass_, layouts)
         batch, channels, depth, height, width = gather.src.shape
-        shape = batch, _padded(channels, problem.dtype), depth, height, width
-        return problem, replace(gather, src=Side(shape, dense_strides(shape, True)), aligned=True)
+        shape = batch, _padded(problem, pass_, channels), depth, height, width
+        original = gather if in_halves else None
+        src = Side(shape, dense_strides(shape, True))
+        return forward, replace(gather, src=src, aligned=True, original=original)
 
 
-def _padded(channels: int, dtype: str) -> int:
-    return round_up(channels, CHUNK_BYTES // DTYPE_BYTES[dtype])
+def _in_halves(problem: ConvTransposeProblem, pass_: Pass) -> bool:
+    """Whether the copies are float16; a gradient's pixels would want many bands of magnitudes."""
+    scaled = problem.dtype == "float32" and parts_of(problem) == 1 and pass_ is Pass.FORWARD
+    return scaled and problem.in_channels_per_group >= SCALED_CHANNELS
+
+
+def _padded(problem: ConvTransposeProblem, pass_: Pass, channels: int) -> int:
+    """Channels of the copy."""
+    return round_up(channels, CHUNK_BYTES // (2 if _in_halves(problem, pass_) else DTYPE_BYTES[problem.dtype]))
 
 
 def _copy(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Transposed:
     """The transposed source."""
     forward = pass_ is Pass.FORWARD
     shape, strides = (problem.input_shape, layouts.input) if forward else (problem.output_shape, layouts.output)
-    return Transposed(shape, strides, 1, _padded(shape[1], problem.dtype))
+    return Transposed(shape, strides, 1, _padded(problem, pass_, shape[1]))
