@@ -75,7 +75,7 @@ from test_overlap_gemm import LAYERS as SCATTER_LAYERS
 from test_overlap_gemm import check_inf_and_nan
 from test_phase_gemm_pixels import LAYERS as PIXEL_LAYERS
 from test_scales import LAYERS as SCALED_LAYERS
-from test_scales import assert_near, of_many_sizes, scaled
+from test_scales import assert_near, both, of_many_sizes
 from test_window_mma import LAYERS as GRADIENT_LAYERS
 from test_window_mma import MIRRORED, SCHEDULES
 from test_window_transposed import LAYERS as TURNED_LAYERS
