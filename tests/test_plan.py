@@ -447,19 +447,21 @@ def test_boxes_are_what_the_driver_takes(dtype: str, first: int) -> None:
             for candidate, program in plan.programs(problem, Pass.FORWARD, H200):
                 if not program.main.tensor_maps:
                     continue
-                assert_driver_takes(program.main.tensor_maps[0])
+                boxes = program.main.tensor_maps[0]
+                assert_driver_takes(boxes)
                 if program.main.source.kernel == "tap_gemm_tma":
                     constants = dict(program.main.source.constants)
-                    assert math.prod(program.main.tensor_maps[0].box) <= constants["BOX_ROWS"] * constants["CHUNK"]
+                    assert math.prod(boxes.box) <= constants["BOX_ROWS"] * constants["CHUNK"]
                     continue
                 assert program.main.source.kernel == "implicit_gemm"
                 count, pixels = params(program)["boxes"], params(program)["box_pixels"]
                 assert count >= 1
-                stage = math.prod(program.main.tensor_maps[0].box) * DTYPE_BYTES[dtype]
-                assert stage == pixels * 32 * candidate.config.k_steps * (2 if candidate.config.scaled else 1)
+                stage = math.prod(boxes.box) * DTYPE_BYTES[boxes.dtype]
+                becomes_halves = candidate.config.scaled and boxes.dtype == "float32"
+                assert stage == pixels * 32 * candidate.config.k_steps * (2 if becomes_halves else 1)
                 slots = candidate.config.stages if problem.channels_last else candidate.config.raw_slots
                 assert slots * count * stage <= program.main.shared_bytes
-                met.add((problem.channels_last, program.main.tensor_maps[0].swizzle))
+                met.add((problem.channels_last, boxes.swizzle))
     assert {last for last, _ in met} == {False, True}
 
 

@@ -9,7 +9,8 @@ all sizes, and the fastest prediction may lose.
    layer and the kind of its images (tiny, or in a layout that TMA can copy, or neither), not on their size or the
    batch's. The first of the list is chosen; in the forward pass, and in gradients of schedules that adapt, another of
    the list if its prediction at the actual size is less than `CLEARLY` of the first's.
-3. Another schedule's first is chosen if its prediction at the actual size is less than `CLEARLY_BY_OTHERS` of that.
+3. Another schedule's config, picked in the same way, is chosen if its prediction at the actual size is less than
+   `CLEARLY_BY_OTHERS` of that.
 4. A schedule comes after the schedules that it is `behind`, unless its prediction is less than `FAR_AHEAD` of theirs
    at the typical size, or less by `AHEAD` at the actual size.
 
@@ -41,11 +42,11 @@ from polyphase.schedules import SCHEDULES
 from polyphase.schedules.cost import prologue_seconds
 from polyphase.schedules.schedule import Candidate, Schedule
 
-#: Within a schedule, another config replaces the first if predicted below CLEARLY × its time. Then another schedule
-#: (forward: its first config; gradients: the config it would pick at this size) replaces that if below
-#: CLEARLY_BY_OTHERS × its time. Margins of gradients: benchmarks/experiments/024-narrow-groups-and-choices.
+#: Within a schedule, another config replaces the first if predicted below CLEARLY × its time. Then another schedule,
+#: with the config that it would pick at this size, replaces that if below CLEARLY_BY_OTHERS × its time. Margins of
+#: gradients: benchmarks/experiments/024-narrow-groups-and-choices.
 CLEARLY = 0.97
-CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.8, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
+CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.9, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
 #: How far a schedule's prediction must be ahead of schedules that it is `Schedule.behind`, in seconds and as a share of
 #: theirs. benchmarks/experiments/025-boxes-of-taps: no layer that is recorded 3 % slower is predicted that far ahead.
 AHEAD = 6e-6
@@ -149,8 +150,7 @@ def plan(
         chosen = _by_size(schedule, offered, pass_)
     kernels = [(schedule, candidate) for candidate in chosen]
     if measured is None:
-        by_size = pass_ is not Pass.FORWARD
-        others = [(each, _by_size(each, found, pass_)[0] if by_size else next(found)) for each, found in offers]
+        others = [(each, _by_size(each, found, pass_)[0]) for each, found in offers]
         faster = _clearly_faster(kernels[0], others, pass_)
         kernels = kernels if faster is None else [faster, kernels[-1]]
     if not any(each.any_size(problem, pass_, device) for each, _ in kernels):
