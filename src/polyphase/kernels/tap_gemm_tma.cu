@@ -31,7 +31,7 @@
 // tile.
 //
 // Results of an input gradient fill whole sectors. In NHWC lanes exchange them so that each has eight bytes of
-// neighbouring channels; in NCHW lanes of neighbouring rows do, so that a thread has neighbouring positions.
+// neighbouring channels; in NCHW they pass through shared memory, so that a warp has neighbouring positions.
 //
 // float32 is read as TF32, or split into two parts of TF32. The two parts of the source are separate channels
 // (steps/transpose.cu), the two parts of the weights are adjacent blocks. Three products of parts are added.
@@ -297,11 +297,10 @@ __device__ __forceinline__ void multiply(Sums& sums, int stages, const BoxRows& 
   consume_stages(stages, ring, state, products, add, [&] { wgmma_wait<0>(), pin(sums.of); });
 }
 
-// The `i`-th row that a thread stores: its accumulators' row or, for an input gradient in NCHW, one of two neighbouring
-// rows of 16.
-constexpr bool ROW_PAIRS = INPUT_GRAD && !DST_CHANNELS_LAST;
+// The `i`-th row that a thread stores: its accumulators' row or, for an input gradient in NCHW, a staged row.
+constexpr bool STAGED = INPUT_GRAD && !DST_CHANNELS_LAST;
 __device__ __forceinline__ int stored_row(int i) {
-  return ROW_PAIRS ? (Sums::row(i & ~1) & ~1) + threadIdx.x % 8 / 4 * 8 + i % 2 : Sums::row(i);
+  return STAGED ? threadIdx.x / 128 * GROUP_ROWS + i / 2 * 64 + staged_row(i % 2) : Sums::row(i);
 }
 
 // Where the results of a row are stored: those of its cell.
@@ -327,18 +326,20 @@ __device__ __forceinline__ Target target_of(const Params& params, const Phase& p
   return {cell[0] * dst.stride[0] + d * dst.stride[2] + h * dst.stride[3] + w * dst.stride[4], exists ? outputs : 0};
 }
 
-// Stores a work tile of an input gradient. `dst`: the first column. Called by all lanes of a warp.
+// Stores a work tile of an input gradient. `dst`: the first column. `staged`: memory of the warpgroup, whose threads
+// call this together.
 template <class Stored>
 __device__ __forceinline__ void store_gradient(const Params& params, const Sums& sums,
-                                               const Target (&targets)[2 * ROW_TILES], int columns, Stored* dst) {
+                                               const Target (&targets)[2 * ROW_TILES], int columns, Stored* dst,
+                                               unsigned char* staged) {
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i) {
     constexpr bool WHOLE = DST_CHANNELS % COLUMNS == 0;
     Stored* to[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) to[j] = targets[2 * i + j].at < 0 ? nullptr : dst + targets[2 * i + j].at;
-    if constexpr (ROW_PAIRS) {
-      store_row_pair<WHOLE>(sums.of[i], to, params.dst.stride[1], columns);
+    if constexpr (STAGED) {
+      store_columns<WHOLE, ROW_TILES>(sums.of[i], i, to, params.dst.stride[1], columns, staged);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j)
@@ -403,7 +404,7 @@ __device__ __forceinline__ void store_outputs(const Params& params, const WorkTi
 // Stores a work tile; `places` are the cells of the thread's rows (BoxRows::place).
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Phase& phase, const Sums& sums,
                                       const unsigned (&places)[2 * ROW_TILES], const EpilogueOperands& operands,
-                                      scalar_t* dst) {
+                                      scalar_t* dst, unsigned char* staged) {
   Target targets[2 * ROW_TILES];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
@@ -416,9 +417,9 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
   if constexpr (INPUT_GRAD) {
     const long long at = (work.group * DST_CHANNELS + first) * (DST_CHANNELS_LAST ? 1 : params.dst.stride[1]);
     if (sizeof(scalar_t) == sizeof(accum_t) || params.sums)
-      store_gradient(params, sums, targets, columns, (accum_t*)dst + work.split * params.plane + at);
+      store_gradient(params, sums, targets, columns, (accum_t*)dst + work.split * params.plane + at, staged);
     else
-      store_gradient(params, sums, targets, columns, dst + at);
+      store_gradient(params, sums, targets, columns, dst + at, staged);
   } else {
     store_outputs(params, work, sums, targets, operands, dst);
   }
@@ -433,6 +434,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   __shared__ __align__(8) WorkQueue queue;
   __shared__ int taps_of[STAGES];
+  __shared__ __align__(16) unsigned char staged[CONSUMER_GROUPS][STAGED ? STAGED_BYTES : 1];
   if (threadIdx.x == 0) {
     ring.init(1, CONSUMER_THREADS / 32);
     queue.ring.init(1, CONSUMER_THREADS / 32);
@@ -470,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (stages == 0) sums.clear();
     }
     const WorkTile work(params, index);  // computed again, so that it holds no registers during the products
-    store(params, work, Phase(work.phase), FLUSH > 0 ? total : sums, places, operands, dst);
+    store(params, work, Phase(work.phase), FLUSH > 0 ? total : sums, places, operands, dst, staged[threadIdx.x / 128]);
     queue.ring.release(place.index);
     place.next();
   }

@@ -11,8 +11,8 @@
 // loaded while one is stored. If there are few work tiles, K is split `splits` times; each split writes a partial
 // plane, and steps/reduce_splits.cu adds them.
 //
-// Results are stored in NHWC or, with CHANNELS_FIRST, in NCHW: then lanes of neighbouring rows exchange halves of their
-// accumulators, so that a thread has neighbouring positions.
+// Results are stored in NHWC or, with CHANNELS_FIRST, in NCHW: then they pass through shared memory, so that a warp has
+// neighbouring positions.
 //
 // Tensor-core accumulation truncates at every step. So if K is long, accumulators are flushed every FLUSH stages: they
 // are added to a second set in registers, and start from zero.
@@ -80,16 +80,16 @@ __device__ __forceinline__ unsigned place_of(const Params& params, int row) {
   return at[0] < params.tile_extent[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
 }
 
-// The `i`-th of two rows that a thread stores of a row tile: its accumulators' or, with CHANNELS_FIRST, two neighbours.
+// The `i`-th of two rows that a thread stores of a row tile: its accumulators' or, with CHANNELS_FIRST, staged rows.
 __device__ __forceinline__ int stored_row(int tile, int i) {
-  if (!CHANNELS_FIRST) return Sums::row(tile, 2 * i);
-  return (Sums::row(tile, 0) & ~1) + threadIdx.x % 8 / 4 * 8 + i;
+  return CHANNELS_FIRST ? row_group() * GROUP_ROWS + tile * 64 + staged_row(i) : Sums::row(tile, 2 * i);
 }
 
-// Stores a work tile to `dst`, the tensor or a partial plane. Called by all lanes of a warp.
+// Stores a work tile to `dst`, the tensor or a partial plane. `staged`: memory of the warpgroup, whose threads call
+// this together.
 template <class Stored>
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums,
-                                      const unsigned (&places)[ROW_TILES][2], Stored* dst) {
+                                      const unsigned (&places)[ROW_TILES][2], Stored* dst, unsigned char* staged) {
   const long long channel = CHANNELS_FIRST ? params.x.stride[1] : 1;
   dst += (work.group * IN_CHANNELS + work.first_in) * channel;
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
     const int columns = IN_CHANNELS - work.first_in;
     constexpr bool TOGETHER = IN_CHANNELS % (8 / sizeof(Stored)) == 0;  // 32 bytes of four threads
     if constexpr (CHANNELS_FIRST) {
-      store_row_pair<WHOLE_BLOCKS>(sums.of[i], to, channel, columns);
+      store_columns<WHOLE_BLOCKS, ROW_TILES>(sums.of[i], i, to, channel, columns, staged);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j) store_pixel<WHOLE_BLOCKS, TOGETHER>(sums.of[i], j, to[j], to[j] ? columns : 0);
@@ -154,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                      scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) PipelineBarriers<STAGES> ring;
+  __shared__ __align__(16) unsigned char staged[ROW_GROUPS][CHANNELS_FIRST ? STAGED_BYTES : 1];
   if (threadIdx.x == 0) ring.init(1, CONSUMER_THREADS / 32);
   __syncthreads();
 
@@ -180,9 +181,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       }
       const Sums& all = FLUSH < K_TILES ? total : sums;
       if (ELEMENT == sizeof(float) || params.splits > 1)
-        store(params, work, all, places, (float*)dst + work.split * params.plane);
+        store(params, work, all, places, (float*)dst + work.split * params.plane, staged[row_group()]);
       else
-        store(params, work, all, places, dst);
+        store(params, work, all, places, dst, staged[row_group()]);
     }
   } else {
     reallocate_registers<false>();

@@ -11,6 +11,9 @@ from polyphase.problem.integers import round_up
 #: Bytes of k that one ``mma.sync`` or ``wgmma`` reads.
 OPERATION_BYTES = 32
 
+#: Shared memory by which a warpgroup stores an input gradient in NCHW (kernels/epilogue/store_gradient.cuh).
+STAGED_BYTES = 2 * 8 * (64 + 4) * 4
+
 
 def lacks_cores(problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
     """Why the tensor cores cannot compute a layer on a device, or None if they can."""

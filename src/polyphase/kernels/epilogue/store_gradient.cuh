@@ -1,19 +1,22 @@
-// Stores accumulators of an input gradient: rows are positions, columns are channels. All lanes of a warp call these.
-// `columns`: how many columns exist from the first on, 0 if the row does not exist. WHOLE: all columns exist.
+// Stores accumulators of an input gradient: rows are positions, columns are channels. `columns`: how many columns exist
+// from the first on, 0 if the row does not exist. WHOLE: all columns exist.
 
 #pragma once
 
 #include "specialisation.cuh"
+#include "core/axis.cuh"
 #include "core/types.cuh"
 #include "epilogue/exchange.cuh"
 #include "mainloop/accumulators.cuh"
+#include "ptx/named_barrier.cuh"
 
 template <bool WHOLE>
 __device__ __forceinline__ bool has(int columns, int column) {
   return WHOLE ? columns > 0 : column < columns;
 }
 
-// Stores a row in NHWC, whose first column is at `to`. Eight bytes of neighbouring channels are stored TOGETHER.
+// Stores a row in NHWC, whose first column is at `to`. All lanes of a warp call this. Eight bytes of neighbouring
+// channels are stored TOGETHER.
 template <bool WHOLE, bool TOGETHER, class Stored>
 __device__ __forceinline__ void store_pixel(const float (&sums)[COLUMNS / 2], int half, Stored* to, int columns) {
   constexpr int VECTOR = TOGETHER ? 8 / (int)sizeof(Stored) : 1;
@@ -36,33 +39,54 @@ __device__ __forceinline__ void store_pixel(const float (&sums)[COLUMNS / 2], in
   }
 }
 
-// Stores 16 rows in NCHW: a thread stores two neighbouring rows from `to` on; null for none. `channel`: elements from a
-// column to the next.
-template <bool WHOLE, class Stored>
-__device__ __forceinline__ void store_row_pair(const float (&sums)[COLUMNS / 2], Stored* const (&to)[2],
-                                               long long channel, int columns) {
-  const bool together =
-      to[0] && to[1] == to[0] + 1 && channel % 2 == 0 && (unsigned long long)to[0] % sizeof(Vector<Stored, 2>) == 0;
-  Stored* at[2];  // the thread's first column
+// NCHW. Few columns at a time pass through shared memory, so that a warp stores 32 neighbouring rows of one column by
+// an instruction: whole sectors, wherever in a sector the first row is. Of the two buffers of a warpgroup one is read
+// while the next columns are written to the other, so that there is one barrier for each.
+constexpr int STAGED_PITCH = 64 + 4;  // padded: a fragment has no bank conflicts
+constexpr int STAGED_BYTES = 2 * 8 * STAGED_PITCH * (int)sizeof(float);
+template <class Stored>
+constexpr int STAGED_COLUMNS = 32 / (int)sizeof(Stored);
+template <class Stored>
+constexpr int STAGINGS = ceil_div(COLUMNS, STAGED_COLUMNS<Stored>);  // of a row tile
+
+// The rows of 64 that a thread stores, 32 apart.
+__device__ __forceinline__ int staged_row(int i) { return threadIdx.x % 32 + 32 * i; }
+
+// Called by all threads of a warpgroup for each of TILES row tiles of a work tile in turn. `to`: the thread's rows, at
+// the first column; null if they do not exist. `channel`: elements from a column to the next. `staged`: STAGED_BYTES of
+// the warpgroup.
+template <bool WHOLE, int TILES, class Stored>
+__device__ __forceinline__ void store_columns(const float (&sums)[COLUMNS / 2], int tile, Stored* const (&to)[2],
+                                              long long channel, int columns, unsigned char* staged) {
+  constexpr int AT_ONCE = STAGED_COLUMNS<Stored>, OF_WARP = AT_ONCE / 4;
+  const int warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128;
+  Stored* at[2];  // the thread's first column of those that are staged
 #pragma unroll
-  for (int j = 0; j < 2; ++j) at[j] = to[j] ? to[j] + fragment_column() * channel : nullptr;
+  for (int j = 0; j < 2; ++j) at[j] = to[j] ? to[j] + warp * OF_WARP * channel : nullptr;
 #pragma unroll
-  for (int tile = 0; tile < COLUMNS / 8; ++tile) {
-    Vector<Stored, 2> first, second;
+  for (int first = 0; first < COLUMNS; first += AT_ONCE) {
+    const int buffer = (tile * STAGINGS<Stored> + first / AT_ONCE) % 2;
+    Stored* const columns_of = (Stored*)staged + buffer * (AT_ONCE * STAGED_PITCH);
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      narrow(sums[4 * tile + i], first.value[i]), narrow(sums[4 * tile + 2 + i], second.value[i]);
-    exchange_rows(first, second);
+    for (int i = 0; i < AT_ONCE / 2 && first / 2 + i < COLUMNS / 2; ++i) {
+      const int row = 16 * warp + fragment_row() + i / 2 % 2 * 8, column = i / 4 * 8 + fragment_column() + i % 2;
+      narrow(sums[first / 2 + i], columns_of[column * STAGED_PITCH + row]);
+    }
+    named_barrier_sync(1 + warpgroup, 128);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (!has<WHOLE>(columns, 8 * tile + fragment_column() + i)) continue;
-      const long long column = (8 * tile + i) * channel;
-      if (together) {
-        *(Vector<Stored, 2>*)(at[0] + column) = Vector<Stored, 2>{first.value[i], second.value[i]};
-      } else {
-        if (at[0]) at[0][column] = first.value[i];
-        if (at[1]) at[1][column] = second.value[i];
+    for (int j = 0; j < 2; ++j) {
+      if (!to[j]) continue;
+      Stored* column_at = at[j];
+#pragma unroll
+      for (int k = 0; k < OF_WARP; ++k, column_at += channel) {
+        const int column = warp * OF_WARP + k;
+        const bool exists =
+            (first + AT_ONCE <= COLUMNS || first + column < COLUMNS) && (WHOLE || first + column < columns);
+        if (exists) *column_at = columns_of[column * STAGED_PITCH + staged_row(j)];
       }
+      at[j] += AT_ONCE * channel;
     }
   }
+  // The next work tile begins with the first buffer.
+  if (TILES * STAGINGS<Stored> % 2 != 0 && tile == TILES - 1) named_barrier_sync(1 + warpgroup, 128);
 }

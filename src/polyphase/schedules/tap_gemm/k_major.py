@@ -26,9 +26,9 @@ _MOST_PIPELINE = 8
 _DECLARED = 1024  # bytes of shared memory beside the stages
 
 
-def pipeline_stages(stage_bytes: int, device: DeviceInfo) -> int:
-    """Stages of the pipeline in shared memory."""
-    return min(_MOST_PIPELINE, (device.shared_bytes_of(1) - _DECLARED) // stage_bytes)
+def pipeline_stages(stage_bytes: int, device: DeviceInfo, staged: int = 0) -> int:
+    """Stages of the pipeline in shared memory, beside ``staged`` bytes for results."""
+    return min(_MOST_PIPELINE, (device.shared_bytes_of(1) - _DECLARED - staged) // stage_bytes)
 
 
 def stage_cycles(

@@ -29,7 +29,7 @@ from polyphase.program.transpose import to_channels_last
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tap_gemm.k_major import LEAST_PIPELINE, THREADS, pipeline_stages
+from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, LEAST_PIPELINE, THREADS, pipeline_stages
 from polyphase.schedules.tap_gemm.product import (
     MOST_STEP,
     Product,
@@ -56,7 +56,7 @@ from polyphase.schedules.tap_gemm.tma_config import (
     stages_of,
 )
 from polyphase.schedules.tap_gemm.tma_cost import options, splits_of, tiles_of_cells, work_tiles_of
-from polyphase.schedules.tensor_cores import counter_bytes
+from polyphase.schedules.tensor_cores import STAGED_BYTES, counter_bytes
 from polyphase.schedules.tiles import Four
 
 _PIXELS, _PIXEL = (16, 32, 64, 128), 64  # bytes of a transposed pixel: one of these, or a multiple of the last
@@ -90,11 +90,7 @@ class TapGemmTma(Schedule):
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaTapConfig]:
         product = product_of(at, pass_, Layouts.dense(at))
-        found = [
-            config
-            for config in legal_configs(product)
-            if pipeline_stages(stage_bytes(product, config), device) >= LEAST_PIPELINE
-        ]
+        found = [config for config in legal_configs(product) if _pipeline(product, config, device) >= LEAST_PIPELINE]
         if product.gather.forward and product.gather.dst.strides[1] != 1:
             found += [config._replace(back=True) for config in found if not config.merged]
         return found
@@ -160,9 +156,9 @@ class TapGemmTma(Schedule):
             "ROW_TILES": config.row_tiles,
             "COLUMNS": config.columns,
             "FLUSH": flush(product, config),
-            "STAGES": (pipeline := pipeline_stages(of_stage := stage_bytes(product, config), device)),
+            "STAGES": (pipeline := _pipeline(product, config, device)),
             "ONE_BIAS": problem.out_channels == 1,
-            "DST_CHANNELS_LAST": not gather.forward and gather.dst.strides[1] == 1,
+            "DST_CHANNELS_LAST": not gather.forward and not _stores_columns(product),
             "COUNTER_BYTES": (counters := counter_bytes(1)),
             "MIN_BLOCKS": 1,
             "WGMMA": True,
@@ -189,7 +185,7 @@ class TapGemmTma(Schedule):
             source=source,
             grid=(min(work_tiles_of(product, config, tiles) * splits, device.multiprocessors), 1, 1),
             block=THREADS,
-            shared_bytes=pipeline * of_stage,
+            shared_bytes=pipeline * stage_bytes(product, config),
             params=params,
             tensor_maps=read.maps,
         )
@@ -305,6 +301,17 @@ def _lies(product: Product, layouts: Layouts) -> bool:
     """Whether TMA loads boxes of the weight in place: its source channels are innermost, and whole pieces."""
     innermost = product.gather.weight_channels_last or product.problem.taps == 1
     return innermost and layouts.aligned and product.gather.src_channels % product.piece == 0
+
+
+def _stores_columns(product: Product) -> bool:
+    """Whether an input gradient is stored in NCHW, by way of shared memory."""
+    return not product.gather.forward and product.gather.dst.strides[1] != 1
+
+
+def _pipeline(product: Product, config: TmaTapConfig, device: DeviceInfo) -> int:
+    """Stages of the pipeline."""
+    staged = CONSUMER_GROUPS * STAGED_BYTES if _stores_columns(product) else 0
+    return pipeline_stages(stage_bytes(product, config), device, staged)
 
 
 def _weight_boxes(product: Product, layouts: Layouts) -> tuple[tuple[Step, ...], int]:

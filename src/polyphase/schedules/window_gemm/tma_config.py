@@ -11,7 +11,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import five
-from polyphase.schedules.tensor_cores import OPERATION_BYTES
+from polyphase.schedules.tensor_cores import OPERATION_BYTES, STAGED_BYTES
 from polyphase.schedules.tiles import Four, tiles_of
 from polyphase.schedules.window_gemm.window import channel_pitch, is_long_sum, sectors_of, tile_extents
 
@@ -161,7 +161,8 @@ def tile_extent(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -
 def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[TmaConfig]:
     """Every config of a layer, with as many stages as fit."""
     for config in _input_configs(problem) if pass_ is Pass.INPUT_GRAD else _weight_configs(problem):
-        room = device.shared_bytes_of(config.resident) - _DECLARED
+        staged = config.row_groups * STAGED_BYTES if config.first else 0
+        room = device.shared_bytes_of(config.resident) - _DECLARED - staged
         buffers = min(_MOST_STAGES, room // stage_bytes(problem, pass_, config))
         if buffers >= _LEAST_STAGES:
             yield config._replace(buffers=buffers)
