@@ -299,8 +299,8 @@ __device__ __forceinline__ void multiply(Sums& sums, int stages, const BoxRows& 
 
 // The `i`-th row that a thread stores: its accumulators' row or, for an input gradient in NCHW, a staged row.
 constexpr bool STAGED = INPUT_GRAD && !DST_CHANNELS_LAST;
-__device__ __forceinline__ int stored_row(int i) {
-  return STAGED ? threadIdx.x / 128 * GROUP_ROWS + i / 2 * 64 + staged_row(i % 2) : Sums::row(i);
+__device__ __forceinline__ int stored_row(bool pairs, int i) {
+  return STAGED ? threadIdx.x / 128 * GROUP_ROWS + i / 2 * 64 + staged_row(pairs, i % 2) : Sums::row(i);
 }
 
 // Where the results of a row are stored: those of its cell.
@@ -331,7 +331,7 @@ __device__ __forceinline__ Target target_of(const Params& params, const Phase& p
 template <class Stored>
 __device__ __forceinline__ void store_gradient(const Params& params, const Sums& sums,
                                                const Target (&targets)[2 * ROW_TILES], int columns, Stored* dst,
-                                               unsigned char* staged) {
+                                               bool pairs, unsigned char* staged) {
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i) {
     constexpr bool WHOLE = DST_CHANNELS % COLUMNS == 0;
@@ -339,7 +339,7 @@ __device__ __forceinline__ void store_gradient(const Params& params, const Sums&
 #pragma unroll
     for (int j = 0; j < 2; ++j) to[j] = targets[2 * i + j].at < 0 ? nullptr : dst + targets[2 * i + j].at;
     if constexpr (STAGED) {
-      store_columns<WHOLE, ROW_TILES>(sums.of[i], i, to, params.dst.stride[1], columns, staged);
+      store_columns<WHOLE, ROW_TILES>(sums.of[i], i, to, pairs, params.dst.stride[1], columns, staged);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j)
@@ -404,7 +404,7 @@ __device__ __forceinline__ void store_outputs(const Params& params, const WorkTi
 // Stores a work tile; `places` are the cells of the thread's rows (BoxRows::place).
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Phase& phase, const Sums& sums,
                                       const unsigned (&places)[2 * ROW_TILES], const EpilogueOperands& operands,
-                                      scalar_t* dst, unsigned char* staged) {
+                                      scalar_t* dst, bool pairs, unsigned char* staged) {
   Target targets[2 * ROW_TILES];
 #pragma unroll
   for (int i = 0; i < 2 * ROW_TILES; ++i) {
@@ -417,9 +417,9 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
   if constexpr (INPUT_GRAD) {
     const long long at = (work.group * DST_CHANNELS + first) * (DST_CHANNELS_LAST ? 1 : params.dst.stride[1]);
     if (sizeof(scalar_t) == sizeof(accum_t) || params.sums)
-      store_gradient(params, sums, targets, columns, (accum_t*)dst + work.split * params.plane + at, staged);
+      store_gradient(params, sums, targets, columns, (accum_t*)dst + work.split * params.plane + at, pairs, staged);
     else
-      store_gradient(params, sums, targets, columns, dst + at, staged);
+      store_gradient(params, sums, targets, columns, dst + at, pairs, staged);
   } else {
     store_outputs(params, work, sums, targets, operands, dst);
   }
@@ -450,9 +450,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   PipelineState<QUEUE> place;
   const int work_tiles = WorkTile::count(params);
   const BoxRows box(params.tile_extent);
+  const bool pairs = STAGED && in_pairs(params.dst, dst, params.tile_extent[3]);
   unsigned places[2 * ROW_TILES];
 #pragma unroll
-  for (int i = 0; i < 2 * ROW_TILES; ++i) places[i] = BoxRows::place(params.tile_extent, stored_row(i));
+  for (int i = 0; i < 2 * ROW_TILES; ++i) places[i] = BoxRows::place(params.tile_extent, stored_row(pairs, i));
 #pragma unroll 1
   while (true) {
     mbarrier_wait(shared_address(queue.ring.full + place.index), place.parity);
@@ -472,7 +473,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (stages == 0) sums.clear();
     }
     const WorkTile work(params, index);  // computed again, so that it holds no registers during the products
-    store(params, work, Phase(work.phase), FLUSH > 0 ? total : sums, places, operands, dst, staged[threadIdx.x / 128]);
+    store(params, work, Phase(work.phase), FLUSH > 0 ? total : sums, places, operands, dst, pairs,
+          staged[threadIdx.x / 128]);
     queue.ring.release(place.index);
     place.next();
   }

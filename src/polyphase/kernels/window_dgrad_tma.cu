@@ -81,15 +81,16 @@ __device__ __forceinline__ unsigned place_of(const Params& params, int row) {
 }
 
 // The `i`-th of two rows that a thread stores of a row tile: its accumulators' or, with CHANNELS_FIRST, staged rows.
-__device__ __forceinline__ int stored_row(int tile, int i) {
-  return CHANNELS_FIRST ? row_group() * GROUP_ROWS + tile * 64 + staged_row(i) : Sums::row(tile, 2 * i);
+__device__ __forceinline__ int stored_row(bool pairs, int tile, int i) {
+  return CHANNELS_FIRST ? row_group() * GROUP_ROWS + tile * 64 + staged_row(pairs, i) : Sums::row(tile, 2 * i);
 }
 
 // Stores a work tile to `dst`, the tensor or a partial plane. `staged`: memory of the warpgroup, whose threads call
 // this together.
 template <class Stored>
 __device__ __forceinline__ void store(const Params& params, const WorkTile& work, const Sums& sums,
-                                      const unsigned (&places)[ROW_TILES][2], Stored* dst, unsigned char* staged) {
+                                      const unsigned (&places)[ROW_TILES][2], Stored* dst, bool pairs,
+                                      unsigned char* staged) {
   const long long channel = CHANNELS_FIRST ? params.x.stride[1] : 1;
   dst += (work.group * IN_CHANNELS + work.first_in) * channel;
 #pragma unroll
@@ -107,7 +108,7 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
     const int columns = IN_CHANNELS - work.first_in;
     constexpr bool TOGETHER = IN_CHANNELS % (8 / sizeof(Stored)) == 0;  // 32 bytes of four threads
     if constexpr (CHANNELS_FIRST) {
-      store_columns<WHOLE_BLOCKS, ROW_TILES>(sums.of[i], i, to, channel, columns, staged);
+      store_columns<WHOLE_BLOCKS, ROW_TILES>(sums.of[i], i, to, pairs, channel, columns, staged);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j) store_pixel<WHOLE_BLOCKS, TOGETHER>(sums.of[i], j, to[j], to[j] ? columns : 0);
@@ -162,9 +163,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   PipelineState<STAGES> state;
   if (threadIdx.x < CONSUMER_THREADS) {
     reallocate_registers<true>();
+    const bool pairs = CHANNELS_FIRST && in_pairs(params.x, dst, params.tile_extent[3]);
     unsigned places[ROW_TILES][2];
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(params, stored_row(i / 2, i % 2));
+    for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(params, stored_row(pairs, i / 2, i % 2));
 #pragma unroll 1
     for (int index = blockIdx.x; index < work_tiles; index += step) {
       const WorkTile work(params, index);
@@ -181,9 +183,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       }
       const Sums& all = FLUSH < K_TILES ? total : sums;
       if (ELEMENT == sizeof(float) || params.splits > 1)
-        store(params, work, all, places, (float*)dst + work.split * params.plane, staged[row_group()]);
+        store(params, work, all, places, (float*)dst + work.split * params.plane, pairs, staged[row_group()]);
       else
-        store(params, work, all, places, dst, staged[row_group()]);
+        store(params, work, all, places, dst, pairs, staged[row_group()]);
     }
   } else {
     reallocate_registers<false>();

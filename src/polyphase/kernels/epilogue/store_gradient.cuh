@@ -5,6 +5,7 @@
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
+#include "core/geometry.cuh"
 #include "core/types.cuh"
 #include "epilogue/exchange.cuh"
 #include "mainloop/accumulators.cuh"
@@ -39,9 +40,9 @@ __device__ __forceinline__ void store_pixel(const float (&sums)[COLUMNS / 2], in
   }
 }
 
-// NCHW. Few columns at a time pass through shared memory, so that a warp stores 32 neighbouring rows of one column by
-// an instruction: whole sectors, wherever in a sector the first row is. Of the two buffers of a warpgroup one is read
-// while the next columns are written to the other, so that there is one barrier for each.
+// NCHW. Few columns at a time pass through shared memory, so that a warp stores 64 neighbouring rows of one column by
+// two instructions, or by one `in_pairs`: whole sectors, wherever in a sector the first row is. Of the two buffers of a
+// warpgroup one is read while the next columns are written to the other, so that there is one barrier for each.
 constexpr int STAGED_PITCH = 64 + 4;  // padded: a fragment has no bank conflicts
 constexpr int STAGED_BYTES = 2 * 8 * STAGED_PITCH * (int)sizeof(float);
 template <class Stored>
@@ -49,17 +50,28 @@ constexpr int STAGED_COLUMNS = 32 / (int)sizeof(Stored);
 template <class Stored>
 constexpr int STAGINGS = ceil_div(COLUMNS, STAGED_COLUMNS<Stored>);  // of a row tile
 
-// The rows of 64 that a thread stores, 32 apart.
-__device__ __forceinline__ int staged_row(int i) { return threadIdx.x % 32 + 32 * i; }
+// Whether neighbouring rows of a tile, from even ones on, can be stored together: they are neighbours in memory along
+// w, at even elements.
+__device__ __forceinline__ bool in_pairs(const Tensor5& dst, const void* first, int tile_width) {
+  const long long apart = dst.stride[0] | dst.stride[1] | dst.stride[2] | dst.stride[3] | tile_width;
+  return apart % 2 == 0 && dst.stride[4] == 1 && (unsigned long long)first % 8 == 0;
+}
+
+// The two rows of 64 that a thread stores.
+__device__ __forceinline__ int staged_row(bool pairs, int i) {
+  const int lane = threadIdx.x % 32;
+  return pairs ? 2 * lane + i : lane + 32 * i;
+}
 
 // Called by all threads of a warpgroup for each of TILES row tiles of a work tile in turn. `to`: the thread's rows, at
 // the first column; null if they do not exist. `channel`: elements from a column to the next. `staged`: STAGED_BYTES of
 // the warpgroup.
 template <bool WHOLE, int TILES, class Stored>
 __device__ __forceinline__ void store_columns(const float (&sums)[COLUMNS / 2], int tile, Stored* const (&to)[2],
-                                              long long channel, int columns, unsigned char* staged) {
+                                              bool pairs, long long channel, int columns, unsigned char* staged) {
   constexpr int AT_ONCE = STAGED_COLUMNS<Stored>, OF_WARP = AT_ONCE / 4;
   const int warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128;
+  const bool both = pairs && to[1];
   Stored* at[2];  // the thread's first column of those that are staged
 #pragma unroll
   for (int j = 0; j < 2; ++j) at[j] = to[j] ? to[j] + warp * OF_WARP * channel : nullptr;
@@ -75,14 +87,18 @@ __device__ __forceinline__ void store_columns(const float (&sums)[COLUMNS / 2], 
     named_barrier_sync(1 + warpgroup, 128);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      if (!to[j]) continue;
-      Stored* column_at = at[j];
+      if (!to[j] || (j == 1 && both)) continue;
+      Stored* to_column = at[j];
 #pragma unroll
-      for (int k = 0; k < OF_WARP; ++k, column_at += channel) {
+      for (int k = 0; k < OF_WARP; ++k, to_column += channel) {
         const int column = warp * OF_WARP + k;
-        const bool exists =
-            (first + AT_ONCE <= COLUMNS || first + column < COLUMNS) && (WHOLE || first + column < columns);
-        if (exists) *column_at = columns_of[column * STAGED_PITCH + staged_row(j)];
+        const bool inside = first + AT_ONCE <= COLUMNS || first + column < COLUMNS;
+        if (!inside || (!WHOLE && first + column >= columns)) continue;
+        const Stored* const from = columns_of + column * STAGED_PITCH + staged_row(pairs, j);
+        if (both)
+          *(Vector<Stored, 2>*)to_column = *(const Vector<Stored, 2>*)from;
+        else
+          *to_column = *from;
       }
       at[j] += AT_ONCE * channel;
     }

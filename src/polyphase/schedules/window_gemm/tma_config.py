@@ -161,11 +161,18 @@ def tile_extent(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -
 def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[TmaConfig]:
     """Every config of a layer, with as many stages as fit."""
     for config in _input_configs(problem) if pass_ is Pass.INPUT_GRAD else _weight_configs(problem):
-        staged = config.row_groups * STAGED_BYTES if config.first else 0
-        room = device.shared_bytes_of(config.resident) - _DECLARED - staged
-        buffers = min(_MOST_STAGES, room // stage_bytes(problem, pass_, config))
-        if buffers >= _LEAST_STAGES:
-            yield config._replace(buffers=buffers)
+        yield from with_stages(config, problem, pass_, device)
+
+
+def with_stages(
+    config: TmaConfig, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo
+) -> Iterator[TmaConfig]:
+    """The config with as many stages as fit, if these suffice."""
+    staged = config.row_groups * STAGED_BYTES if config.first else 0
+    room = device.shared_bytes_of(config.resident) - _DECLARED - staged
+    buffers = min(_MOST_STAGES, room // stage_bytes(problem, pass_, config))
+    if buffers >= _LEAST_STAGES:
+        yield config._replace(buffers=buffers)
 
 
 def _input_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:

@@ -17,7 +17,7 @@ from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
-from polyphase.schedules.window_gemm.tma_config import TmaConfig
+from polyphase.schedules.window_gemm.tma_config import TmaConfig, with_stages
 from polyphase.schedules.window_gemm.tma_cost import weight_planes
 from polyphase.schedules.window_gemm.window import Gradient
 
@@ -49,7 +49,10 @@ class _Transposed(Gradient):
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaConfig]:
         found = self._tma.configs(at, pass_, device)
-        return [*(config._replace(first=True) for config in found), *found] if pass_ is Pass.INPUT_GRAD else found
+        if pass_ is Pass.WEIGHT_GRAD:
+            return found
+        first = [one for each in found for one in with_stages(each._replace(first=True), at, pass_, device)]
+        return [*first, *found]
 
     def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaConfig) -> float:
         back = 0.0
