@@ -70,7 +70,7 @@ template <bool WHOLE, int TILES, class Stored>
 __device__ __forceinline__ void store_columns(const float (&sums)[COLUMNS / 2], int tile, Stored* const (&to)[2],
                                               bool pairs, long long channel, int columns, unsigned char* staged) {
   constexpr int AT_ONCE = STAGED_COLUMNS<Stored>, OF_WARP = AT_ONCE / 4;
-  const int warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128;
+  const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32 % 4, 0), warpgroup = threadIdx.x / 128;
   const bool both = pairs && to[1];
   Stored* at[2];  // the thread's first column of those that are staged
 #pragma unroll
@@ -85,20 +85,27 @@ __device__ __forceinline__ void store_columns(const float (&sums)[COLUMNS / 2], 
       narrow(sums[first / 2 + i], columns_of[column * STAGED_PITCH + row]);
     }
     named_barrier_sync(1 + warpgroup, 128);
+    const Stored* const from = columns_of + warp * OF_WARP * STAGED_PITCH;
+    Vector<Stored, 2> rows[OF_WARP];  // read together
+#pragma unroll
+    for (int k = 0; k < OF_WARP; ++k) {
+      if (pairs)
+        rows[k] = *(const Vector<Stored, 2>*)(from + k * STAGED_PITCH + staged_row(true, 0));
+      else
+        rows[k] = {from[k * STAGED_PITCH + staged_row(false, 0)], from[k * STAGED_PITCH + staged_row(false, 1)]};
+    }
+    const int left = (WHOLE ? COLUMNS : min(COLUMNS, columns)) - first - warp * OF_WARP;  // columns that exist
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (!to[j] || (j == 1 && both)) continue;
       Stored* to_column = at[j];
 #pragma unroll
       for (int k = 0; k < OF_WARP; ++k, to_column += channel) {
-        const int column = warp * OF_WARP + k;
-        const bool inside = first + AT_ONCE <= COLUMNS || first + column < COLUMNS;
-        if (!inside || (!WHOLE && first + column >= columns)) continue;
-        const Stored* const from = columns_of + column * STAGED_PITCH + staged_row(pairs, j);
+        if ((!WHOLE || first + AT_ONCE > COLUMNS) && k >= left) continue;
         if (both)
-          *(Vector<Stored, 2>*)to_column = *(const Vector<Stored, 2>*)from;
+          *(Vector<Stored, 2>*)to_column = rows[k];
         else
-          *to_column = *from;
+          *to_column = rows[k].value[j];
       }
       at[j] += AT_ONCE * channel;
     }
