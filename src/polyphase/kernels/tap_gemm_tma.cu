@@ -31,7 +31,7 @@
 // tile.
 //
 // Results of an input gradient fill whole sectors. In NHWC lanes exchange them so that each has eight bytes of
-// neighbouring channels; in NCHW they pass through shared memory, so that a warp has neighbouring positions.
+// neighbouring channels; in NCHW so that each has neighbouring positions, or they pass through shared memory.
 //
 // float32 is read as TF32, or split into two parts of TF32. The two parts of the source are separate channels
 // (steps/transpose.cu), the two parts of the weights are adjacent blocks. Three products of parts are added.
@@ -297,10 +297,11 @@ __device__ __forceinline__ void multiply(Sums& sums, int stages, const BoxRows& 
   consume_stages(stages, ring, state, products, add, [&] { wgmma_wait<0>(), pin(sums.of); });
 }
 
-// The `i`-th row that a thread stores: its accumulators' row or, for an input gradient in NCHW, a staged row.
-constexpr bool STAGED = INPUT_GRAD && !DST_CHANNELS_LAST;
-__device__ __forceinline__ int stored_row(bool pairs, int i) {
-  return STAGED ? threadIdx.x / 128 * GROUP_ROWS + i / 2 * 64 + staged_row(pairs, i % 2) : Sums::row(i);
+// The `i`-th row that a thread stores: its accumulators' row or, for an input gradient in NCHW, that of
+// epilogue/store_gradient.cuh.
+constexpr bool BY_COLUMNS = INPUT_GRAD && !DST_CHANNELS_LAST;
+__device__ __forceinline__ int row_of_thread(bool pairs, int i) {
+  return BY_COLUMNS ? threadIdx.x / 128 * GROUP_ROWS + i / 2 * 64 + stored_row(pairs, i % 2) : Sums::row(i);
 }
 
 // Where the results of a row are stored: those of its cell.
@@ -338,8 +339,11 @@ __device__ __forceinline__ void store_gradient(const Params& params, const Sums&
     Stored* to[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) to[j] = targets[2 * i + j].at < 0 ? nullptr : dst + targets[2 * i + j].at;
-    if constexpr (STAGED) {
-      store_columns<WHOLE, ROW_TILES>(sums.of[i], i, to, pairs, params.dst.stride[1], columns, staged);
+    if constexpr (BY_COLUMNS) {
+      if (pairs)
+        store_row_pair<WHOLE>(sums.of[i], to, params.dst.stride[1], columns);
+      else
+        store_columns<WHOLE, ROW_TILES>(sums.of[i], i, to, params.dst.stride[1], columns, staged);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j)
@@ -434,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   __shared__ __align__(8) WorkQueue queue;
   __shared__ int taps_of[STAGES];
-  __shared__ __align__(16) unsigned char staged[CONSUMER_GROUPS][STAGED ? STAGED_BYTES : 1];
+  __shared__ __align__(16) unsigned char staged[CONSUMER_GROUPS][BY_COLUMNS ? STAGED_BYTES : 1];
   if (threadIdx.x == 0) {
     ring.init(1, CONSUMER_THREADS / 32);
     queue.ring.init(1, CONSUMER_THREADS / 32);
@@ -450,10 +454,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   PipelineState<QUEUE> place;
   const int work_tiles = WorkTile::count(params);
   const BoxRows box(params.tile_extent);
-  const bool pairs = STAGED && in_pairs(params.dst, dst, params.tile_extent[3]);
+  const bool pairs = BY_COLUMNS && in_pairs(params.dst, dst, params.tile_extent[3]);
   unsigned places[2 * ROW_TILES];
 #pragma unroll
-  for (int i = 0; i < 2 * ROW_TILES; ++i) places[i] = BoxRows::place(params.tile_extent, stored_row(pairs, i));
+  for (int i = 0; i < 2 * ROW_TILES; ++i) places[i] = BoxRows::place(params.tile_extent, row_of_thread(pairs, i));
 #pragma unroll 1
   while (true) {
     mbarrier_wait(shared_address(queue.ring.full + place.index), place.parity);

@@ -11,8 +11,8 @@
 // loaded while one is stored. If there are few work tiles, K is split `splits` times; each split writes a partial
 // plane, and steps/reduce_splits.cu adds them.
 //
-// Results are stored in NHWC or, with CHANNELS_FIRST, in NCHW: then they pass through shared memory, so that a warp has
-// neighbouring positions.
+// Results are stored in NHWC or, with CHANNELS_FIRST, in NCHW: then lanes exchange them, so that each has neighbouring
+// positions, or they pass through shared memory.
 //
 // Tensor-core accumulation truncates at every step. So if K is long, accumulators are flushed every FLUSH stages: they
 // are added to a second set in registers, and start from zero.
@@ -80,9 +80,10 @@ __device__ __forceinline__ unsigned place_of(const Params& params, int row) {
   return at[0] < params.tile_extent[0] ? at[0] << 24 | at[1] << 16 | at[2] << 8 | at[3] : NOWHERE;
 }
 
-// The `i`-th of two rows that a thread stores of a row tile: its accumulators' or, with CHANNELS_FIRST, staged rows.
-__device__ __forceinline__ int stored_row(bool pairs, int tile, int i) {
-  return CHANNELS_FIRST ? row_group() * GROUP_ROWS + tile * 64 + staged_row(pairs, i) : Sums::row(tile, 2 * i);
+// The `i`-th of two rows that a thread stores of a row tile: its accumulators' row or, with CHANNELS_FIRST, that of
+// epilogue/store_gradient.cuh.
+__device__ __forceinline__ int row_of_thread(bool pairs, int tile, int i) {
+  return CHANNELS_FIRST ? row_group() * GROUP_ROWS + tile * 64 + stored_row(pairs, i) : Sums::row(tile, 2 * i);
 }
 
 // Stores a work tile to `dst`, the tensor or a partial plane. `staged`: memory of the warpgroup, whose threads call
@@ -108,7 +109,10 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
     const int columns = IN_CHANNELS - work.first_in;
     constexpr bool TOGETHER = IN_CHANNELS % (8 / sizeof(Stored)) == 0;  // 32 bytes of four threads
     if constexpr (CHANNELS_FIRST) {
-      store_columns<WHOLE_BLOCKS, ROW_TILES>(sums.of[i], i, to, pairs, channel, columns, staged);
+      if (pairs)
+        store_row_pair<WHOLE_BLOCKS>(sums.of[i], to, channel, columns);
+      else
+        store_columns<WHOLE_BLOCKS, ROW_TILES>(sums.of[i], i, to, channel, columns, staged);
     } else {
 #pragma unroll
       for (int j = 0; j < 2; ++j) store_pixel<WHOLE_BLOCKS, TOGETHER>(sums.of[i], j, to[j], to[j] ? columns : 0);
@@ -166,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const bool pairs = CHANNELS_FIRST && in_pairs(params.x, dst, params.tile_extent[3]);
     unsigned places[ROW_TILES][2];
 #pragma unroll
-    for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(params, stored_row(pairs, i / 2, i % 2));
+    for (int i = 0; i < 2 * ROW_TILES; ++i) places[i / 2][i % 2] = place_of(params, row_of_thread(pairs, i / 2, i % 2));
 #pragma unroll 1
     for (int index = blockIdx.x; index < work_tiles; index += step) {
       const WorkTile work(params, index);

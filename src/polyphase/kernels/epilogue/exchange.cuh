@@ -22,3 +22,18 @@ __device__ __forceinline__ Vector<unsigned, 2> exchanged(const float* first, con
   for (int i = 0; i < 2; ++i) narrow(first[i], pairs[0].value[i]), narrow(second[i], pairs[1].value[i]);
   return exchanged(pairs);
 }
+
+// A lane has two columns of one row in the first eight rows and of one in the second eight. Lanes of neighbouring rows
+// swap, so that each has both columns of two neighbouring rows; `first` receives the first column.
+template <class Stored>
+__device__ __forceinline__ void exchange_rows(Vector<Stored, 2>& first, Vector<Stored, 2>& second) {
+  typedef Vector<unsigned, sizeof(first) / sizeof(unsigned)> Words;
+  const bool second_eight = threadIdx.x % 8 / 4;
+  Words a = *(const Words*)&first, b = *(const Words*)&second;
+#pragma unroll
+  for (int i = 0; i < (int)(sizeof(Words) / sizeof(unsigned)); ++i) {
+    const unsigned other = __shfl_xor_sync(~0u, second_eight ? a.value[i] : b.value[i], 4);
+    a.value[i] = second_eight ? other : a.value[i], b.value[i] = second_eight ? b.value[i] : other;
+  }
+  first = *(const Vector<Stored, 2>*)&a, second = *(const Vector<Stored, 2>*)&b;
+}
