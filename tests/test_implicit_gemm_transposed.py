@@ -102,6 +102,21 @@ def test_an_activation_of_the_input_is_computed_by_the_transpose() -> None:
     assert last.source.epilogue
 
 
+def test_an_activation_of_the_input_precedes_float16_copies() -> None:
+    """Pixels are measured, copied, and gathered where there are many bands: all read its result."""
+    prologue = Epilogue((Operation("leaky_relu", (0.25,)),))
+    problem = replace(LAYERS["3-D"], in_channels=40, tf32=True, prologue=prologue)
+    programs = planner.programs(problem, Pass.FORWARD, H200)
+    program = next(program for candidate, program in programs if candidate.schedule == SCHEDULE.name)
+    assert in_halves(program)
+    first, *others = program.steps
+    assert first.source.kernel == "apply_prologue"
+    assert [step.source.kernel for step in others if "src_behind_prologue" in step.operands] == [
+        *("measure_scales", "transpose", "implicit_gemm")
+    ]
+    assert not any("src" in step.operands for step in others)
+
+
 def test_refusals() -> None:
     """Channels_last needs no copy, and channels of several groups are not padded."""
     layer = LAYERS["groups"]
