@@ -26,6 +26,8 @@ LAYERS = {
     "padded channels": make((2, 21, 7, 11), 64, 4, 2, 1),
     "three channels": make((3, 3, 8, 10), 70, 3, 2, 1),
     "groups": make((2, 64, 9, 10), 96, 3, 2, 1, groups=2, bias=True),
+    "groups of one stage and a half": make((2, 96, 7, 9), 64, 4, 2, 1, groups=2),
+    "groups of half a stage more": make((1, 80, 7, 9), 48, 4, 2, 1, groups=2),
     "kernel is stride": make((2, 40, 5, 9), 33, 2, 2),
     "more stride than kernel": make((2, 24, 9, 8), 40, 2, 3),
     "stride 1": make((1, 48, 9, 13), 56, 3, 1, 1),
@@ -61,6 +63,9 @@ def test_products(problem: ConvTransposeProblem, pass_: Pass) -> None:
     found = offers(SCHEDULE, problem, pass_)
     seed = zlib.crc32(f"{problem} {pass_}".encode())
     for candidate, program in {found[seed % len(found)], found[0]}:
+        whole_stages = problem.groups == 1 or problem.in_channels_per_group % 16 == 0
+        deep_enough = problem.in_channels_per_group >= 32 and whole_stages
+        assert in_halves(program) is (problem.dtype == "float32" and pass_ is Pass.FORWARD and deep_enough)
         readers = [step.source.kernel for step in program.steps if "src" in step.operands]
         assert readers == (["measure_scales", "transpose", "implicit_gemm"] if in_halves(program) else ["transpose"])
         assert_exact(problem, pass_, candidate, program, executor=Emulator(seed % 1000))

@@ -119,6 +119,19 @@ def of_many_sizes(problem: ConvTransposeProblem) -> tuple[torch.Tensor, torch.Te
     return x, weight
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_two_bands_have_copies(name: str, batch: int) -> None:
+    """Of one image, too, whose copies are the only images."""
+    problem = replace(LAYERS[name], batch=batch)
+    sides = problem.input_size
+    far = torch.randint(2, (batch, 1, *sides), generator=torch.Generator().manual_seed(21)) * 40.0
+    x = (integers(problem.input_shape, 22) * 2.0**-far).float()
+    weight = integers(problem.weight_shape, 23)
+    for program in copied(problem, 4):
+        assert_near(problem, program, x, weight)
+
+
 @pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("magnitude", [2.0**-110, 1.0, 2.0**120])

@@ -108,6 +108,7 @@ __device__ __forceinline__ void store_columns(const float (&sums)[COLUMNS / 2], 
       const int row = 16 * warp + fragment_row() + i / 2 % 2 * 8, column = i / 4 * 8 + fragment_column() + i % 2;
       narrow(sums[first / 2 + i], columns_of[column * STAGED_PITCH + row]);
     }
+    __syncwarp();
     named_barrier_sync(1 + warpgroup, 128);
     const Stored* const from = columns_of + warp * OF_WARP * STAGED_PITCH;
     Stored rows[OF_WARP][2];  // read together
@@ -124,6 +125,7 @@ __device__ __forceinline__ void store_columns(const float (&sums)[COLUMNS / 2], 
       at[j] += AT_ONCE * channel;
     }
   }
+  __syncwarp();
   // The next work tile begins with the first buffer.
   if (TILES * STAGINGS<Stored> % 2 != 0 && tile == TILES - 1) named_barrier_sync(1 + warpgroup, 128);
 }

@@ -242,7 +242,7 @@ class _Families:
         problem, last = self._problem, self._layer.src_channels_last
         fills = fills_stages(problem.groups, problem.in_channels_per_group, config.stage_channels(problem.dtype))
         may = self._layer.tma and config.wgmma and self._parts == 1 and fills
-        by_threads = [] if may and last else [(False, *each) for each in _LOADERS[last]]
+        by_threads = [] if (may and last) or self._layer.in_halves else [(False, *each) for each in _LOADERS[last]]
         # Channel by channel, pixels are an MN-major operand: in half precision, if no tap shifts them.
         a_tap_is_no_distance = config.whole_images or Taps.stay_in_cells(problem.axes3)
         may_lie = last or (DTYPE_BYTES[problem.dtype] == 2 and a_tap_is_no_distance)

@@ -45,7 +45,7 @@ def packing_constants(gather: Gather, config: GemmConfig, product: Product) -> t
 
 
 def scales_bytes(gather: Gather, config: GemmConfig, product: Product) -> int:
-    """Bytes between counters and weights: ``SCALES_BYTES`` in kernels/operand/bands.cuh."""
+    """Bytes between counters and weights: ``SCALES_BYTES`` in kernels/operand/measured_bands.cuh."""
     if not config.scaled:
         return 0
     measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels

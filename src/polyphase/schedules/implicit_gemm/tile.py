@@ -12,7 +12,6 @@ from polyphase.problem.layouts import extent
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import (
-    BAND_COPIES,
     BOX_PIXELS,
     CHUNK_BYTES,
     CONSUMERS,
@@ -23,7 +22,7 @@ from polyphase.schedules.implicit_gemm.config import (
     Taps,
     fills_stages,
 )
-from polyphase.schedules.implicit_gemm.cuts import Cuts, Tile, all_tiles, box_strides, pixels_join
+from polyphase.schedules.implicit_gemm.cuts import Cuts, Tile, all_tiles, box_strides, images_of, pixels_join
 
 _MAX_STATIC_SHARED = 48 << 10
 
@@ -191,9 +190,8 @@ def tensor_map(gather: Gather, config: GemmConfig, tile: Tile) -> TensorMap:
     size, last, dtype = gather.src_bytes, gather.src.channels_last, gather.src_dtype
     strides = box_strides(gather, one_row=bool(tile.run) and not last)
     assert strides is not None
-    batch, channels, *spatial = gather.src.shape
-    if gather.original is not None:
-        batch *= BAND_COPIES
+    _, channels, *spatial = gather.src.shape
+    batch = images_of(gather)
     sizes, (image, slab, row) = [*spatial[::-1], batch], tile.pitch
     columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
     box = [columns, slab // row, image // slab, tile.images]

@@ -17,11 +17,13 @@ from polyphase.program.program import Program, Transposed, reading_halves, readi
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import transpose_seconds
-from polyphase.schedules.implicit_gemm.config import BAND_COPIES, CHUNK_BYTES, GemmConfig, Product
+from polyphase.schedules.implicit_gemm.config import BAND_COPIES, CHUNK_BYTES, GemmConfig, Product, fills_stages
 from polyphase.schedules.implicit_gemm.families import SCALED_CHANNELS, Layer
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import parts_of
+
+_LEAST_STAGE = 16  # channels of float16 that an instruction multiplies
 
 
 class ImplicitGemmTransposed(ImplicitGemm):
@@ -91,9 +93,13 @@ class ImplicitGemmTransposed(ImplicitGemm):
 
 
 def _in_halves(problem: ConvTransposeProblem, pass_: Pass) -> bool:
-    """Whether the copies are float16; a gradient's pixels would want many bands of magnitudes."""
+    """Whether the copies are float16. A gradient's pixels would want many bands of magnitudes.
+
+    TMA alone loads such copies, so that groups have whole stages.
+    """
+    channels = problem.in_channels_per_group
     scaled = problem.dtype == "float32" and parts_of(problem) == 1 and pass_ is Pass.FORWARD
-    return scaled and problem.in_channels_per_group >= SCALED_CHANNELS
+    return scaled and channels >= SCALED_CHANNELS and fills_stages(problem.groups, channels, _LEAST_STAGE)
 
 
 def _padded(problem: ConvTransposeProblem, pass_: Pass, channels: int) -> int:
