@@ -61,4 +61,4 @@ def test_blocks_share_short_work_tiles_of_odd_rows(dtype: str) -> None:
     program = plan(replace(LAYER, dtype=dtype), Pass.FORWARD, H200, by_prediction=True).program
     assert program is not None
     assert program.main.source.kernel == "implicit_gemm"
-    assert params(program)["own"] < 16
+    assert params(program)["own"] <= 16  # as many as are loaded ahead at most, not all

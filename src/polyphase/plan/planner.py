@@ -51,6 +51,7 @@ CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.9, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD:
 #: theirs. benchmarks/experiments/025-boxes-of-taps: no layer that is recorded 3 % slower is predicted that far ahead.
 AHEAD = 6e-6
 FAR_AHEAD = 0.75
+FAR_BEHIND = 1.5  # times the first schedule's prediction beyond which no further config of another is predicted
 LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
 #: The least seconds of a shown prediction. Some cost models leave out the launch, which `LAUNCH` allows for when
 #: schedules are compared; no call in benchmarks/results was measured to take less.
@@ -150,7 +151,8 @@ def plan(
         chosen = _by_size(schedule, offered, pass_)
     kernels = [(schedule, candidate) for candidate in chosen]
     if measured is None:
-        others = [(each, _by_size(each, found, pass_)[0]) for each, found in offers]
+        most = FAR_BEHIND * kernels[0][1].seconds
+        others = [(each, _by_size(each, found, pass_, most)[0]) for each, found in offers]
         faster = _clearly_faster(kernels[0], others, pass_)
         kernels = kernels if faster is None else [faster, kernels[-1]]
     if not any(each.any_size(problem, pass_, device) for each, _ in kernels):
@@ -325,10 +327,13 @@ def may_adapt(schedule: Schedule, pass_: Pass) -> bool:
     return pass_ is Pass.FORWARD or schedule.adapts
 
 
-def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass) -> list[Candidate]:
-    """The first config, which serves most sizes; before it the fastest at this size, if it is clearly faster."""
+def _by_size(schedule: Schedule, offered: Iterator[Candidate], pass_: Pass, most: float = math.inf) -> list[Candidate]:
+    """The first config, which serves most sizes; before it the fastest at this size, if it is clearly faster.
+
+    The first alone if it takes more than ``most`` seconds.
+    """
     first = next(offered)
-    if not may_adapt(schedule, pass_):
+    if first.seconds > most or not may_adapt(schedule, pass_):
         return [first]
     fastest = min(offered, key=lambda each: each.seconds, default=first)
     return [fastest, first] if fastest.seconds < CLEARLY * first.seconds else [first]

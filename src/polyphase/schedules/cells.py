@@ -140,12 +140,12 @@ class Gather:
             mirrored=mirrored,
         )
 
-    @property
+    @cached_property
     def src_dtype(self) -> str:
         """The type of the source's elements."""
         return self.dtype if self.original is None else "float16"
 
-    @property
+    @cached_property
     def src_bytes(self) -> int:
         """Bytes of an element of the source."""
         return DTYPE_BYTES[self.src_dtype]
