@@ -304,7 +304,7 @@ def _lies(product: Product, layouts: Layouts) -> bool:
 
 
 def _stores_columns(product: Product) -> bool:
-    """Whether an input gradient is stored in NCHW, by way of shared memory."""
+    """Whether an input gradient is stored in NCHW: odd rows pass through shared memory."""
     return not product.gather.forward and product.gather.dst.strides[1] != 1
 
 
