@@ -18,12 +18,17 @@ from kernel_harness import (
     assert_one_config_exact,
     gradient_cases,
     integers,
+    offers,
+    operand_shapes,
+    reference,
+    run,
     strange_layouts,
 )
 from polyphase.plan import planner as plan
 from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
-from polyphase.problem.layouts import Strides, dense_strides
+from polyphase.problem.layouts import Layouts, Strides, dense_strides
+from polyphase.program.step import Step
 from polyphase.program.transpose import to_channels_last, to_contiguous
 from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
 from test_window_tma import LAYERS as BOX_LAYERS
@@ -64,6 +69,83 @@ def test_tensors_of_any_strides(pass_: Pass, dtype: str) -> None:
         for candidate in found[:1]:
             program = SCHEDULES[pass_].program(problem, pass_, H200, layouts, candidate.config)
             assert_exact(problem, pass_, candidate, program, layouts, executor=Emulator(number))
+
+
+# Layers in float32, whose copies are float16.
+HALVES = {
+    "two-dimensional": make((2, 24, 9, 10), 16, 3, 2, 1, tf32=True),
+    "few pixels": make((3, 40, 3, 5), 21, 4, 2, 1, tf32=True),
+    "groups": make((2, 32, 7, 9), 32, 3, 1, 1, groups=2, tf32=True),
+    "many channels": make((1, 136, 5, 7), 200, 2, 1, tf32=True),
+    "three-dimensional": make((1, 16, 3, 4, 6), 24, (2, 3, 3), (1, 2, 2), tf32=True),
+}
+
+
+def _operands(problem: ConvTransposeProblem, pass_: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    first, second = (torch.randn(shape, generator=generator) for shape in operand_shapes(problem, pass_))
+    return first, second
+
+
+def _is_guarded(step: Step) -> bool:
+    return bool(dict(step.source.constants).get("GUARDED"))
+
+
+def _change(values: torch.Tensor, how: str, of_pixels: bool) -> None:
+    """Makes copies inexact: ``of_pixels`` tells by which units a copy is checked."""
+    if how == "a small unit":
+        unit = values[0, :, 1, 2:3] if of_pixels else values[:, 5]
+        unit *= 1e-8
+    elif how == "a unit that vanishes":
+        unit = values[0, :, 1, 2:3] if of_pixels else values[:, 5]
+        unit *= 1e-25
+    elif how == "a large number":
+        values[0, 3, 1, 1] = 1e9
+    else:
+        values[0, 3, 1, 1] = float(how)
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("how", ["a small unit", "a unit that vanishes", "a large number", "inf", "nan"])
+@pytest.mark.parametrize("pass_", SCHEDULES)
+def test_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool) -> None:
+    """The result is that of the kernel that multiplies TF32, bit for bit."""
+    problem = HALVES["two-dimensional"]
+    operands = _operands(problem, pass_)
+    _change(operands[second], how, of_pixels=pass_ is Pass.INPUT_GRAD)
+    candidate, program = offers(SCHEDULES[pass_], problem, pass_)[0]
+    guarded = [step for step in program.steps if _is_guarded(step)]
+    free = tuple(
+        replace(step, source=step.source.with_constants(GUARDED=False), operands=step.operands[:-1]) for step in guarded
+    )
+    dense = Layouts.dense(problem)
+    found = run(problem, pass_, program, dense, operands)
+    alone = run(problem, pass_, replace(program, steps=free, main_index=0), dense, operands)
+    assert torch.equal(found.nan_to_num(12345.0), alone.nan_to_num(12345.0)), candidate.describe()
+    if how not in ("inf", "nan"):
+        wide = reference(problem, pass_, (operands[0].double(), operands[1].double()))
+        per_unit = wide.flatten(1) if pass_ is Pass.WEIGHT_GRAD else wide
+        assert ((found - wide).abs() <= 2e-3 * per_unit.abs().max()).all()
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (3e-20, 5e-16), (2e12, 7e9), (1e-38, 1e30)])
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("pass_", SCHEDULES)
+def test_exact_copies_round_like_tf32(pass_: Pass, name: str, scales: tuple[float, float]) -> None:
+    """Tensors of any scale, with zeros and a few small numbers; the guarded steps change nothing."""
+    problem = HALVES[name]
+    first, second = _operands(problem, pass_)
+    first[first.abs() < 0.1] *= 1e-6
+    second[second < -1] = 0
+    first, second = first * scales[0], second * scales[1]
+    _, program = offers(SCHEDULES[pass_], problem, pass_)[0]
+    steps = tuple(step for step in program.steps if not _is_guarded(step))
+    assert len(steps) < len(program.steps)
+    dense = Layouts.dense(problem)
+    found = run(problem, pass_, program, dense, (first, second))
+    assert torch.equal(found, run(problem, pass_, replace(program, steps=steps), dense, (first, second)))
+    wide = reference(problem, pass_, (first.double(), second.double()))
+    assert (found - wide).norm() <= 4e-4 * wide.norm()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])

@@ -11,6 +11,7 @@
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
+#include "operand/half_copies.cuh"
 #include "operand/window.cuh"
 #include "mainloop/multistage.cuh"
 #include "mainloop/window_mma.cuh"
@@ -30,7 +31,8 @@ constexpr int GRID_M = ceil_div(IN_CHANNELS, ROWS), K_TILES = ceil_div(OUT_CHANN
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_dgrad_mma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
-                     scalar_t* __restrict__ dst, const Params params) {
+                     scalar_t* __restrict__ dst GUARD_PARAMETER, const Params params) {
+  RETURN_IF_EXACT;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
   const int block_m = block % GRID_M;

@@ -16,6 +16,8 @@
 //
 // Tensor-core accumulation truncates at every step. So if K is long, accumulators are flushed every FLUSH stages: they
 // are added to a second set in registers, and start from zero.
+//
+// SCALED: operands are copies in float16 (operand/half_copies.cuh), and sums are multiplied back.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -24,6 +26,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
+#include "operand/half_copies.cuh"
 #include "epilogue/store_gradient.cuh"
 #include "mainloop/box_product.cuh"
 
@@ -155,8 +158,9 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    window_dgrad_tma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
-                     scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+    window_dgrad_tma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight,
+                     [[maybe_unused]] const HalfCopies* __restrict__ copies, scalar_t* __restrict__ dst,
+                     const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   __shared__ __align__(16) unsigned char staged[ROW_GROUPS][CHANNELS_FIRST ? STAGED_BYTES : 1];
@@ -167,6 +171,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   PipelineState<STAGES> state;
   if (threadIdx.x < CONSUMER_THREADS) {
     reallocate_registers<true>();
+#if SCALED
+    griddepcontrol_wait();  // for the scales
+#endif
     const bool pairs = CHANNELS_FIRST && in_pairs(params.x, dst, params.tile_extent[3]);
     unsigned places[ROW_TILES][2];
 #pragma unroll
@@ -185,8 +192,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       } else {
         sums.multiply<TapColumns>(stages, ring, state, shared_memory);
       }
-      const Sums& all = FLUSH < K_TILES ? total : sums;
-      if (ELEMENT == sizeof(float) || params.splits > 1)
+      Sums& all = FLUSH < K_TILES ? total : sums;
+#if SCALED
+      all.unscale(Unscaling(*copies));
+#endif
+      if (ELEMENT == sizeof(float) || SCALED || params.splits > 1)
         store(params, work, all, places, (float*)dst + work.split * params.plane, pairs, staged[row_group()]);
       else
         store(params, work, all, places, dst, pairs, staged[row_group()]);

@@ -14,6 +14,7 @@
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
+#include "operand/half_copies.cuh"
 #include "operand/window.cuh"
 #include "mainloop/multistage.cuh"
 #include "mainloop/window_mma.cuh"
@@ -37,8 +38,9 @@ constexpr int FLUSH = ceil_div(2048, POSITIONS);
 static_assert(CHUNK_TAPS <= COLUMNS, "a block computes all taps of its channels");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    window_wgrad_mma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
-                     const Params params) {
+    window_wgrad_mma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad,
+                     float* __restrict__ partial GUARD_PARAMETER, const Params params) {
+  RETURN_IF_EXACT;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
   const int block_m = block % GRID_M;

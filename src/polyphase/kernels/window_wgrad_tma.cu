@@ -16,6 +16,8 @@
 // Tensor-core accumulation truncates at every step. So accumulators are flushed: after `flush` stages they are added in
 // float32 to `partial` in global memory, and start from zero. If there is a single split and a single flush, `partial`
 // is the result, in the tensors' type (`narrowed`).
+//
+// SCALED: operands are copies in float16 (operand/half_copies.cuh), and sums are multiplied back.
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
@@ -24,6 +26,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/tma.cuh"
+#include "operand/half_copies.cuh"
 #include "operand/tap_windows.cuh"
 #include "epilogue/exchange.cuh"
 #include "mainloop/box_product.cuh"
@@ -117,7 +120,7 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
       const int tap = window.weight_tap(unit % WINDOW_TAPS), out = window.channel + column % UNIT;
       return index < WINDOWS && tap >= 0 && (WHOLE_UNITS || out < OUT_CHANNELS) ? tap * OUT_CHANNELS + out : -1;
     };
-    if (ELEMENT == 2 && params.narrowed) {
+    if (ELEMENT == 2 && !SCALED && params.narrowed) {
       scalar_t* const to = (scalar_t*)partial + weights;
 #pragma unroll
       for (int j = 0; j < SUMS / 4; j += 2) {
@@ -151,9 +154,15 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
   }
 }
 
+#if SCALED
+#define COPIES_PARAMETER , const HalfCopies* __restrict__ copies
+#else
+#define COPIES_PARAMETER
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    window_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
-                     const __grid_constant__ Params params) {
+    window_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad COPIES_PARAMETER,
+                     void* __restrict__ partial, const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   if (threadIdx.x == 0) ring.init(32, CONSUMER_THREADS / 32);
@@ -171,6 +180,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const int count = min(params.flush, work.stages - stage);
         if (count == 0) sums.clear();  // an empty batch, which emitted files launch (the operators do not)
         sums.multiply<WindowColumns>(count, ring, state, shared_memory);
+#if SCALED
+        sums.unscale(Unscaling(*copies));
+#endif
         store(params, work, sums, partial, stage > 0);
         stage += count;
       } while (stage < work.stages);

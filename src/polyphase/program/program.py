@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from polyphase.problem.layouts import dense_strides
 from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.program.split_k import reduce_splits
-from polyphase.program.step import BIAS, DST, GRAD, MANY_BLOCKS, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
+from polyphase.program.step import BIAS, DST, GRAD, HALF_COPIES, MANY_BLOCKS, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
 from polyphase.program.transpose import (
+    HALF_COPIES_BYTES,
+    sample_magnitudes,
     to_channels_last,
+    to_checked_halves,
     to_contiguous,
     to_halves,
     transpose_blocks,
@@ -207,6 +210,44 @@ def reading_halves(inner: Program, how: Transposed, copies: int, band: int) -> P
     )
 
 
+def reading_checked_halves(
+    inner: Program, read: dict[str, Transposed], weight: tuple[tuple[int, ...], Strides] | None
+) -> Program:
+    """A gradient's program that reads copies in float16 of float32 tensors in other layouts.
+
+    An input gradient copies the ``weight``, of this shape and strides, when it packs it. Steps for copies that are
+    inexact follow by `unless_exact`.
+    """
+    tensors = [(how.shape, how.strides) for how in read.values()]
+    names = [*read, *([WEIGHT] if weight else [])]
+    sample = sample_magnitudes(*tensors, *([weight] if weight else []))
+    before, buffers = [replace(sample, operands=(*names, HALF_COPIES))], {}
+    for which, (name, (shape, strides, groups, padded, _)) in enumerate(read.items()):
+        buffers[name] = buffer = Buffer(f"{name}_halves", "float16", read[name].elements)
+        step = to_checked_halves(shape, strides, groups, padded, which, by_channels=weight is None)
+        before.append(replace(step, operands=(name, HALF_COPIES, buffer.name), overlaps=True))
+    program = prepared(inner, tuple(before), buffers)
+    scales = Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
+    return replace(program, buffers=(*program.buffers, scales))
+
+
+def unless_exact(program: Program, plain: Program) -> Program:
+    """A program followed by the steps of one that reads the tensors themselves: they run if copies are inexact."""
+    steps = tuple(
+        replace(
+            step,
+            source=step.source.with_constants(GUARDED=True),
+            operands=(*step.operands, HALF_COPIES),
+            overlaps=False,
+        )
+        for step in plain.steps
+    )
+    buffers = {buffer.name: buffer for buffer in program.buffers}
+    for buffer in plain.buffers:
+        buffers[buffer.name] = max(buffer, buffers.get(buffer.name, buffer), key=lambda each: each.bytes)
+    return replace(program, steps=(*program.steps, *steps), buffers=tuple(buffers.values()))
+
+
 def writing_source(inner: Program, step: Step, buffer: Buffer) -> Program:
     """A program whose source is the ``buffer`` that ``step`` writes, complete with its operands.
 
@@ -295,7 +336,8 @@ def between_transposes(
 
     ``layouts``: of the call's tensors. A weight is read in its own layout. ``padded``: the layer that the program
     computes, if that has more channels: those of each group are padded with zeros, and dropped from the result.
-    ``back``: whether an input gradient's result is in channels_last, too.
+    ``back``: whether an input gradient's result is in channels_last, too. If ``padded`` is in float16, so are the
+    copies of tensors in float32 (`reading_checked_halves`).
     """
     padded = padded or problem
     sides = {
@@ -307,9 +349,14 @@ def between_transposes(
         groups = 1 if channels == shape[1] else problem.groups
         read[name] = Transposed(shape, strides, groups, channels // groups)
     if pass_ is Pass.INPUT_GRAD:
-        program = reading_channels_last(inner, problem.dtype, {SRC: read[GRAD]})
+        read = {SRC: read[GRAD]}
+    if padded.dtype == problem.dtype:
+        program = reading_channels_last(inner, problem.dtype, read)
+    else:
+        weight = problem.weight_shape, dense_strides(problem.weight_shape, layouts.weight_channels_last)
+        program = reading_checked_halves(inner, read, weight if pass_ is Pass.INPUT_GRAD else None)
+    if pass_ is Pass.INPUT_GRAD:
         return writing_channels_last(program, problem.dtype, problem.input_shape) if back else program
-    program = reading_channels_last(inner, problem.dtype, read)
     if padded.weight_shape != problem.weight_shape:
         return _written_by(program, problem.dtype, padded.elements[1], _without_padding(problem, padded))
     return writing_weight_channels_last(program, problem) if inner.dst_channels_last else program

@@ -20,6 +20,9 @@ X, GRAD = "x", "grad"
 #: Packed weights with their counters and scales; partial planes of split-K.
 WORKSPACE, PARTIALS = "workspace", "partials"
 
+#: Scales and checks of copies in float16 (``HalfCopies`` in kernels/operand/half_copies.cuh).
+HALF_COPIES = "half_copies"
+
 #: Blocks that saturate a GPU's memory: two for each multiprocessor of an H200.
 MANY_BLOCKS = 264
 

@@ -21,6 +21,9 @@ _WHOLE_ROWS = 20  # pieces of a pixel up to which a tile has whole rows, if thes
 _SECTOR = 32  # bytes of a sector of memory
 _LEAST_RUN, _LEAST_ROW, _LEAST_ODD_ROW = 32, 32, 256  # least elements, for ROWS, of the source's and the result's rows
 _RUN_BITS, _MOST_RUN_BITS = range(5, 8), 8  # log2 of a source row's elements in a tile, with ROWS
+_SAMPLE, _SAMPLES, _MOST_STEP = 8, 1 << 17, 128  # elements of a sample; samples of a tensor; most of which one is read
+_PARTS_OF_TENSOR = 256
+HALF_COPIES_BYTES = 16 + 2 * 4 * _PARTS_OF_TENSOR  #: of ``HalfCopies`` in kernels/operand/half_copies.cuh
 _RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # elements of such a tile; of a row beyond which tiles with a halo are narrower
 
 
@@ -110,6 +113,47 @@ def to_halves(shape: tuple[int, ...], strides: Strides, padded: int, copies: int
     bytes from its first. If there are more bands than copies, nothing is written. ``padded``: channels of the result.
     """
     return _by_pixels(transpose_source("float32", copies=copies), 2, shape, strides, 1, padded, band=band)
+
+
+def to_checked_halves(
+    shape: tuple[int, ...], strides: Strides, groups: int, padded: int, which: int, by_channels: bool
+) -> Step:
+    """The step from float32 ``(N, C, *spatial)`` of any strides to a copy in float16, channels innermost.
+
+    It checks the copy by units of numbers (kernels/operand/half_copies.cuh): pixels of a channel if ``by_channels``,
+    else channels of a pixel. ``which``: of the two tensors that are copied; ``groups`` and ``padded`` as for
+    `to_channels_last`.
+    """
+    constants = {"PARTS": 1, "SCALED": True, "COPIES": 0, "BY_CHANNELS": by_channels}
+    plain = dict(transpose_source("float32").constants)
+    del plain["ROWS"]
+    source = KernelSource("transpose", "float32", False, tuple((plain | constants).items()), folder="steps")
+    return _by_pixels(source, 2, shape, strides, groups, padded, band=which)
+
+
+def sample_magnitudes(*tensors: tuple[tuple[int, ...], Strides]) -> Step:
+    """The step before copies in float16 of two float32 tensors ``(N, C, *spatial)``, given by shapes and strides."""
+    source = KernelSource(
+        "sample_magnitudes", "float32", False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)), folder="steps"
+    )
+    params = params_of(source).pack(of=[_samples(shape, strides) for shape, strides in tensors])
+    return plain_step(source, 2 * _PARTS_OF_TENSOR, _THREADS, params)
+
+
+def _samples(shape: tuple[int, ...], strides: Strides) -> dict[str, object]:
+    batch, channels, *sizes = five(shape)
+    pixels = math.prod(sizes)
+    samples = -(-pixels // _SAMPLE)
+    every = batch * channels * samples
+    return {
+        "stride": strides,
+        "all": every,
+        "sizes": sizes,
+        "channels": channels,
+        "samples": samples,
+        "pixels": pixels,
+        "step": max(1, min(_MOST_STEP, every // _SAMPLES)),
+    }
 
 
 def _by_pixels(

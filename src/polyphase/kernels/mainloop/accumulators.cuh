@@ -21,4 +21,10 @@ struct Accumulators {
     for (int i = 0; i < TILES * COUNT; ++i)
       of[i / COUNT][i % COUNT] = others.of[i / COUNT][i % COUNT] + (begin ? 0 : of[i / COUNT][i % COUNT]);
   }
+  // Multiplies all.
+  template <class Factor>
+  __device__ __forceinline__ void unscale(const Factor& by) {
+#pragma unroll
+    for (int i = 0; i < TILES * COUNT; ++i) of[i / COUNT][i % COUNT] = by.of(of[i / COUNT][i % COUNT]);
+  }
 };

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "specialisation.cuh"
+#include "core/power_of_two.cuh"
 #include "core/types.cuh"
 
 // Operands of the tensor cores.
@@ -19,11 +20,6 @@ struct OperandOf<float, true> {
   typedef float16 type;
 };
 typedef OperandOf<scalar_t, SCALED>::type operand_t;
-
-// 2^(bits - 127), of normal numbers.
-__device__ __forceinline__ float power_of_two(int bits) { return __uint_as_float((unsigned)bits << 23); }
-// The same bits of a number.
-__device__ __forceinline__ int exponent_bits(float magnitude) { return (int)(__float_as_uint(magnitude) >> 23); }
 
 // The power of two of the band of largest magnitudes, and the number of bands (operand/bands.cuh).
 struct Band {

@@ -6,6 +6,7 @@
 
 #include "specialisation.cuh"
 #include "core/types.cuh"
+#include "operand/half_copies.cuh"
 
 #if EPILOGUE
 #include "epilogue/finish.cuh"
@@ -23,8 +24,9 @@ struct Params {
 constexpr int TOGETHER = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    reduce_splits(const accum_t* __restrict__ partial EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
+    reduce_splits(const accum_t* __restrict__ partial EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst GUARD_PARAMETER,
                   const __grid_constant__ Params params) {
+  RETURN_IF_EXACT;
   __shared__ Vector<accum_t, TOGETHER> others[THREADS];
   const int lanes = THREADS / params.groups, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
   const long long first = ((long long)blockIdx.x * lanes + lane) * TOGETHER;

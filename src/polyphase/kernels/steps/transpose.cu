@@ -20,8 +20,10 @@
 //
 // A prologue is applied to every element that exists, when a thread has its channel: before it is split into parts.
 //
-// SCALED: the result is float16 (operand/bands.cuh), a copy for each of the COPIES bands of largest magnitudes. If
-// there are more bands nothing is written: implicit_gemm then reads the source itself.
+// SCALED: the result is float16. With COPIES there is one for each of the COPIES bands of largest magnitudes
+// (operand/bands.cuh); if there are more bands nothing is written: implicit_gemm then reads the source itself. Without,
+// there is one that is checked (operand/half_copies.cuh), by units of a tile: the pixels of a channel with BY_CHANNELS,
+// else the channels of a pixel.
 //
 // SUMS: the source has partial planes in the accumulator's type, which are added in their order and narrowed (a
 // split-K reduction that writes the weight's order).
@@ -31,6 +33,7 @@
 #include "core/divisor.cuh"
 #include "core/types.cuh"
 #include "operand/bands.cuh"
+#include "operand/half_copies.cuh"
 #include "operand/scaled_half.cuh"
 #include "operand/tf32.cuh"
 #include "ptx/cp_async.cuh"
@@ -49,7 +52,7 @@ struct Params {
   int advance;           // whole rows that all threads write at once
   int planes;            // partial planes; below: elements from the first of a plane to its last
   long long plane;
-  int band;  // SCALED: bytes from the workspace's first to its `Band`
+  int band;  // SCALED: bytes from the workspace's first to its `Band`; or which of two tensors is copied
 };
 
 constexpr int VECTOR = 16 / sizeof(operand_t);
@@ -95,6 +98,7 @@ __device__ __forceinline__ operand_t operand_of(scalar_t value, [[maybe_unused]]
 #if SCALED
   operand_t half;
   narrow(band.of(value), half);
+  if (!COPIES && value != 0 && !(half.bits & 0x7fff)) half.bits |= 1;  // so that a unit tells that it has numbers
   return half;
 #else
   return value;
@@ -145,6 +149,70 @@ __device__ __forceinline__ void store_word(operand_t* to, operand_t first, opera
   if (has_first) to[0] = first;
   if (WORD == 2 && has_second) to[1] = second;
 }
+
+#if SCALED && !COPIES
+// Checks the tile of a copy by units, of which there are at most MOST_UNITS.
+constexpr int MOST_UNITS = 512;
+struct Units {
+  unsigned (&largest)[MOST_UNITS];  // bits of each unit's largest magnitude
+
+  __device__ __forceinline__ void clear() const {
+    for (int i = threadIdx.x; i < MOST_UNITS; i += THREADS) largest[i] = 0;
+  }
+
+  // Whether the copy is inexact, as far as the thread has found. Called by all threads of the block.
+  __device__ __forceinline__ bool check(const Piece* tile, const Params& params, int pixels) const {
+    const int pieces = params.pieces.value, pitch = pieces | 1, tile_pixels = 1 << params.pixel_bits;
+    if constexpr (BY_CHANNELS) {
+      const int thread = (int)threadIdx.x, apart = THREADS / pieces;
+      const int first = thread / params.pieces, piece = thread % params.pieces;
+      unsigned found[VECTOR] = {};
+      if (first < apart)
+        for (int pixel = first; pixel < pixels; pixel += apart) {
+          const Piece values = tile[pixel * pitch + piece];
+#pragma unroll
+          for (int i = 0; i < VECTOR; ++i) found[i] = max(found[i], magnitude(values.value[i]));
+        }
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i)
+        if (found[i] > 0) atomicMax(largest + piece * VECTOR + i, found[i]);
+    } else {
+      for (int at = threadIdx.x; at < pieces << params.pixel_bits; at += THREADS) {
+        const int pixel = at & tile_pixels - 1;
+        if (pixel >= pixels) continue;
+        const Piece values = tile[pixel * pitch + (at >> params.pixel_bits)];
+        unsigned found = 0;
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) found = max(found, magnitude(values.value[i]));
+        if (found > 0) atomicMax(largest + pixel, found);
+      }
+    }
+    __syncthreads();
+    constexpr unsigned LEAST_BITS = 4 << 10, INFINITE = 0x7c00;  // 2^-11 in float16
+    bool inexact = false;
+    for (int i = threadIdx.x; i < MOST_UNITS; i += THREADS)
+      inexact |= largest[i] >= INFINITE || (largest[i] > 0 && largest[i] < LEAST_BITS);
+    return inexact;
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned magnitude(operand_t value) { return value.bits & 0x7fffu; }
+};
+
+// The tensor's power of two, from the parts of its samples. Called by all threads of the block.
+__device__ __forceinline__ float find_scale(const HalfCopies& copies, int which) {
+  __shared__ unsigned of_warps[THREADS / 32];
+  static_assert(THREADS == HalfCopies::PARTS_OF_TENSOR, "a part for each thread");
+  unsigned largest = copies.largest[which][threadIdx.x];
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, by));
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int warp = 0; warp < THREADS / 32; ++warp) largest = max(largest, of_warps[warp]);
+  return scale_of_samples(largest);
+}
+#endif
 
 #if !SCALED
 // A tile of rows, in the source and in shared memory.
@@ -317,7 +385,9 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
   }
 }
 
-#if SCALED
+#if SCALED && !COPIES
+#define WORKSPACE_PARAMETER , HalfCopies* __restrict__ copies
+#elif SCALED
 #define WORKSPACE_PARAMETER , const unsigned char* __restrict__ workspace
 #else
 #define WORKSPACE_PARAMETER
@@ -328,7 +398,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
               const __grid_constant__ Params params) {
   __shared__ Piece tile[PIECES];
   griddepcontrol_launch_dependents();
-#if SCALED
+#if SCALED && !COPIES
+  __shared__ unsigned largest[MOST_UNITS];
+  const Units units{largest};
+  units.clear();
+  griddepcontrol_wait();
+  const float scale = find_scale(*copies, params.band);
+  if (blockIdx.x == 0 && threadIdx.x == 0) copies->scale[params.band] = scale;
+  transpose_pixels(src, PROLOGUE_OPERANDS, PixelBand(scale, 1, 0), dst, params, tile);
+  const int across = (int)gridDim.x / ceil_div(params.pixels, 1 << params.pixel_bits);
+  const int left = params.pixels - ((int)blockIdx.x / across << params.pixel_bits);
+  if (units.check(tile, params, min(left, 1 << params.pixel_bits))) copies->inexact = 1;
+#elif SCALED
   griddepcontrol_wait();
   const Band first = *(const Band*)(workspace + params.band);
   for (int copy = 0; copy < first.bands && first.bands <= COPIES; ++copy) {

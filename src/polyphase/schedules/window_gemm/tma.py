@@ -12,9 +12,9 @@ from polyphase.problem.integers import parted
 from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import WEIGHT, WORKSPACE, Step, main_step
+from polyphase.program.step import HALF_COPIES, WEIGHT, WORKSPACE, Step, main_step
 from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.program.transpose import to_channels_last
+from polyphase.program.transpose import to_channels_last, to_checked_halves
 from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
@@ -87,11 +87,12 @@ class _WindowTma(Gradient):
         return estimate(problem, pass_, config, device)
 
     def _constants(
-        self, problem: ConvTransposeProblem, config: TmaConfig, row_pitch: int, column_pitch: int
+        self, problem: ConvTransposeProblem, config: TmaConfig, row_pitch: int, column_pitch: int, scaled: bool
     ) -> tuple[tuple[str, Constant], ...]:
         mn_major = self.pass_ is Pass.WEIGHT_GRAD
         return (
             *layer_constants(problem, self.pass_),
+            ("SCALED", scaled),
             ("LOADERS", config.loaders),
             *constants_of(config, "row_groups column_groups row_tiles lines columns steps"),
             ("STAGES", config.buffers),
@@ -130,8 +131,12 @@ class WindowDgradTma(_WindowTma):
         config: TmaConfig,
         given: ConvTransposeProblem | None = None,
     ) -> Program:
-        """The program of one config. ``given``: the layer whose weight it reads, which may have fewer channels."""
+        """The program of one config. ``given``: the layer whose weight it reads, which may have fewer channels.
+
+        If that is in float32 and the ``problem`` in float16, operands are copies (kernels/operand/half_copies.cuh).
+        """
         given = given or problem
+        scaled = given.dtype != problem.dtype
         tile = tile_extent(problem, pass_, config)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
         work_tiles, stages = input_work_tiles(problem, config, math.prod(tiles)), depth_stages(problem, config)
@@ -139,11 +144,11 @@ class WindowDgradTma(_WindowTma):
         length, splits = parted(stages, input_splits(problem, config, work_tiles, device)[0] if dense else 1)
         pitch = config.depth_bytes
         flush = max(1, FLUSH // 2 * DTYPE_BYTES[problem.dtype] // pitch) if is_long_sum(problem) else stages
-        packed = _is_packed(problem, layouts) or given.out_channels != problem.out_channels
+        packed = scaled or _is_packed(problem, layouts) or given.out_channels != problem.out_channels
         packs = (_pack(problem, given, layouts.weight_channels_last),) if packed else ()
         workspace = problem.elements[1] * DTYPE_BYTES[problem.dtype] if packed else 0
         constants = (
-            *self._constants(problem, config, pitch, pitch),
+            *self._constants(problem, config, pitch, pitch, scaled),
             ("FLUSH", flush),
             ("CHANNELS_FIRST", config.first),
         )
@@ -163,7 +168,9 @@ class WindowDgradTma(_WindowTma):
         blocks = min(work_tiles * splits, device.multiprocessors * config.resident)
         shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
         main = main_step(source, blocks, config.threads, shared_bytes, params, maps)
-        return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace, splits=splits, may_split=True)
+        result = replace(problem, dtype=given.dtype)
+        program = assemble(result, pass_, main, packs=packs, workspace_bytes=workspace, splits=splits, may_split=True)
+        return _reading_scales(program) if scaled else program
 
 
 class WindowWgradTma(_WindowTma):
@@ -184,18 +191,20 @@ class WindowWgradTma(_WindowTma):
         config: TmaConfig,
         given: ConvTransposeProblem | None = None,
     ) -> Program:
-        """The program of one config; ``given`` makes no difference here."""
+        """The program of one config. ``given``: the layer in its dtype, as for an input gradient."""
+        given = given or problem
+        scaled = given.dtype != problem.dtype
         tile = tile_extent(problem, pass_, config)
         tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
         total, blocks = math.prod(tiles), weight_blocks(problem, config)
         planes = weight_splits(problem, config, total, device)[0]
         flush = max(1, FLUSH // math.prod(tile))
-        narrowed = planes == 1 and total <= flush
+        narrowed = planes == 1 and total <= flush and not scaled
         work_tiles = math.prod(blocks) * problem.groups * planes
         of_x, windows = channel_pitch(problem, problem.in_channels_per_group), config.windows
         boxes = tile if windows.taps == ALONE else (1, *windows.extents(problem))
         constants = (
-            *self._constants(problem, config, of_x, windows.pitch),
+            *self._constants(problem, config, of_x, windows.pitch, scaled),
             *zip(("WINDOW_D", "WINDOW_H", "WINDOW_W"), windows.taps),
             *zip(("TILE_D", "TILE_H", "TILE_W"), windows.lanes),
         )
@@ -222,7 +231,15 @@ class WindowWgradTma(_WindowTma):
         grid = min(work_tiles, device.multiprocessors * config.resident)
         shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
         main = main_step(source, grid, config.threads, shared_bytes, params, maps)
-        return assemble(problem, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
+        result = replace(problem, dtype=given.dtype)
+        program = assemble(result, pass_, main, splits=planes, dst_channels_last=problem.taps > 1, narrowed=narrowed)
+        return _reading_scales(program) if scaled else program
+
+
+def _reading_scales(program: Program) -> Program:
+    """A program whose main step also reads the scales of its operands, which are copies in float16."""
+    first, second, *_, written = program.main.operands
+    return program.with_main(replace(program.main, operands=(first, second, HALF_COPIES, written)))
 
 
 def _is_packed(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
@@ -234,6 +251,9 @@ def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_l
     """Transposes the weight of the ``given`` layer so that output channels are innermost, and pads these with zeros."""
     shape = five(given.weight_shape)
     strides = dense_strides(shape, channels_last)
+    if given.dtype != problem.dtype:
+        step = to_checked_halves(shape, strides, 1, problem.out_channels_per_group, which=1, by_channels=False)
+        return replace(step, operands=(WEIGHT, HALF_COPIES, WORKSPACE))
     step = to_channels_last(problem.dtype, shape, strides, padded=problem.out_channels_per_group)
     return replace(step, operands=(WEIGHT, WORKSPACE))
 

@@ -1,26 +1,30 @@
 """Both gradients of channels-first tensors by the TMA kernels: transposed to channels_last before, and back.
 
-An input gradient may be stored channels first by the kernel itself (``first``).
+An input gradient may be stored channels first by the kernel itself (``first``). Tensors in float32 become float16
+(kernels/operand/half_copies.cuh); where that is inexact, a kernel that multiplies TF32 computes the gradient again.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
-from polyphase.program.program import Program, between_transposes, transpose_reduces
+from polyphase.program.program import Program, between_transposes, transpose_reduces, unless_exact
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
+from polyphase.schedules.window_gemm.mma import MmaConfig, WindowDgradMma, WindowWgradMma
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import TmaConfig, with_stages
 from polyphase.schedules.window_gemm.tma_cost import weight_planes
 from polyphase.schedules.window_gemm.window import Gradient
 
+_LAUNCHES_OF_HALVES = 2  # steps around copies in float16, as transposes without bytes
 _PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these, or a multiple of the last
 
 
@@ -29,11 +33,14 @@ class _Transposed(Gradient):
 
     adapts = True
     _tma: WindowDgradTma | WindowWgradTma
+    _plain: WindowDgradMma | WindowWgradMma  # multiplies TF32 where copies in float16 are inexact
     _reads: int  # tensors that are transposed before; the result is transposed back
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.channels_last:
             return "needs NCHW"
+        if problem.dtype == "float32" and (reason := self._plain.supports(problem, self.pass_, device)) is not None:
+            return reason
         return self._tma.supports(_last(problem, self.pass_), self.pass_, device)
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
@@ -72,17 +79,22 @@ class _Transposed(Gradient):
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
-    ) -> Cost:
-        """The cost of the TMA kernel and the transposes around it."""
-        last = _last(problem, pass_)
+    ) -> Cost | None:
+        """The cost of the TMA kernel and the transposes around it; None if nothing replaces inexact copies."""
+        last, halves = _last(problem, pass_), problem.dtype == "float32"
+        if halves and self._config_of_plain(problem, device, layouts) is None:
+            return None
         moved = _transposed_bytes(problem, pass_) + _transposed_bytes(last, pass_)
         tensors = self._reads + 1
+        if halves:  # samples, steps that return at once; and results in float32
+            tensors += _LAUNCHES_OF_HALVES
+            moved += 2 * problem.elements[0] if pass_ is Pass.INPUT_GRAD else 0
         if config.first:
             moved -= _back_bytes(problem)
             tensors -= 1
         if pass_ is Pass.WEIGHT_GRAD and last.weight_shape == problem.weight_shape:
             planes = weight_planes(last, config, device)
-            if planes and transpose_reduces(problem, planes):  # the reduction transposes
+            if (planes > 1 if halves else planes) and transpose_reduces(problem, planes):  # the reduction transposes
                 moved -= 2 * problem.elements[1] * DTYPE_BYTES[problem.dtype]
                 tensors -= 1
         transposes = transpose_seconds(moved, device, tensors)
@@ -97,7 +109,15 @@ class _Transposed(Gradient):
         if config.first:
             lie = replace(lie, input=layouts.input)
         inner = self._tma.program(last, pass_, device, lie, config, problem)
-        return between_transposes(inner, problem, pass_, layouts, last, back=not config.first)
+        program = between_transposes(inner, problem, pass_, layouts, last, back=not config.first)
+        if problem.dtype != "float32":
+            return program
+        plain = self._config_of_plain(problem, device, layouts)
+        assert plain is not None
+        return unless_exact(program, self._plain.program(problem, pass_, device, layouts, plain))
+
+    def _config_of_plain(self, problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts) -> MmaConfig | None:
+        return _largest(type(self._plain), problem, self.pass_, device, layouts)  # type: ignore[arg-type]
 
     def _layouts(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layouts:
         """Layouts that the TMA kernel sees: transposed copies are dense and aligned, the weight is not copied."""
@@ -112,6 +132,7 @@ class WindowDgradTransposed(_Transposed):
     name = "window_dgrad_transposed"
     passes = (Pass.INPUT_GRAD,)
     _tma = WindowDgradTma()
+    _plain = WindowDgradMma()
     _reads = 1
 
 
@@ -121,7 +142,23 @@ class WindowWgradTransposed(_Transposed):
     name = "window_wgrad_transposed"
     passes = (Pass.WEIGHT_GRAD,)
     _tma = WindowWgradTma()
+    _plain = WindowWgradMma()
     _reads = 2
+
+
+@lru_cache(maxsize=1024)
+def _largest(
+    kind: type[WindowDgradMma | WindowWgradMma],
+    problem: ConvTransposeProblem,
+    pass_: Pass,
+    device: DeviceInfo,
+    layouts: Layouts,
+) -> MmaConfig | None:
+    """The config with the largest tile that fits."""
+    schedule = kind()
+    configs = schedule.configs(schedule.ranked_at(problem, pass_, layouts), pass_, device)
+    found = sorted(configs, key=lambda config: (-config.rows * config.columns, -config.buffers))
+    return next((each for each in found if schedule.cost(problem, pass_, device, layouts, each) is not None), None)
 
 
 def _transposed_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
@@ -138,8 +175,9 @@ def _back_bytes(problem: ConvTransposeProblem) -> int:
 def _last(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
     """The layer in channels_last, with the channels of a group padded to whole pieces of 16 bytes, as TMA needs.
 
-    Output channels of an input gradient are padded so that its boxes span few cache lines.
+    Output channels of an input gradient are padded so that its boxes span few cache lines. Float32 becomes float16.
     """
+    problem = replace(problem, dtype="float16") if problem.dtype == "float32" else problem
     size = DTYPE_BYTES[problem.dtype]
 
     def padded(channels: int, pitch: int) -> int:

@@ -1,0 +1,51 @@
+// Copies of float32 tensors in float16, for gradients that multiply these instead of TF32: both keep 11 significant
+// bits, and tensor cores multiply float16 twice as fast, but float16 has a smaller exponent range. So a tensor is
+// multiplied by a power of two, which is exact. It follows from the largest magnitude among samples
+// (steps/sample_magnitudes.cu), which becomes at least 2^9 and less than 2^10.
+//
+// The transpose that writes a copy also checks it, by units of numbers that a product adds up: a channel's pixels of a
+// tile, or a pixel's channels. A copy is inexact if a number is not finite in float16, or if a unit that is not all
+// zeros has no number of at least 2^-11. In an exact copy numbers of 2^-14 and more keep their 11 bits, and the error
+// of smaller ones is at most 2^-24: 2^-13 of the largest of their unit, no more than TF32 rounds that.
+//
+// After a kernel that multiplies copies come steps that multiply TF32 (GUARDED). They return at once, unless a copy is
+// inexact: then they overwrite the result.
+
+#pragma once
+
+#include "specialisation.cuh"
+#include "core/power_of_two.cuh"
+
+struct HalfCopies {
+  static constexpr int PARTS_OF_TENSOR = 256;
+
+  unsigned inexact;  // whether a copy is
+  float scale[2];    // of each tensor
+  unsigned unused;
+  unsigned largest[2][PARTS_OF_TENSOR];  // bits of the largest magnitude among a part of each tensor's samples
+};
+
+// The power of two of a tensor whose largest sample has these bits. If there is none but zero, others are inexact.
+__device__ __forceinline__ float scale_of_samples(unsigned largest) {
+  return power_of_two(263 - max((int)(largest >> 23), 9));
+}
+
+// What a sum of products of both copies is multiplied by: two normal numbers whose product may be none.
+struct Unscaling {
+  float factor[2];
+
+  __device__ __forceinline__ Unscaling(const HalfCopies& copies) {
+    const int exponent = 254 - exponent_bits(copies.scale[0]) - exponent_bits(copies.scale[1]), half = exponent / 2;
+    factor[0] = power_of_two(127 + half), factor[1] = power_of_two(127 + exponent - half);
+  }
+  __device__ __forceinline__ float of(float sum) const { return sum * factor[0] * factor[1]; }
+};
+
+#if GUARDED
+#define GUARD_PARAMETER , const HalfCopies* __restrict__ copies
+#define RETURN_IF_EXACT \
+  if (!copies->inexact) return
+#else
+#define GUARD_PARAMETER
+#define RETURN_IF_EXACT
+#endif
