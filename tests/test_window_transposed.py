@@ -105,10 +105,17 @@ def _change(values: torch.Tensor, how: str, of_pixels: bool) -> None:
         values[0, 3, 1, 1] = float(how)
 
 
+INEXACT = ("a small unit", "a unit that vanishes", "a large number", "inf", "nan")
+
+
 @pytest.mark.parametrize("second", [False, True])
-@pytest.mark.parametrize("how", ["a small unit", "a unit that vanishes", "a large number", "inf", "nan"])
+@pytest.mark.parametrize("how", INEXACT)
 @pytest.mark.parametrize("pass_", SCHEDULES)
 def test_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool) -> None:
+    assert_inexact_copies_are_not_used(pass_, how, second, Emulator())
+
+
+def assert_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool, executor: Executor) -> None:
     """The result is that of the kernel that multiplies TF32, bit for bit."""
     problem = HALVES["two-dimensional"]
     operands = _operands(problem, pass_)
@@ -119,8 +126,8 @@ def test_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool) -> Non
         replace(step, source=step.source.with_constants(GUARDED=False), operands=step.operands[:-1]) for step in guarded
     )
     dense = Layouts.dense(problem)
-    found = run(problem, pass_, program, dense, operands)
-    alone = run(problem, pass_, replace(program, steps=free, main_index=0), dense, operands)
+    found = run(problem, pass_, program, dense, operands, executor=executor)
+    alone = run(problem, pass_, replace(program, steps=free, main_index=0), dense, operands, executor=executor)
     assert torch.equal(found.nan_to_num(12345.0), alone.nan_to_num(12345.0)), candidate.describe()
     if how not in ("inf", "nan"):
         wide = reference(problem, pass_, (operands[0].double(), operands[1].double()))
@@ -132,8 +139,13 @@ def test_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool) -> Non
 @pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize("pass_", SCHEDULES)
 def test_exact_copies_round_like_tf32(pass_: Pass, name: str, scales: tuple[float, float]) -> None:
+    assert_exact_copies_round_like_tf32(HALVES[name], pass_, scales, Emulator())
+
+
+def assert_exact_copies_round_like_tf32(
+    problem: ConvTransposeProblem, pass_: Pass, scales: tuple[float, float], executor: Executor
+) -> None:
     """Tensors of any scale, with zeros and a few small numbers; the guarded steps change nothing."""
-    problem = HALVES[name]
     first, second = _operands(problem, pass_)
     first[first.abs() < 0.1] *= 1e-6
     second[second < -1] = 0
@@ -142,8 +154,9 @@ def test_exact_copies_round_like_tf32(pass_: Pass, name: str, scales: tuple[floa
     steps = tuple(step for step in program.steps if not _is_guarded(step))
     assert len(steps) < len(program.steps)
     dense = Layouts.dense(problem)
-    found = run(problem, pass_, program, dense, (first, second))
-    assert torch.equal(found, run(problem, pass_, replace(program, steps=steps), dense, (first, second)))
+    found = run(problem, pass_, program, dense, (first, second), executor=executor)
+    alone = run(problem, pass_, replace(program, steps=steps), dense, (first, second), executor=executor)
+    assert torch.equal(found, alone)
     wide = reference(problem, pass_, (first.double(), second.double()))
     assert (found - wide).norm() <= 4e-4 * wide.norm()
 

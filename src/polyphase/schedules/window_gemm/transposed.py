@@ -24,6 +24,7 @@ from polyphase.schedules.window_gemm.tma_config import TmaConfig, with_stages
 from polyphase.schedules.window_gemm.tma_cost import weight_planes
 from polyphase.schedules.window_gemm.window import Gradient
 
+_FEW_COLUMNS = 4  # column tiles of a warp
 _LAUNCHES_OF_HALVES = 2  # steps around copies in float16, as transposes without bytes
 _PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these, or a multiple of the last
 
@@ -154,10 +155,12 @@ def _largest(
     device: DeviceInfo,
     layouts: Layouts,
 ) -> MmaConfig | None:
-    """The config with the largest tile that fits."""
+    """The config with the largest tile that fits and has few columns, so that it compiles fast."""
     schedule = kind()
     configs = schedule.configs(schedule.ranked_at(problem, pass_, layouts), pass_, device)
-    found = sorted(configs, key=lambda config: (-config.rows * config.columns, -config.buffers))
+    found = sorted(
+        configs, key=lambda each: (each.column_tiles > _FEW_COLUMNS, -each.rows * each.columns, -each.buffers)
+    )
     return next((each for each in found if schedule.cost(problem, pass_, device, layouts, each) is not None), None)
 
 
