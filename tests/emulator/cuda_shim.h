@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <functional>
+#include <numeric>
 #include <type_traits>
 #include <utility>
 
@@ -57,7 +59,7 @@ void __syncwarp(unsigned mask = ~0u);
 [[noreturn]] void __trap();
 inline void __threadfence() {}
 template <class T> inline T atomicAdd(T* at, T value) { return std::exchange(*at, T(*at + value)); }
-template <class T> inline T atomicMax(T* at, T value) { return std::exchange(*at, value > *at ? value : *at); }
+template <class T> inline T atomicOr(T* at, T value) { return std::exchange(*at, T(*at | value)); }
 inline void __threadfence_block() {}
 // Addresses of inline PTX: static shared memory begins at 0, dynamic behind it.
 std::size_t __cvta_generic_to_shared(const void* pointer);
@@ -159,6 +161,10 @@ EMULATE_SHUFFLE(__shfl_up_sync, lane - by < first ? -1 : lane - by)
 [[gnu::always_inline]] inline int __all_sync(unsigned mask, int value) {  // lanes that have exited count as true
   const auto lanes = emulator::all_lanes(mask, value);
   return std::none_of(lanes.of, lanes.of + warpSize, [](int each) { return each == 0; });
+}
+[[gnu::always_inline]] inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+  const auto lanes = emulator::all_lanes(mask, value);
+  return std::accumulate(lanes.of, lanes.of + warpSize, 0u, std::bit_or<>());
 }
 
 // Mixed argument types are allowed, which CUDA allows for some pairs only; of a NaN and a number CUDA takes the number.

@@ -22,7 +22,7 @@ _SECTOR = 32  # bytes of a sector of memory
 _LEAST_RUN, _LEAST_ROW, _LEAST_ODD_ROW = 32, 32, 256  # least elements, for ROWS, of the source's and the result's rows
 _RUN_BITS, _MOST_RUN_BITS = range(5, 8), 8  # log2 of a source row's elements in a tile, with ROWS
 _SAMPLE, _SAMPLES, _MOST_STEP = 8, 1 << 17, 128  # elements of a sample; samples of a tensor; most of which one is read
-_PARTS_OF_TENSOR = 256
+_PARTS_OF_TENSOR = 128
 HALF_COPIES_BYTES = 16 + 2 * 4 * _PARTS_OF_TENSOR  #: of ``HalfCopies`` in kernels/operand/half_copies.cuh
 _RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # elements of such a tile; of a row beyond which tiles with a halo are narrower
 
@@ -144,7 +144,7 @@ def _samples(shape: tuple[int, ...], strides: Strides) -> dict[str, object]:
     batch, channels, *sizes = five(shape)
     pixels = math.prod(sizes)
     samples = -(-pixels // _SAMPLE)
-    every = batch * channels * samples
+    every = min(batch * channels * samples, 2**31 - 1 - _MOST_STEP)  # the kernel counts no further
     return {
         "stride": strides,
         "all": every,

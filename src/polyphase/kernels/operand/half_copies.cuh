@@ -3,10 +3,10 @@
 // multiplied by a power of two, which is exact. It follows from the largest magnitude among samples
 // (steps/sample_magnitudes.cu), which becomes at least 2^9 and less than 2^10.
 //
-// The transpose that writes a copy also checks it, by units of numbers that a product adds up: a channel's pixels of a
-// tile, or a pixel's channels. A copy is inexact if a number is not finite in float16, or if a unit that is not all
-// zeros has no number of at least 2^-11. In an exact copy numbers of 2^-14 and more keep their 11 bits, and the error
-// of smaller ones is at most 2^-24: 2^-13 of the largest of their unit, no more than TF32 rounds that.
+// The transpose that writes a copy also checks it, by units of numbers that a product adds up: 32 pixels of a channel,
+// or a pixel's channels (128 of them or fewer). A copy is inexact if a number is not finite in float16, or if a unit
+// that is not all zeros has no number of at least 2^-11. In an exact copy numbers of 2^-14 and more keep their 11 bits,
+// and the error of smaller ones is at most 2^-24: 2^-13 of the largest of their unit, no more than TF32 rounds that.
 //
 // After a kernel that multiplies copies come steps that multiply TF32 (GUARDED). They return at once, unless a copy is
 // inexact: then they overwrite the result.
@@ -17,7 +17,7 @@
 #include "core/power_of_two.cuh"
 
 struct HalfCopies {
-  static constexpr int PARTS_OF_TENSOR = 256;
+  static constexpr int PARTS_OF_TENSOR = 128;
 
   unsigned inexact;  // whether a copy is
   float scale[2];    // of each tensor

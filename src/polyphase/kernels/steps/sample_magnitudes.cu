@@ -5,6 +5,7 @@
 // that each region of each channel is met. PARTS_OF_TENSOR blocks read the first tensor, as many the second.
 
 #include "specialisation.cuh"
+#include "core/axis.cuh"
 #include "core/divisor.cuh"
 #include "core/types.cuh"
 #include "operand/half_copies.cuh"
@@ -12,33 +13,27 @@
 
 struct Sampled {
   long long stride[5];  // in elements: images, channels, slabs, rows, columns
-  long long all;        // samples of the tensor
   Divisor sizes[3];     // of an image along d, h, w
   Divisor channels;
-  int samples;  // of a channel of an image
-  int pixels;   // of an image
-  int step;     // at most 2^15
+  Divisor samples;  // of a channel of an image
+  int pixels;       // of an image
+  int all, step;    // samples of the tensor; of each of which one is read, at most 2^15
 };
 struct Params {
   Sampled of[2];
 };
 
-constexpr int RUN = 8, AT_ONCE = 4;
+constexpr int RUN = 8, AT_ONCE = 8;
 
-// Bits of a pixel's magnitude in a sample; zero if there is no such pixel, or it is not finite.
-__device__ __forceinline__ unsigned magnitude_of(const Sampled& tensor, const float* src, long long sample, int run) {
-  const long long first = sample * tensor.step;
-  const unsigned any = ((unsigned)sample * 2654435761u >> 17) * (unsigned)tensor.step >> 15;
-  const long long place = min(first + any, tensor.all - 1);
-  const int plane = (int)(place / tensor.samples), pixel = (int)(place - (long long)plane * tensor.samples) * RUN + run;
-  if (pixel >= tensor.pixels) return 0;
-  const int row = pixel / tensor.sizes[2], slab = row / tensor.sizes[1], image = plane / tensor.channels;
-  const unsigned bits =
-      __float_as_uint(
-          src[image * tensor.stride[0] + plane % tensor.channels * tensor.stride[1] + slab * tensor.stride[2] +
-              row % tensor.sizes[1] * tensor.stride[3] + pixel % tensor.sizes[2] * tensor.stride[4]]) &
-      0x7fffffffu;
-  return bits < 0x7f800000u ? bits : 0;
+// The address of a pixel of the `index`-th sample that is read; of the last pixel if the image has no such pixel.
+__device__ __forceinline__ const float* address_of(const Sampled& tensor, const float* src, int index, int pixel) {
+  const unsigned any = ((unsigned)index * 2654435761u >> 17) * (unsigned)tensor.step >> 15;
+  const int sample = min(index * tensor.step + (int)any, tensor.all - 1), plane = sample / tensor.samples;
+  const int place = min((sample - plane * tensor.samples.value) * RUN + pixel, tensor.pixels - 1);
+  const int row = place / tensor.sizes[2], slab = row / tensor.sizes[1];
+  return src + plane / tensor.channels * tensor.stride[0] + plane % tensor.channels * tensor.stride[1] +
+         slab * tensor.stride[2] + row % tensor.sizes[1] * tensor.stride[3] +
+         place % tensor.sizes[2] * tensor.stride[4];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -49,19 +44,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int which = blockIdx.x / HalfCopies::PARTS_OF_TENSOR, part = blockIdx.x % HalfCopies::PARTS_OF_TENSOR;
   const Sampled& tensor = params.of[which];
   const float* const src = which == 0 ? first : second;
-  const long long count = (tensor.all + tensor.step - 1) / tensor.step;
+  const int count = ceil_div(tensor.all, tensor.step), thread = threadIdx.x;
   constexpr int TOGETHER = THREADS / RUN, APART = HalfCopies::PARTS_OF_TENSOR * TOGETHER;
   unsigned largest = 0;
 #pragma unroll 1
-  for (long long i = part * TOGETHER + threadIdx.x / RUN; i < count; i += AT_ONCE * APART)
+  for (int i = part * TOGETHER + thread / RUN; i < count; i += AT_ONCE * APART) {
+    float values[AT_ONCE];  // in flight together
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k)
-      if (i + k * APART < count) largest = max(largest, magnitude_of(tensor, src, i + k * APART, threadIdx.x % RUN));
+    for (int k = 0; k < AT_ONCE; ++k) values[k] = *address_of(tensor, src, min(i + k * APART, count - 1), thread % RUN);
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const unsigned bits = __float_as_uint(values[k]) & 0x7fffffffu;
+      if (bits < 0x7f800000u) largest = max(largest, bits);  // finite
+    }
+  }
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, by));
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
+  if (thread % 32 == 0) of_warps[thread / 32] = largest;
   __syncthreads();
-  if (threadIdx.x > 0) return;
+  if (thread > 0) return;
   for (int warp = 1; warp < THREADS / 32; ++warp) largest = max(largest, of_warps[warp]);
   copies->largest[which][part] = largest;
   if (blockIdx.x == 0) copies->inexact = 0;

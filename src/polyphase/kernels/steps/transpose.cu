@@ -22,8 +22,8 @@
 //
 // SCALED: the result is float16. With COPIES there is one for each of the COPIES bands of largest magnitudes
 // (operand/bands.cuh); if there are more bands nothing is written: implicit_gemm then reads the source itself. Without,
-// there is one that is checked (operand/half_copies.cuh), by units of a tile: the pixels of a channel with BY_CHANNELS,
-// else the channels of a pixel.
+// there is one that is checked (operand/half_copies.cuh), by units of pixels of a channel with BY_CHANNELS, else of
+// channels of a pixel.
 //
 // SUMS: the source has partial planes in the accumulator's type, which are added in their order and narrowed (a
 // split-K reduction that writes the weight's order).
@@ -59,6 +59,7 @@ constexpr int VECTOR = 16 / sizeof(operand_t);
 constexpr int WORD = sizeof(operand_t) < 4 ? 4 / sizeof(operand_t) : 1;
 constexpr int AT_ONCE = VECTOR > 4 ? 2 : 4;  // pieces that a thread reads before it writes one
 using Piece = Vector<operand_t, VECTOR>;
+using Values = Vector<scalar_t, VECTOR>;
 
 template <bool>
 struct Source {
@@ -93,28 +94,16 @@ __device__ __forceinline__ scalar_t value_of(scalar_t x, const PrologueOperands&
                                                             : x;
 }
 
-// An element of the result.
-__device__ __forceinline__ operand_t operand_of(scalar_t value, [[maybe_unused]] const PixelBand& band) {
-#if SCALED
-  operand_t half;
-  narrow(band.of(value), half);
-  if (!COPIES && value != 0 && !(half.bits & 0x7fff)) half.bits |= 1;  // so that a unit tells that it has numbers
-  return half;
-#else
-  return value;
-#endif
-}
-
 // Channels of one pixel, from `first` on; zeros for channels that do not exist. Padded groups are whole pieces.
 template <class T>
-__device__ __forceinline__ Piece read_piece(const T* from, const Params& params, const PrologueOperands& operands,
-                                            const PixelBand& band, int first) {
+__device__ __forceinline__ Values read_values(const T* from, const Params& params, const PrologueOperands& operands,
+                                              int first) {
   const bool as_they_are = params.parts == 1 && params.padded.value == params.group;
   const int of_parts = as_they_are ? 0 : first / params.padded, group = params.parts > 1 ? of_parts / 2 : of_parts;
   const int in_group = as_they_are ? first : first - of_parts * params.padded.value;
   const int channels = as_they_are ? params.channels : first < params.channels ? params.group : 0;
   from += (group * params.group + in_group) * params.stride[1];
-  Piece piece;
+  Values values;
   if constexpr (SUMS) {
     accum_t sums[VECTOR] = {};
 #pragma unroll 1
@@ -123,7 +112,7 @@ __device__ __forceinline__ Piece read_piece(const T* from, const Params& params,
       for (int i = 0; i < VECTOR; ++i)
         if ((unsigned)(in_group + i) < channels) sums[i] += widen(read(from + i * params.stride[1]));
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) narrow(sums[i], piece.value[i]);
+    for (int i = 0; i < VECTOR; ++i) narrow(sums[i], values.value[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i, from += params.stride[1]) {
@@ -133,10 +122,26 @@ __device__ __forceinline__ Piece read_piece(const T* from, const Params& params,
         const int channel = group * params.group + in_group + i;
         value = value_of(value, operands, channel, channel + 1);
       }
-      piece.value[i] = operand_of(params.parts > 1 ? part_of(value, of_parts % 2) : value, band);
+      values.value[i] = params.parts > 1 ? part_of(value, of_parts % 2) : value;
     }
   }
+  return values;
+}
+
+// The same as they are written.
+__device__ __forceinline__ Piece piece_of(const Values& values, [[maybe_unused]] const PixelBand& band) {
+#if SCALED
+  Piece piece;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    operand_t& half = piece.value[i];
+    narrow(band.of(values.value[i]), half);
+    if (!COPIES && values.value[i] != 0 && !(half.bits & 0x7fff)) half.bits |= 1;  // a unit must tell what it has
+  }
   return piece;
+#else
+  return values;
+#endif
 }
 
 // Stores one element, or two of 16 bits, as far as they exist.
@@ -150,66 +155,57 @@ __device__ __forceinline__ void store_word(operand_t* to, operand_t first, opera
   if (WORD == 2 && has_second) to[1] = second;
 }
 
-#if SCALED && !COPIES
-// Checks the tile of a copy by units, of which there are at most MOST_UNITS.
-constexpr int MOST_UNITS = 512;
+// Checks a copy by units (operand/half_copies.cuh): 32 pixels of a channel, or a pixel's channels of the tile.
 struct Units {
-  unsigned (&largest)[MOST_UNITS];  // bits of each unit's largest magnitude
+#if SCALED && !COPIES
+  static constexpr int MOST_PIXELS = 512;
+  unsigned (&of_pixels)[BY_CHANNELS ? 1 : MOST_PIXELS];  // of each pixel: what its channels have
+  bool inexact = false;                                  // as far as this thread has found
 
-  __device__ __forceinline__ void clear() const {
-    for (int i = threadIdx.x; i < MOST_UNITS; i += THREADS) largest[i] = 0;
+  // Each of INFINITE, NONZERO and LARGE for eight channels; a unit is exact if all that are nonzero are large, too.
+  static constexpr unsigned NONZERO = 1, LARGE = 1 << 8, INFINITE = 1 << 16;
+
+  __device__ __forceinline__ void begin() const {
+    for (int i = threadIdx.x; !BY_CHANNELS && i < MOST_PIXELS; i += THREADS) of_pixels[i] = 0;
+    if (!BY_CHANNELS) __syncthreads();
   }
-
-  // Whether the copy is inexact, as far as the thread has found. Called by all threads of the block.
-  __device__ __forceinline__ bool check(const Piece* tile, const Params& params, int pixels) const {
-    const int pieces = params.pieces.value, pitch = pieces | 1, tile_pixels = 1 << params.pixel_bits;
-    if constexpr (BY_CHANNELS) {
-      const int thread = (int)threadIdx.x, apart = THREADS / pieces;
-      const int first = thread / params.pieces, piece = thread % params.pieces;
-      unsigned found[VECTOR] = {};
-      if (first < apart)
-        for (int pixel = first; pixel < pixels; pixel += apart) {
-          const Piece values = tile[pixel * pitch + piece];
+  // Called by all threads of a warp, which have neighbouring pixels.
+  __device__ __forceinline__ void take(const Piece& piece, int pixel) {
+    unsigned found = 0;
 #pragma unroll
-          for (int i = 0; i < VECTOR; ++i) found[i] = max(found[i], magnitude(values.value[i]));
-        }
-#pragma unroll
-      for (int i = 0; i < VECTOR; ++i)
-        if (found[i] > 0) atomicMax(largest + piece * VECTOR + i, found[i]);
-    } else {
-      for (int at = threadIdx.x; at < pieces << params.pixel_bits; at += THREADS) {
-        const int pixel = at & tile_pixels - 1;
-        if (pixel >= pixels) continue;
-        const Piece values = tile[pixel * pitch + (at >> params.pixel_bits)];
-        unsigned found = 0;
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) found = max(found, magnitude(values.value[i]));
-        if (found > 0) atomicMax(largest + pixel, found);
-      }
+    for (int i = 0; i < VECTOR; ++i) {
+      const unsigned magnitude = piece.value[i].bits & 0x7fffu, channel = BY_CHANNELS ? i : 0;
+      found |= (magnitude > 0 ? NONZERO << channel : 0) | (magnitude >= 0x1000 ? LARGE << channel : 0) |  // 2^-11
+               (magnitude >= 0x7c00 ? INFINITE : 0);
     }
-    __syncthreads();
-    constexpr unsigned LEAST_BITS = 4 << 10, INFINITE = 0x7c00;  // 2^-11 in float16
-    bool inexact = false;
-    for (int i = threadIdx.x; i < MOST_UNITS; i += THREADS)
-      inexact |= largest[i] >= INFINITE || (largest[i] > 0 && largest[i] < LEAST_BITS);
-    return inexact;
+    if constexpr (BY_CHANNELS)
+      check(__reduce_or_sync(~0u, found));
+    else if (found > 0)
+      atomicOr(of_pixels + pixel, found);
+  }
+  // Called after all threads have taken their pieces.
+  __device__ __forceinline__ void end() {
+    for (int i = threadIdx.x; !BY_CHANNELS && i < MOST_PIXELS; i += THREADS) check(of_pixels[i]);
   }
 
  private:
-  static __device__ __forceinline__ unsigned magnitude(operand_t value) { return value.bits & 0x7fffu; }
+  __device__ __forceinline__ void check(unsigned found) {
+    inexact |= found >= INFINITE || (found & 0xff & ~(found >> 8)) != 0;
+  }
+#else
+  __device__ __forceinline__ void take(const Piece&, int) const {}
+  __device__ __forceinline__ void end() const {}
+#endif
 };
 
-// The tensor's power of two, from the parts of its samples. Called by all threads of the block.
+#if SCALED && !COPIES
+// The tensor's power of two, from the parts of its samples; every warp finds it.
 __device__ __forceinline__ float find_scale(const HalfCopies& copies, int which) {
-  __shared__ unsigned of_warps[THREADS / 32];
-  static_assert(THREADS == HalfCopies::PARTS_OF_TENSOR, "a part for each thread");
-  unsigned largest = copies.largest[which][threadIdx.x];
+  static_assert(HalfCopies::PARTS_OF_TENSOR == 4 * 32, "four parts for each lane");
+  const Vector<unsigned, 4> parts = *(const Vector<unsigned, 4>*)(copies.largest[which] + threadIdx.x % 32 * 4);
+  unsigned largest = max(max(parts.value[0], parts.value[1]), max(parts.value[2], parts.value[3]));
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, by));
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = largest;
-  __syncthreads();
-#pragma unroll
-  for (int warp = 0; warp < THREADS / 32; ++warp) largest = max(largest, of_warps[warp]);
   return scale_of_samples(largest);
 }
 #endif
@@ -323,8 +319,10 @@ __device__ __forceinline__ void transpose_rows(const scalar_t* __restrict__ src,
 }
 #endif
 
+// `find_band` is called once values have been loaded.
+template <class FindBand>
 __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ src, const PrologueOperands& operands,
-                                                 const PixelBand& band, operand_t* __restrict__ dst,
+                                                 const FindBand& find_band, Units& units, operand_t* __restrict__ dst,
                                                  const Params& params, Piece* tile) {
   const int thread = (int)threadIdx.x;
   const int tile_pixels = 1 << params.pixel_bits, count = params.pieces.value << params.pixel_bits;
@@ -332,22 +330,28 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
   const int first_pixel = (int)blockIdx.x / across << params.pixel_bits;
   const int first_channel = (int)blockIdx.x % across * params.row.value;
 
-  for (int first = thread; first < count; first += AT_ONCE * THREADS) {
-    Piece pieces[AT_ONCE];
+  for (int first = 0; first < count; first += AT_ONCE * THREADS) {
+    Values values[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      const int at = first + i * THREADS, pixel = first_pixel + (at & tile_pixels - 1);
+      const int at = first + thread + i * THREADS, pixel = first_pixel + (at & tile_pixels - 1);
+      if (SCALED) values[i] = {};
       if (at < count && pixel < params.pixels)
-        pieces[i] = read_piece(address_of(src, params, pixel), params, operands, band,
-                               first_channel - params.halo + (at >> params.pixel_bits) * VECTOR);
+        values[i] = read_values(address_of(src, params, pixel), params, operands,
+                                first_channel - params.halo + (at >> params.pixel_bits) * VECTOR);
     }
+    const PixelBand band = find_band();
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      const int at = first + i * THREADS;
-      if (at < count) tile[(at & tile_pixels - 1) * pitch + (at >> params.pixel_bits)] = pieces[i];
+      const int at = first + thread + i * THREADS, pixel = at & tile_pixels - 1;
+      if (at >= count) continue;  // all lanes of a warp, or none
+      const Piece piece = piece_of(values[i], band);
+      units.take(piece, pixel);
+      tile[pixel * pitch + (at >> params.pixel_bits)] = piece;
     }
   }
   __syncthreads();
+  units.end();
 
   if (params.channels % VECTOR == 0) {
     for (int at = thread; at < count; at += THREADS) {
@@ -399,29 +403,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ Piece tile[PIECES];
   griddepcontrol_launch_dependents();
 #if SCALED && !COPIES
-  __shared__ unsigned largest[MOST_UNITS];
-  const Units units{largest};
-  units.clear();
-  griddepcontrol_wait();
-  const float scale = find_scale(*copies, params.band);
-  if (blockIdx.x == 0 && threadIdx.x == 0) copies->scale[params.band] = scale;
-  transpose_pixels(src, PROLOGUE_OPERANDS, PixelBand(scale, 1, 0), dst, params, tile);
-  const int across = (int)gridDim.x / ceil_div(params.pixels, 1 << params.pixel_bits);
-  const int left = params.pixels - ((int)blockIdx.x / across << params.pixel_bits);
-  if (units.check(tile, params, min(left, 1 << params.pixel_bits))) copies->inexact = 1;
+  __shared__ unsigned of_pixels[BY_CHANNELS ? 1 : Units::MOST_PIXELS];
+  Units units{of_pixels};
+  units.begin();
+  const auto find_band = [&]() {
+    griddepcontrol_wait();  // for the samples; the tensor is read before
+    const float scale = find_scale(*copies, params.band);
+    if (blockIdx.x == 0 && threadIdx.x == 0) copies->scale[params.band] = scale;
+    return PixelBand(scale, 1, 0);
+  };
+  transpose_pixels(src, PROLOGUE_OPERANDS, find_band, units, dst, params, tile);
+  if (units.inexact) copies->inexact = 1;
 #elif SCALED
   griddepcontrol_wait();
   const Band first = *(const Band*)(workspace + params.band);
   for (int copy = 0; copy < first.bands && first.bands <= COPIES; ++copy) {
     if (copy > 0) __syncthreads();
-    transpose_pixels(src, PROLOGUE_OPERANDS, PixelBand(first.scale, first.bands, first.bands - 1 - copy),
-                     dst + copy * ((long long)params.pixels * params.channels), params, tile);
+    const auto band = [&]() { return PixelBand(first.scale, first.bands, first.bands - 1 - copy); };
+    Units units;
+    transpose_pixels(src, PROLOGUE_OPERANDS, band, units, dst + copy * ((long long)params.pixels * params.channels),
+                     params, tile);
   }
 #else
-  if constexpr (ROWS)
+  if constexpr (ROWS) {
     transpose_rows((const scalar_t*)src, PROLOGUE_OPERANDS, dst, params, tile);
-  else
-    transpose_pixels(src, PROLOGUE_OPERANDS, PixelBand(), dst, params, tile);
+  } else {
+    Units units;
+    transpose_pixels(src, PROLOGUE_OPERANDS, [] { return PixelBand(); }, units, dst, params, tile);
+  }
   griddepcontrol_wait();  // so that a kernel that waits for this step has waited for the previous one, too
 #endif
 }
