@@ -23,6 +23,8 @@ _LEAST_RUN, _LEAST_ROW, _LEAST_ODD_ROW = 32, 32, 256  # least elements, for ROWS
 _RUN_BITS, _MOST_RUN_BITS = range(5, 8), 8  # log2 of a source row's elements in a tile, with ROWS
 _SAMPLE, _SAMPLES, _MOST_STEP = 8, 1 << 16, 512  # elements of a sample; samples of a tensor; most of which one is read
 _PARTS_OF_TENSOR = 128
+_MOST_TILE_PIXELS = 512
+_MANY_TILES = 1 << 11  # of a checked copy, from which on tiles are larger
 HALF_COPIES_BYTES = 16 + 2 * 4 * _PARTS_OF_TENSOR  #: of ``HalfCopies`` in kernels/operand/half_copies.cuh
 _RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # elements of such a tile; of a row beyond which tiles with a halo are narrower
 
@@ -56,7 +58,7 @@ def transpose_sources(dtype: str) -> tuple[KernelSource, ...]:
     return tuple(transpose_source(dtype, rows=rows) for rows in ways)
 
 
-def _tile(channels: int, element: int) -> tuple[int, int, int]:
+def _tile(channels: int, element: int, larger: bool = False) -> tuple[int, int, int]:
     """A block's tile: pieces of a pixel, logarithm of the pixels, and channels that it shares with its neighbour.
 
     Tiles of one row have equal widths.
@@ -68,6 +70,8 @@ def _tile(channels: int, element: int) -> tuple[int, int, int]:
     elif row > _WHOLE_ROWS:
         row, halo = 16 + _SECTOR // 16, _SECTOR // element
     pixels = max(_LEAST_PIXELS, _LEAST_PIXELS * widest // row)
+    if larger and 2 * pixels <= _MOST_TILE_PIXELS and 2 * (row | 1) * pixels <= _PIECES:
+        pixels *= 2
     return row, pixels.bit_length() - 1, halo
 
 
@@ -76,8 +80,8 @@ def transpose_blocks(dtype: str, channels: int, pixels: int) -> int:
     return _blocks(DTYPE_BYTES[dtype], channels, pixels)
 
 
-def _blocks(element: int, channels: int, pixels: int) -> int:
-    pieces, pixel_bits, halo = _tile(channels, element)
+def _blocks(element: int, channels: int, pixels: int, larger: bool = False) -> int:
+    pieces, pixel_bits, halo = _tile(channels, element, larger)
     row = min(channels, pieces * 16 // element) if halo == 0 else pieces * 16 // element - halo
     return math.ceil(pixels / (1 << pixel_bits)) * math.ceil((channels + max(0, halo - 1)) / row)
 
@@ -128,7 +132,8 @@ def to_checked_halves(
     plain = dict(transpose_source("float32").constants)
     del plain["ROWS"]
     source = KernelSource("transpose", "float32", False, tuple((plain | constants).items()), folder="steps")
-    return _by_pixels(source, 2, shape, strides, groups, padded, band=which)
+    many = _blocks(2, groups * padded, shape[0] * math.prod(shape[2:])) >= _MANY_TILES
+    return _by_pixels(source, 2, shape, strides, groups, padded, band=which, larger=many)
 
 
 def sample_magnitudes(*tensors: tuple[tuple[int, ...], Strides]) -> Step:
@@ -166,12 +171,13 @@ def _by_pixels(
     parts: int = 1,
     splits: int = 0,
     band: int = 0,
+    larger: bool = False,
 ) -> Step:
-    """A tile of pixels in each block; ``element``: bytes of the result's elements."""
+    """A tile of pixels in each block, or twice as many; ``element``: bytes of the result's elements."""
     batch, channels, *sizes = five(shape)
     pixels, group = batch * math.prod(sizes), channels // groups
     written, vector = groups * parts * each, 16 // element
-    pieces, pixel_bits, halo = _tile(written, element)
+    pieces, pixel_bits, halo = _tile(written, element, larger)
     row = min(written, pieces * vector) if halo == 0 else pieces * vector - halo
     params = params_of(source).pack(
         stride=strides,
@@ -190,7 +196,7 @@ def _by_pixels(
         plane=math.prod(shape),
         band=band,
     )
-    return plain_step(source, _blocks(element, written, pixels), _THREADS, params)
+    return plain_step(source, _blocks(element, written, pixels, larger), _THREADS, params)
 
 
 def _by_rows(dtype: str, strides: Strides, sizes: list[int], written: int) -> bool:

@@ -131,14 +131,11 @@ __device__ __forceinline__ Values read_values(const T* from, const Params& param
 // The same as they are written.
 __device__ __forceinline__ Piece piece_of(const Values& values, [[maybe_unused]] const PixelBand& band) {
 #if SCALED
-  Piece piece;
+  Vector<unsigned, VECTOR / 2> pairs;
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) {
-    operand_t& half = piece.value[i];
-    narrow(band.of(values.value[i]), half);
-    if (!COPIES && values.value[i] != 0 && !(half.bits & 0x7fff)) half.bits |= 1;  // a unit must tell what it has
-  }
-  return piece;
+  for (int i = 0; i < VECTOR / 2; ++i)
+    pairs.value[i] = f16x2_of_floats(band.of(values.value[2 * i]), band.of(values.value[2 * i + 1]));
+  return *(const Piece*)&pairs;
 #else
   return values;
 #endif
@@ -162,26 +159,39 @@ struct Units {
   unsigned (&of_pixels)[BY_CHANNELS ? 1 : MOST_PIXELS];  // of each pixel: what its channels have
   bool inexact = false;                                  // as far as this thread has found
 
-  // Each of INFINITE, NONZERO and LARGE for eight channels; a unit is exact if all that are nonzero are large, too.
-  static constexpr unsigned NONZERO = 1, LARGE = 1 << 8, INFINITE = 1 << 16;
+  // What a unit has: bits 0 and 16 on, of channels with a large number; four bits further, of those with any but zero.
+  static constexpr unsigned INFINITE = 1u << 31;
 
   __device__ __forceinline__ void begin() const {
     for (int i = threadIdx.x; !BY_CHANNELS && i < MOST_PIXELS; i += THREADS) of_pixels[i] = 0;
     if (!BY_CHANNELS) __syncthreads();
   }
-  // Called by all threads of a warp, which have neighbouring pixels.
-  __device__ __forceinline__ void take(const Piece& piece, int pixel) {
-    unsigned found = 0;
+  // Takes a piece and the values that it was made from. Called by all threads of a warp, which have neighbouring
+  // pixels.
+  __device__ __forceinline__ void take(const Values& values, const Piece& piece, int pixel) {
+    unsigned nonzero = 0, large = 0, infinite = 0;  // a bit for each channel, or one for all
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) {
-      const unsigned magnitude = piece.value[i].bits & 0x7fffu, channel = BY_CHANNELS ? i : 0;
-      found |= (magnitude > 0 ? NONZERO << channel : 0) | (magnitude >= 0x1000 ? LARGE << channel : 0) |  // 2^-11
-               (magnitude >= 0x7c00 ? INFINITE : 0);
+    for (int i = 0; i < VECTOR / 2; ++i) {
+      // Of two halves: sums that reach the sign bit if the magnitude is at least 2^-11, or is infinite.
+      const unsigned magnitudes = ((const unsigned*)&piece)[i] & 0x7fff7fffu;
+      const unsigned first = __float_as_uint(values.value[2 * i]) << 1;
+      const unsigned second = __float_as_uint(values.value[2 * i + 1]) << 1;
+      const unsigned least = magnitudes + 0x70007000u;
+      infinite |= magnitudes + 0x04000400u;
+      if constexpr (BY_CHANNELS) {
+        nonzero |= (min(first, 1u) | min(second, 1u) << 16) << i;
+        large |= (least >> 15 & 0x00010001u) << i;
+      } else {
+        nonzero |= first | second, large |= least;
+      }
     }
-    if constexpr (BY_CHANNELS)
-      check(__reduce_or_sync(~0u, found));
-    else if (found > 0)
-      atomicOr(of_pixels + pixel, found);
+    const unsigned beyond = infinite & 0x80008000u ? INFINITE : 0;
+    if constexpr (BY_CHANNELS) {
+      check(__reduce_or_sync(~0u, nonzero << 4 | large | beyond));
+    } else {
+      const unsigned found = (nonzero ? 1 << 4 : 0) | (large & 0x80008000u ? 1 : 0) | beyond;
+      if (found > 0) atomicOr(of_pixels + pixel, found);
+    }
   }
   // Called after all threads have taken their pieces.
   __device__ __forceinline__ void end() {
@@ -190,10 +200,10 @@ struct Units {
 
  private:
   __device__ __forceinline__ void check(unsigned found) {
-    inexact |= found >= INFINITE || (found & 0xff & ~(found >> 8)) != 0;
+    inexact |= (found & INFINITE) != 0 || (found >> 4 & ~found & 0x000f000fu) != 0;
   }
 #else
-  __device__ __forceinline__ void take(const Piece&, int) const {}
+  __device__ __forceinline__ void take(const Values&, const Piece&, int) const {}
   __device__ __forceinline__ void end() const {}
 #endif
 };
@@ -346,7 +356,7 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
       const int at = first + thread + i * THREADS, pixel = at & tile_pixels - 1;
       if (at >= count) continue;  // all lanes of a warp, or none
       const Piece piece = piece_of(values[i], band);
-      units.take(piece, pixel);
+      units.take(values[i], piece, pixel);
       tile[pixel * pitch + (at >> params.pixel_bits)] = piece;
     }
   }
