@@ -24,7 +24,7 @@ _RUN_BITS, _MOST_RUN_BITS = range(5, 8), 8  # log2 of a source row's elements in
 _SAMPLE, _SAMPLES, _MOST_STEP = 8, 1 << 16, 512  # elements of a sample; samples of a tensor; most of which one is read
 _PARTS_OF_TENSOR = 128
 _MOST_TILE_PIXELS = 512
-_MANY_TILES = 1 << 11  # of a checked copy, from which on tiles are larger
+_MANY_TILES = 1 << 11  # of a copy in float16, from which on tiles are larger
 HALF_COPIES_BYTES = 16 + 2 * 4 * _PARTS_OF_TENSOR  #: of ``HalfCopies`` in kernels/operand/half_copies.cuh
 _RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # elements of such a tile; of a row beyond which tiles with a halo are narrower
 
@@ -132,8 +132,7 @@ def to_checked_halves(
     plain = dict(transpose_source("float32").constants)
     del plain["ROWS"]
     source = KernelSource("transpose", "float32", False, tuple((plain | constants).items()), folder="steps")
-    many = _blocks(2, groups * padded, shape[0] * math.prod(shape[2:])) >= _MANY_TILES
-    return _by_pixels(source, 2, shape, strides, groups, padded, band=which, larger=many)
+    return _by_pixels(source, 2, shape, strides, groups, padded, band=which)
 
 
 def sample_magnitudes(*tensors: tuple[tuple[int, ...], Strides]) -> Step:
@@ -171,12 +170,12 @@ def _by_pixels(
     parts: int = 1,
     splits: int = 0,
     band: int = 0,
-    larger: bool = False,
 ) -> Step:
-    """A tile of pixels in each block, or twice as many; ``element``: bytes of the result's elements."""
+    """A tile of pixels in each block; ``element``: bytes of the result's elements."""
     batch, channels, *sizes = five(shape)
     pixels, group = batch * math.prod(sizes), channels // groups
     written, vector = groups * parts * each, 16 // element
+    larger = bool(dict(source.constants)["SCALED"]) and _blocks(element, written, pixels) >= _MANY_TILES
     pieces, pixel_bits, halo = _tile(written, element, larger)
     row = min(written, pieces * vector) if halo == 0 else pieces * vector - halo
     params = params_of(source).pack(

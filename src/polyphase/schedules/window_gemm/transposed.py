@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
+from polyphase.costs import costs
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
@@ -25,7 +26,6 @@ from polyphase.schedules.window_gemm.tma_cost import weight_planes
 from polyphase.schedules.window_gemm.window import Gradient
 
 _FEW_COLUMNS = 4  # column tiles of a warp
-_LAUNCHES_OF_HALVES = 2  # steps around copies in float16, as transposes without bytes
 _PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these, or a multiple of the last
 
 
@@ -82,25 +82,38 @@ class _Transposed(Gradient):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
     ) -> Cost | None:
         """The cost of the TMA kernel and the transposes around it; None if nothing replaces inexact copies."""
-        last, halves = _last(problem, pass_), problem.dtype == "float32"
-        if halves and self._config_of_plain(problem, device, layouts) is None:
+        last = _last(problem, pass_)
+        if problem.dtype == "float32" and self._config_of_plain(problem, device, layouts) is None:
             return None
-        moved = _transposed_bytes(problem, pass_) + _transposed_bytes(last, pass_)
-        tensors = self._reads + 1
-        if halves:  # samples, steps that return at once; and results in float32
-            tensors += _LAUNCHES_OF_HALVES
-            moved += 2 * problem.elements[0] if pass_ is Pass.INPUT_GRAD else 0
-        if config.first:
-            moved -= _back_bytes(problem)
-            tensors -= 1
-        if pass_ is Pass.WEIGHT_GRAD and last.weight_shape == problem.weight_shape:
-            planes = weight_planes(last, config, device)
-            if (planes > 1 if halves else planes) and transpose_reduces(problem, planes):  # the reduction transposes
-                moved -= 2 * problem.elements[1] * DTYPE_BYTES[problem.dtype]
-                tensors -= 1
-        transposes = transpose_seconds(moved, device, tensors)
+        transposes = self._copies(problem, last, device) + self._back(problem, last, device, config)
         seconds, bound = self._tma.cost(last, pass_, device, self._layouts(problem, pass_, layouts), config)
         return seconds + transposes, bound
+
+    def _copies(self, problem: ConvTransposeProblem, last: ConvTransposeProblem, device: DeviceInfo) -> float:
+        """Seconds of the copies before the TMA kernel."""
+        moved = self._read_bytes(problem) + self._read_bytes(last)
+        if problem.dtype == last.dtype:
+            return transpose_seconds(moved, device, self._reads)
+        terms = costs("half_copies", device)
+        return terms.around + self._reads * terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second)
+
+    def _back(
+        self, problem: ConvTransposeProblem, last: ConvTransposeProblem, device: DeviceInfo, config: TmaConfig
+    ) -> float:
+        """Seconds of the result's transpose; of halves an input gradient has twice the bytes that `_tma` assumes."""
+        size, halves = DTYPE_BYTES[problem.dtype], problem.dtype != last.dtype
+        if self.pass_ is Pass.INPUT_GRAD:
+            wider = 2 * problem.elements[0] / device.copy_bytes_per_second if halves else 0.0
+            return wider if config.first else wider + transpose_seconds(_back_bytes(problem), device)
+        if last.weight_shape == problem.weight_shape:
+            planes = weight_planes(last, config, device)
+            if planes > halves and transpose_reduces(problem, planes):  # the reduction transposes
+                return 0.0
+        return transpose_seconds(size * (problem.elements[1] + last.elements[1]), device)
+
+    def _read_bytes(self, problem: ConvTransposeProblem) -> int:
+        x, _, y = problem.elements
+        return DTYPE_BYTES[problem.dtype] * (y + (x if self.pass_ is Pass.WEIGHT_GRAD else 0))
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
@@ -162,12 +175,6 @@ def _largest(
         configs, key=lambda each: (each.column_tiles > _FEW_COLUMNS, -each.rows * each.columns, -each.buffers)
     )
     return next((each for each in found if schedule.cost(problem, pass_, device, layouts, each) is not None), None)
-
-
-def _transposed_bytes(problem: ConvTransposeProblem, pass_: Pass) -> int:
-    """Bytes of the transposed copies of a layer."""
-    x, weight, y = problem.elements
-    return DTYPE_BYTES[problem.dtype] * (x + y + (weight if pass_ is Pass.WEIGHT_GRAD else 0))
 
 
 def _back_bytes(problem: ConvTransposeProblem) -> int:

@@ -1,0 +1,93 @@
+"""Times checked copies in float16, and PyTorch's copy: ``python copies.py --csv FILE``. Needs a GPU.
+
+Each kernel alone, in microseconds by events, after 256 MB were written: the samples of two tensors, a copy that is
+checked by channels, one that is checked by pixels; the last two are compared with PyTorch's conversion first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from polyphase.jit.launcher import Executable
+from polyphase.problem.device import DeviceInfo
+from polyphase.problem.layouts import dense_strides
+from polyphase.program.program import Program
+from polyphase.program.step import Step
+from polyphase.program.transpose import HALF_COPIES_BYTES, sample_magnitudes, to_checked_halves
+
+SHAPES = (
+    *((8, 64, 1024, 1024), (8, 64, 1026, 1026), (8, 48, 64, 64, 64), (8, 64, 256, 256), (16, 512, 256)),
+    *((512, 256, 28, 28), (128, 128, 32, 32), (4, 1024, 117, 117), (128, 1024, 4, 4), (16, 512, 64, 64)),
+    (8, 24, 200, 200),
+)
+REPETITIONS = 12
+
+
+def microseconds(call: Callable[[], object], flushed: torch.Tensor) -> float:
+    """The median."""
+    found = []
+    for _ in range(REPETITIONS):
+        flushed.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(200_000)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3)
+    return sorted(found)[REPETITIONS // 2]
+
+
+def main() -> None:
+    """Prints and writes the times."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--csv", required=True)
+    path = parser.parse_args().csv
+    device = DeviceInfo.of(torch.device("cuda", 0))
+    flushed = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    rows = []
+    for shape in SHAPES:
+        x = torch.randn(shape, device="cuda")
+        buffers = {
+            "x": x,
+            "half": torch.empty((shape[0], *shape[2:], shape[1]), dtype=torch.float16, device="cuda"),
+            "half_copies": torch.zeros(HALF_COPIES_BYTES, dtype=torch.uint8, device="cuda"),
+        }
+        places = {name: place for place, name in enumerate(buffers)}
+        addresses = [each.data_ptr() for each in buffers.values()]
+        stream = torch.cuda.current_stream().cuda_stream
+        strides = dense_strides(shape, False)
+
+        def executable(step: Step, operands: tuple[str, ...], places: dict[str, int] = places) -> Executable:
+            return Executable(Program((replace(step, operands=operands),)), device.arch, 0, places)
+
+        kernels = {"samples": executable(sample_magnitudes(*[(shape, strides)] * 2), ("x", "x", "half_copies"))}
+        for way, by_channels in (("by channels", True), ("by pixels", False)):
+            step = to_checked_halves(shape, strides, 1, shape[1], 0, by_channels)
+            kernels[way] = executable(step, ("x", "half_copies", "half"))
+        for way, run in kernels.items():
+            buffers["half"].fill_(float("nan"))
+            run(stream, addresses)
+            if way != "samples":
+                scale = buffers["half_copies"].view(torch.float32)[1]
+                assert torch.equal(buffers["half"], (x * scale).half().movedim(1, -1)), (shape, way)
+                assert buffers["half_copies"].view(torch.int32)[0] == 0
+            rows.append((shape, way, microseconds(lambda run=run: run(stream, addresses), flushed)))
+        half = torch.empty_like(x, dtype=torch.float16)
+        rows.append((shape, "torch", microseconds(lambda half=half, x=x: half.copy_(x), flushed)))
+        print(*(f"{way} {found:.1f}" for _, way, found in rows[-4:]), shape, flush=True)
+    with open(path, "w", newline="") as file:
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(("gpu", "torch", "shape", "kernel", "us"))
+        for shape, way, found in rows:
+            gpu = torch.cuda.get_device_name(), torch.__version__
+            out.writerow((*gpu, "x".join(map(str, shape)), way, f"{found:.1f}"))
+
+
+if __name__ == "__main__":
+    main()
