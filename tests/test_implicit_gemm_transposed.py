@@ -63,11 +63,12 @@ def test_products(problem: ConvTransposeProblem, pass_: Pass) -> None:
     found = offers(SCHEDULE, problem, pass_)
     seed = zlib.crc32(f"{problem} {pass_}".encode())
     for candidate, program in {found[seed % len(found)], found[0]}:
-        whole_stages = problem.groups == 1 or problem.in_channels_per_group % 16 == 0
-        deep_enough = problem.in_channels_per_group >= 32 and whole_stages
-        assert in_halves(program) is (problem.dtype == "float32" and pass_ is Pass.FORWARD and deep_enough)
+        inputs, outputs = problem.in_channels_per_group, problem.out_channels_per_group
+        channels = inputs if pass_ is Pass.FORWARD else outputs
+        deep_enough = channels >= 32 and (problem.groups == 1 or channels % 16 == 0)
+        assert in_halves(program) is (problem.dtype == "float32" and deep_enough)
         readers = [step.source.kernel for step in program.steps if "src" in step.operands]
-        assert readers == (["measure_scales", "transpose", "implicit_gemm"] if in_halves(program) else ["transpose"])
+        assert readers == (["sample_magnitudes", "transpose", "implicit_gemm"] if in_halves(program) else ["transpose"])
         assert_exact(problem, pass_, candidate, program, executor=Emulator(seed % 1000))
 
 
@@ -86,8 +87,8 @@ def test_the_kernel_starts_after_the_copy_is_written() -> None:
         for _, program in offers(SCHEDULE, problem, pass_):
             steps = [(step.source.kernel.partition("_")[0], step.overlaps) for step in program.steps]
             if in_halves(program):  # then it waits before it reads
-                measured = [("measure", False), ("pack", True), ("transpose", True), ("implicit", True)]
-                assert steps == measured, name
+                weights, copy = [("measure", False), ("pack", True)], [("sample", True), ("transpose", True)]
+                assert steps == [*weights, *copy, ("implicit", True)], name
             else:
                 assert steps == [("pack", False), ("transpose", True), ("implicit", False)], name
             assert program.main is program.steps[-1]
@@ -108,16 +109,16 @@ def test_an_activation_of_the_input_is_computed_by_the_transpose() -> None:
 
 
 def test_an_activation_of_the_input_precedes_float16_copies() -> None:
-    """Pixels are measured, copied, and gathered where there are many bands: all read its result."""
+    """Pixels are sampled, copied, and gathered if the copy is inexact: all read its result."""
     prologue = Epilogue((Operation("leaky_relu", (0.25,)),))
     problem = replace(LAYERS["3-D"], in_channels=40, tf32=True, prologue=prologue)
     programs = planner.programs(problem, Pass.FORWARD, H200)
     program = next(program for candidate, program in programs if candidate.schedule == SCHEDULE.name)
     assert in_halves(program)
-    first, *others = program.steps
-    assert first.source.kernel == "apply_prologue"
+    *others, prologue_step = sorted(program.steps, key=lambda step: step.source.kernel == "apply_prologue")
+    assert prologue_step.source.kernel == "apply_prologue"
     assert [step.source.kernel for step in others if "src_behind_prologue" in step.operands] == [
-        *("measure_scales", "transpose", "implicit_gemm")
+        *("sample_magnitudes", "transpose", "implicit_gemm")
     ]
     assert not any("src" in step.operands for step in others)
 

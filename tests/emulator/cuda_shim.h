@@ -59,7 +59,8 @@ void __syncwarp(unsigned mask = ~0u);
 [[noreturn]] void __trap();
 inline void __threadfence() {}
 template <class T> inline T atomicAdd(T* at, T value) { return std::exchange(*at, T(*at + value)); }
-template <class T> inline T atomicOr(T* at, T value) { return std::exchange(*at, T(*at | value)); }
+template <class T> inline T atomicMax(T* at, T value) { return std::exchange(*at, value > *at ? value : *at); }
+template <class T> inline T atomicMin(T* at, T value) { return std::exchange(*at, value < *at ? value : *at); }
 inline void __threadfence_block() {}
 // Addresses of inline PTX: static shared memory begins at 0, dynamic behind it.
 std::size_t __cvta_generic_to_shared(const void* pointer);

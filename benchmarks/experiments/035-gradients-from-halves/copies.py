@@ -1,6 +1,6 @@
 """Times checked copies in float16, and PyTorch's copy: ``python copies.py --csv FILE``. Needs a GPU.
 
-Each kernel alone, in microseconds by events, after 256 MB were written: the samples of two tensors, a copy that is
+Each kernel alone, in microseconds by events, after 256 MB were written: the samples of a tensor, a copy that is
 checked by channels, one that is checked by pixels; the last two are compared with PyTorch's conversion first.
 """
 
@@ -18,7 +18,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import dense_strides
 from polyphase.program.program import Program
 from polyphase.program.step import Step
-from polyphase.program.transpose import HALF_COPIES_BYTES, sample_magnitudes, to_checked_halves
+from polyphase.program.transpose import HALF_COPIES_BYTES, sample_magnitudes, to_halves
 
 SHAPES = (
     *((8, 64, 1024, 1024), (8, 64, 1026, 1026), (8, 48, 64, 64, 64), (8, 64, 256, 256), (16, 512, 256)),
@@ -43,6 +43,33 @@ def microseconds(call: Callable[[], object], flushed: torch.Tensor) -> float:
     return sorted(found)[REPETITIONS // 2]
 
 
+def times(shape: tuple[int, ...], device: DeviceInfo, flushed: torch.Tensor) -> dict[str, float]:
+    """The times of a shape, by kernel."""
+    x = torch.randn(shape, device="cuda")
+    half = torch.empty((shape[0], *shape[2:], shape[1]), dtype=torch.float16, device="cuda")
+    copies = torch.zeros(HALF_COPIES_BYTES, dtype=torch.uint8, device="cuda")
+    places = {"x": 0, "half": 1, "half_copies": 2}
+    addresses = [x.data_ptr(), half.data_ptr(), copies.data_ptr()]
+    stream, strides = torch.cuda.current_stream().cuda_stream, dense_strides(shape, False)
+
+    def run(step: Step, *operands: str) -> Callable[[], None]:
+        executable = Executable(Program((replace(step, operands=operands),)), device.arch, 0, places)
+        executable(stream, addresses)
+        return lambda: executable(stream, addresses)
+
+    found = {"samples": microseconds(run(sample_magnitudes((shape, strides)), "x", "half_copies"), flushed)}
+    for way, by_channels in (("by channels", True), ("by pixels", False)):
+        half.fill_(float("nan"))
+        call = run(to_halves(shape, strides, 1, shape[1], 0, by_channels), "x", "half_copies", "half")
+        scale = copies.view(torch.float32)[1]
+        assert torch.equal(half, (x * scale).half().movedim(1, -1)), (shape, way)
+        assert copies.view(torch.int32)[0] == 0
+        found[way] = microseconds(call, flushed)
+    like = torch.empty_like(x, dtype=torch.float16)
+    found["torch"] = microseconds(lambda: like.copy_(x), flushed)
+    return found
+
+
 def main() -> None:
     """Prints and writes the times."""
     parser = argparse.ArgumentParser()
@@ -52,35 +79,9 @@ def main() -> None:
     flushed = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     rows = []
     for shape in SHAPES:
-        x = torch.randn(shape, device="cuda")
-        buffers = {
-            "x": x,
-            "half": torch.empty((shape[0], *shape[2:], shape[1]), dtype=torch.float16, device="cuda"),
-            "half_copies": torch.zeros(HALF_COPIES_BYTES, dtype=torch.uint8, device="cuda"),
-        }
-        places = {name: place for place, name in enumerate(buffers)}
-        addresses = [each.data_ptr() for each in buffers.values()]
-        stream = torch.cuda.current_stream().cuda_stream
-        strides = dense_strides(shape, False)
-
-        def executable(step: Step, operands: tuple[str, ...], places: dict[str, int] = places) -> Executable:
-            return Executable(Program((replace(step, operands=operands),)), device.arch, 0, places)
-
-        kernels = {"samples": executable(sample_magnitudes(*[(shape, strides)] * 2), ("x", "x", "half_copies"))}
-        for way, by_channels in (("by channels", True), ("by pixels", False)):
-            step = to_checked_halves(shape, strides, 1, shape[1], 0, by_channels)
-            kernels[way] = executable(step, ("x", "half_copies", "half"))
-        for way, run in kernels.items():
-            buffers["half"].fill_(float("nan"))
-            run(stream, addresses)
-            if way != "samples":
-                scale = buffers["half_copies"].view(torch.float32)[1]
-                assert torch.equal(buffers["half"], (x * scale).half().movedim(1, -1)), (shape, way)
-                assert buffers["half_copies"].view(torch.int32)[0] == 0
-            rows.append((shape, way, microseconds(lambda run=run: run(stream, addresses), flushed)))
-        half = torch.empty_like(x, dtype=torch.float16)
-        rows.append((shape, "torch", microseconds(lambda half=half, x=x: half.copy_(x), flushed)))
-        print(*(f"{way} {found:.1f}" for _, way, found in rows[-4:]), shape, flush=True)
+        found = times(shape, device, flushed)
+        print(shape, *(f"{way} {each:.1f}" for way, each in found.items()), flush=True)
+        rows += [(shape, way, each) for way, each in found.items()]
     with open(path, "w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         out.writerow(("gpu", "torch", "shape", "kernel", "us"))

@@ -22,7 +22,7 @@
 //     transpose them within shared memory (channels innermost) and round them;
 //   - where TMA can load boxes of the source (params.boxes), one warp issues TMA and the others only transpose,
 //     TRANSPOSE_GROUPS groups of them, round-robin over stages;
-//   - with TMA_OPERANDS TMA writes B directly: NHWC, or NCHW in 16 bit (MN_MAJOR) if no tap shifts B. With COPIES it
+//   - with TMA_OPERANDS TMA writes B directly: NHWC, or NCHW in 16 bit (MN_MAJOR) if no tap shifts B. With COPIED it
 //     loads float16 copies of the float32 source, one for each of the bands of largest magnitudes
 //     (steps/transpose.cu); with more bands producers gather pixels from the source.
 //
@@ -121,10 +121,6 @@ constexpr bool CHAINED = PARTS == 2 && ALIKE && STRAIGHT && K_STEPS * KINDS.most
 __device__ __forceinline__ int stage_of_band(const TileScheduler& scheduler, int stage) {
   return SCALED && scheduler.bands > 1 ? stage % TILE_STAGES : stage;
 }
-// The copy with that band; the first one has the largest magnitudes.
-__device__ __forceinline__ int copy_of_band(const TileScheduler& scheduler, int stage) {
-  return COPIES > 0 && scheduler.bands > 1 ? scheduler.bands - 1 - stage / TILE_STAGES : 0;
-}
 __device__ __forceinline__ PixelBand band_of(const TileScheduler& scheduler, int stage) {
 #if SCALED
   return PixelBand(scheduler.scale, scheduler.bands, scheduler.bands > 1 ? stage / TILE_STAGES : 0);
@@ -168,8 +164,7 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
     if (ahead.stage == 0) loader.locate(ahead.index);
     const unsigned barrier = (TMA_OPERANDS ? full : raw_full) + 8 * slot_ahead.index;
     if (elect()) {
-      loader.load(stage_of_band(scheduler, ahead.stage), copy_of_band(scheduler, ahead.stage),
-                  pixels + slot_ahead.index * pixel_bytes, barrier);
+      loader.load(stage_of_band(scheduler, ahead.stage), pixels + slot_ahead.index * pixel_bytes, barrier);
       if (!TMA_OPERANDS) mbarrier_arrive(barrier);
     }
     __syncwarp();
@@ -201,8 +196,8 @@ __device__ __forceinline__ void load_boxes(const Params& params, TileScheduler& 
   if (first_lane) scheduler.settle(ahead.ordinal);
 }
 
-#if COPIES
-// The producers where there are more bands than COPIES: all threads gather a stage's pixels, one loads its weights.
+#if COPIED
+// The producers if the copy is inexact: all threads gather a stage's pixels, one loads its weights.
 __device__ __forceinline__ void gather_stages(const Params& params, TileScheduler& scheduler, const scalar_t* src,
                                               const unsigned char* packed, unsigned char* stages, int stage_bytes,
                                               unsigned full, unsigned empty) {
@@ -399,8 +394,8 @@ __device__ __forceinline__ void produce_by_tma(const Params& params, TileSchedul
   setmaxnreg_dec<PRODUCER_REGISTERS>();
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32 - CONSUMERS * 4, 0);
   const unsigned raw_full = shared_address(shared.raw_full), raw_empty = shared_address(shared.raw_empty);
-#if COPIES
-  if (scheduler.bands > COPIES) {
+#if COPIED
+  if (scheduler.gathers) {
     gather_stages(params, scheduler, src, packed, stages, stage_bytes, full, empty);
     return;
   }
@@ -486,9 +481,9 @@ __device__ __forceinline__ void prefetch_residuals(const Params& params, const W
 #define CLUSTERED
 #endif
 
-#if COPIES
-#define COPIES_PARAMETER , const operand_t* __restrict__ copies
-#define BOXED(src) copies
+#if COPIED
+#define COPIES_PARAMETER , const operand_t* __restrict__ copy, const HalfCopies* __restrict__ copies
+#define BOXED(src) copy
 #else
 #define COPIES_PARAMETER
 #define BOXED(src) src
@@ -554,7 +549,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   if (CLUSTER > 1) cluster_sync();
 #if SCALED
   griddepcontrol_wait();
-  scheduler.scale = scales.first_band().scale, scheduler.bands = scales.first_band().bands;
+#if COPIED
+  scheduler.gathers = copies->inexact != 0;
+  const Band band = scheduler.gathers ? find_bands(copies->measured) : Band{copies->scale[0], 1};
+#else
+  const Band band = scales.first_band();
+#endif
+  scheduler.scale = band.scale, scheduler.bands = band.bands;
 #endif
 
 #if BOX_COPY

@@ -24,7 +24,6 @@ from polyphase.program.transpose import (
     HALF_COPIES_BYTES,
     sample_magnitudes,
     to_channels_last,
-    to_checked_halves,
     to_contiguous,
     to_halves,
     transpose_blocks,
@@ -191,26 +190,26 @@ def reading_source_channels_last(inner: Program, dtype: str, how: Transposed) ->
     return _with_spares(writing_source(inner, *_transpose(dtype, SRC, how)), transpose_sources(dtype))
 
 
-def reading_halves(inner: Program, how: Transposed, copies: int, band: int) -> Program:
-    """A program whose main step reads ``copies`` of the float32 source in float16, and the source itself.
+def reading_source_halves(inner: Program, how: Transposed) -> Program:
+    """A program whose main step reads a copy in float16 of the float32 source, and the source if it is inexact.
 
-    They are written after the packing of the weights, which finds the bands of magnitudes (`to_halves`). The main step
-    waits before it reads.
+    It is written after the packing of the weights. The main step waits before it reads.
     """
-    buffer = Buffer(f"{SRC}_halves", "float16", copies * how.elements)
-    step = to_halves(how.shape, how.strides, how.padded, copies, band)
-    step = replace(step, operands=(SRC, WORKSPACE, buffer.name), overlaps=True)
-    main = replace(inner.main, operands=(SRC, buffer.name, *inner.main.operands[1:]))
+    buffer, scales = Buffer(f"{SRC}_halves", "float16", how.elements), Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
+    sample = replace(sample_magnitudes((how.shape, how.strides)), operands=(SRC, HALF_COPIES), overlaps=True)
+    step = to_halves(how.shape, how.strides, 1, how.padded, measures=True)
+    step = replace(step, operands=(SRC, HALF_COPIES, buffer.name), overlaps=True)
+    main = replace(inner.main, operands=(SRC, buffer.name, HALF_COPIES, *inner.main.operands[1:]))
     before, behind = inner.steps[: inner.main_index], inner.steps[inner.main_index + 1 :]
     return replace(
         inner,
-        steps=(*before, step, main, *behind),
-        main_index=inner.main_index + 1,
-        buffers=(*inner.buffers, buffer),
+        steps=(*before, sample, step, main, *behind),
+        main_index=inner.main_index + 2,
+        buffers=(*inner.buffers, buffer, scales),
     )
 
 
-def reading_checked_halves(
+def reading_halves(
     inner: Program, read: dict[str, Transposed], weight: tuple[tuple[int, ...], Strides] | None
 ) -> Program:
     """A gradient's program that reads copies in float16 of float32 tensors in other layouts.
@@ -224,7 +223,7 @@ def reading_checked_halves(
     before, buffers = [replace(sample, operands=(*names, HALF_COPIES))], {}
     for which, (name, (shape, strides, groups, padded, _)) in enumerate(read.items()):
         buffers[name] = buffer = Buffer(f"{name}_halves", "float16", read[name].elements)
-        step = to_checked_halves(shape, strides, groups, padded, which, by_channels=weight is None)
+        step = to_halves(shape, strides, groups, padded, which, by_channels=weight is None)
         before.append(replace(step, operands=(name, HALF_COPIES, buffer.name), overlaps=True))
     program = prepared(inner, tuple(before), buffers)
     scales = Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
@@ -337,7 +336,7 @@ def between_transposes(
     ``layouts``: of the call's tensors. A weight is read in its own layout. ``padded``: the layer that the program
     computes, if that has more channels: those of each group are padded with zeros, and dropped from the result.
     ``back``: whether an input gradient's result is in channels_last, too. If ``padded`` is in float16, so are the
-    copies of tensors in float32 (`reading_checked_halves`).
+    copies of tensors in float32 (`reading_halves`).
     """
     padded = padded or problem
     sides = {
@@ -354,7 +353,7 @@ def between_transposes(
         program = reading_channels_last(inner, problem.dtype, read)
     else:
         weight = problem.weight_shape, dense_strides(problem.weight_shape, layouts.weight_channels_last)
-        program = reading_checked_halves(inner, read, weight if pass_ is Pass.INPUT_GRAD else None)
+        program = reading_halves(inner, read, weight if pass_ is Pass.INPUT_GRAD else None)
     if pass_ is Pass.INPUT_GRAD:
         return writing_channels_last(program, problem.dtype, problem.input_shape) if back else program
     if padded.weight_shape != problem.weight_shape:

@@ -25,27 +25,23 @@ _SAMPLE, _SAMPLES, _MOST_STEP = 8, 1 << 16, 512  # elements of a sample; samples
 _PARTS_OF_TENSOR = 128
 _MOST_TILE_PIXELS = 512
 _MANY_TILES = 1 << 11  # of a copy in float16, from which on tiles are larger
-HALF_COPIES_BYTES = 16 + 2 * 4 * _PARTS_OF_TENSOR  #: of ``HalfCopies`` in kernels/operand/half_copies.cuh
+HALF_COPIES_BYTES = 32 + 2 * 4 * _PARTS_OF_TENSOR  #: of ``HalfCopies`` in kernels/operand/half_copies.cuh
 _RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # elements of such a tile; of a row beyond which tiles with a halo are narrower
 
 
-def transpose_source(dtype: str, sums: bool = False, rows: bool = False, copies: int = 0) -> KernelSource:
-    """The kernel, for all tensors of a dtype, for partial ``sums`` of these, or for tensors of whole ``rows``.
-
-    ``copies``: writes so many copies in float16 (`to_halves`).
-    """
+def transpose_source(dtype: str, sums: bool = False, rows: bool = False) -> KernelSource:
+    """The kernel, for all tensors of a dtype, for partial ``sums`` of these, or for tensors of whole ``rows``."""
     return KernelSource(
         "transpose",
         dtype,
         False,
         (
             ("THREADS", _THREADS),
-            ("PARTS", 1 if copies else 2),
-            ("SCALED", copies > 0),
-            ("COPIES", copies),
+            ("PARTS", 2),
+            ("SCALED", False),
             ("PIECES", _PIECES),
             ("SUMS", sums),
-            *(() if copies else (("ROWS", rows),)),
+            ("ROWS", rows),
             ("MIN_BLOCKS", 5 if rows else 6),
         ),
         folder="steps",
@@ -110,38 +106,38 @@ def to_channels_last(
     return _by_pixels(source, DTYPE_BYTES[dtype], shape, strides, groups, each, parts, splits)
 
 
-def to_halves(shape: tuple[int, ...], strides: Strides, padded: int, copies: int, band: int) -> Step:
-    """The step from float32 ``(N, C, *spatial)`` of any strides to ``copies`` in float16, channels innermost.
-
-    Each has the numbers of a band of magnitudes (kernels/operand/bands.cuh), by the scales in the workspace: ``band``
-    bytes from its first. If there are more bands than copies, nothing is written. ``padded``: channels of the result.
-    """
-    return _by_pixels(transpose_source("float32", copies=copies), 2, shape, strides, 1, padded, band=band)
-
-
-def to_checked_halves(
-    shape: tuple[int, ...], strides: Strides, groups: int, padded: int, which: int, by_channels: bool
+def to_halves(
+    shape: tuple[int, ...],
+    strides: Strides,
+    groups: int,
+    padded: int,
+    which: int = 0,
+    by_channels: bool = False,
+    measures: bool = False,
 ) -> Step:
     """The step from float32 ``(N, C, *spatial)`` of any strides to a copy in float16, channels innermost.
 
     It checks the copy by units of numbers (kernels/operand/half_copies.cuh): pixels of a channel if ``by_channels``,
-    else channels of a pixel. ``which``: of the two tensors that are copied; ``groups`` and ``padded`` as for
-    `to_channels_last`.
+    else channels of a pixel, which it also ``measures``. ``which``: of the tensors of `sample_magnitudes`; ``groups``
+    and ``padded`` as for `to_channels_last`.
     """
-    constants = {"PARTS": 1, "SCALED": True, "COPIES": 0, "BY_CHANNELS": by_channels}
-    plain = dict(transpose_source("float32").constants)
-    del plain["ROWS"]
-    source = KernelSource("transpose", "float32", False, tuple((plain | constants).items()), folder="steps")
-    return _by_pixels(source, 2, shape, strides, groups, padded, band=which)
+    plain = transpose_source("float32")
+    constants = {**dict(plain.constants), "SCALED": True, "BY_CHANNELS": by_channels, "MEASURES": measures}
+    del constants["ROWS"]
+    source = KernelSource(plain.kernel, plain.dtype, False, tuple(constants.items()), folder=plain.folder)
+    return _by_pixels(source, 2, shape, strides, groups, padded, which=which)
 
 
 def sample_magnitudes(*tensors: tuple[tuple[int, ...], Strides]) -> Step:
-    """The step before copies in float16 of two float32 tensors ``(N, C, *spatial)``, given by shapes and strides."""
-    source = KernelSource(
-        "sample_magnitudes", "float32", False, (("THREADS", _THREADS), ("MIN_BLOCKS", 1)), folder="steps"
-    )
-    params = params_of(source).pack(of=[_samples(shape, strides) for shape, strides in tensors])
-    return plain_step(source, 2 * _PARTS_OF_TENSOR, _THREADS, params)
+    """The step before copies in float16 of one or two float32 tensors ``(N, C, *spatial)``: their shapes and strides.
+
+    Its operands are the tensors and ``HALF_COPIES``.
+    """
+    constants = (("THREADS", _THREADS), ("TENSORS", len(tensors)), ("MIN_BLOCKS", 1))
+    source = KernelSource("sample_magnitudes", "float32", False, constants, folder="steps")
+    samples = [_samples(shape, strides) for shape, strides in tensors]
+    params = params_of(source).pack(of=[samples[0], samples[-1]])
+    return plain_step(source, len(tensors) * _PARTS_OF_TENSOR, _THREADS, params)
 
 
 def _samples(shape: tuple[int, ...], strides: Strides) -> dict[str, object]:
@@ -169,7 +165,7 @@ def _by_pixels(
     each: int,
     parts: int = 1,
     splits: int = 0,
-    band: int = 0,
+    which: int = 0,
 ) -> Step:
     """A tile of pixels in each block; ``element``: bytes of the result's elements."""
     batch, channels, *sizes = five(shape)
@@ -193,7 +189,7 @@ def _by_pixels(
         advance=_THREADS * max(1, 4 // element) // row,
         planes=max(1, splits),
         plane=math.prod(shape),
-        band=band,
+        which=which,
     )
     return plain_step(source, _blocks(element, written, pixels, larger), _THREADS, params)
 
@@ -240,7 +236,7 @@ def _rows_to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides,
         advance=0,
         planes=1,
         plane=span,
-        band=0,
+        which=0,
     )
     across = -(-(written + max(0, halo - 1)) // row)
     return plain_step(source, batch * -(-run >> bits) * across, _THREADS, params)

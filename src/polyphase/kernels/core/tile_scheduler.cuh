@@ -37,9 +37,10 @@ struct TileScheduler {
   const Params& params;
   unsigned* counters;
   SchedulerMemory& memory;
-  int next = 0;     // for the taking thread: the first work tile without an entry
-  int bands = 1;    // with SCALED (operand/scales.cuh): how often a work tile's stages run
-  float scale = 1;  // and the pixels' scale in the last band
+  int next = 0;          // for the taking thread: the first work tile without an entry
+  int bands = 1;         // with SCALED (operand/scales.cuh): how often a work tile's stages run
+  float scale = 1;       // and the pixels' scale in the last band
+  bool gathers = false;  // whether producers gather pixels from the source, as its copy in float16 is inexact
 
   __device__ __forceinline__ int stages() const { return SCALED ? bands * TILE_STAGES : TILE_STAGES; }
 

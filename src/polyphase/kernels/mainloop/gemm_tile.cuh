@@ -24,7 +24,7 @@ constexpr int WEIGHT_SLOT = RESIDENT ? 0 : ROW_SHARES * WEIGHT_STAGE;
 constexpr int RESIDENT_WEIGHTS = RESIDENT ? ROW_SHARES * (int)TILE_WEIGHT_BYTES : 0;
 constexpr bool IN_PLACE = SRC_CHANNELS_LAST || TMA_OPERANDS;  // pixels are copied to where they are used
 static_assert(!TMA_OPERANDS || (WGMMA && PARTS == 1), "not by TMA");
-static_assert(!COPIES || (TMA_OPERANDS && SRC_CHANNELS_LAST), "copies are loaded by TMA");
+static_assert(!COPIED || (TMA_OPERANDS && SRC_CHANNELS_LAST), "copies are loaded by TMA");
 static_assert(CLUSTER == 1 || (WGMMA && !RESIDENT), "no weights to share");
 static_assert(!WHOLE_IMAGES || TAPS_IN_ROWS, "a halo is left out where rows are taps");
 constexpr int RAW_SLOTS = LOADER_GROUPS * RAW_STAGES;  // for stages that are not transposed yet

@@ -15,6 +15,7 @@
 
 #include "specialisation.cuh"
 #include "core/power_of_two.cuh"
+#include "operand/measured.cuh"
 
 struct HalfCopies {
   static constexpr int PARTS_OF_TENSOR = 128;
@@ -22,12 +23,14 @@ struct HalfCopies {
   unsigned inexact;  // whether a copy is
   float scale[2];    // of each tensor
   unsigned unused;
+  Measured measured;  // if a copy measures pixels
+  unsigned padding[2];
   unsigned largest[2][PARTS_OF_TENSOR];  // bits of the largest magnitude among a part of each tensor's samples
 };
 
 // The power of two of a tensor whose largest sample has these bits. If there is none but zero, others are inexact.
 __device__ __forceinline__ float scale_of_samples(unsigned largest) {
-  return power_of_two(263 - max((int)(largest >> 23), 9));
+  return power_of_two(263 - max((int)(largest >> 23), 24));
 }
 
 // What a sum of products of both copies is multiplied by: two normal numbers whose product may be none.

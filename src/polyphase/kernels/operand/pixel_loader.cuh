@@ -17,10 +17,11 @@
 #include "mainloop/gemm_tile.cuh"
 #include "operand/bands.cuh"
 #if SCALED
+#include "operand/half_copies.cuh"
 #include "operand/measured_bands.cuh"
 #endif
 
-#if COPIES
+#if COPIED
 typedef operand_t boxed_t;  // elements of boxes
 #else
 typedef scalar_t boxed_t;
@@ -47,30 +48,28 @@ struct BoxLoader {
     d = one_row ? 0 : work.d + first_offset(AXIS_D);
     n = one_row && SRC_CHANNELS_LAST ? 0 : work.n;
   }
-  // Loads stage `stage` of the work tile from copy `copy` of the source; `barrier` waits for its bytes.
-  __device__ __forceinline__ void load(int stage, int copy, unsigned char* to, unsigned barrier) const {
+  // Loads stage `stage` of the work tile; `barrier` waits for its bytes.
+  __device__ __forceinline__ void load(int stage, unsigned char* to, unsigned barrier) const {
     const int bytes = params.box_pixels * STAGE_CHANNELS * (int)sizeof(boxed_t),
               from = channel + stage * STAGE_CHANNELS;
-    int first = w, image = n;
-    if (COPIES > 0) (params.run ? first : image) += copy * params.batch * (params.run ? params.pitch[0].value : 1);
 #pragma unroll 1
     for (int i = 0; i < params.boxes; ++i) {
       // One box, or one row of boxes; MN_MAJOR operands of whole images have a box for each image.
       const bool images = MN_MAJOR && WHOLE_IMAGES;
-      const int column = images ? first : first + i * params.box_pixels;
+      const int column = images ? w : w + i * params.box_pixels;
       if (SRC_CHANNELS_LAST)
-        tma_load_box(shared_address(to + i * bytes), params.box, src, {from, column, h, d, image}, bytes, barrier);
+        tma_load_box(shared_address(to + i * bytes), params.box, src, {from, column, h, d, n}, bytes, barrier);
       else
-        tma_load_box(shared_address(to + i * bytes), params.box, src, {column, h, d, images ? image + i : image, from},
-                     bytes, barrier);
+        tma_load_box(shared_address(to + i * bytes), params.box, src, {column, h, d, images ? n + i : n, from}, bytes,
+                     barrier);
     }
   }
 };
 #endif
 
-#if COPIES
-// Gathers a stage of a work tile from a float32 source of any strides, for TMA_OPERANDS of pixels that TMA cannot load:
-// there are more bands than copies. Slow, and seldom needed.
+#if COPIED
+// Gathers a stage of a work tile from a float32 source of any strides, for TMA_OPERANDS, if the copy that TMA loads is
+// inexact. Slow, and seldom needed.
 __device__ __forceinline__ void gather_pixels(const Params& params, const scalar_t* src, const WorkTile& work,
                                               const PixelBand& band, int stage, unsigned char* to, int thread) {
   const int channel = stage * STAGE_CHANNELS;

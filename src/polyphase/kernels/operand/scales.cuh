@@ -2,6 +2,7 @@
 
 #include "specialisation.cuh"
 #include "core/types.cuh"
+#include "operand/measured.cuh"
 #include "operand/scaled_half.cuh"
 
 // float32 as float16 (operand/scaled_half.cuh) for sums over many pixels: all pixels share one power of two, that of
@@ -14,20 +15,6 @@
 //
 // Before the packed weights are stored: the power of two of the first band and the number of bands; the measured
 // magnitudes, from which packing computes these; and the factor of each row of a sum.
-struct Measured {
-  unsigned largest = 0, smallest = ~0u;  // bits of magnitudes: the largest of all; the least nonzero largest of a pixel
-
-  __device__ __forceinline__ void take(const Measured& other) {
-    largest = max(largest, other.largest), smallest = min(smallest, other.smallest);
-  }
-  // Combines all lanes of a warp.
-  __device__ __forceinline__ void take_lanes() {
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2)
-      take(Measured{__shfl_xor_sync(~0u, largest, by), __shfl_xor_sync(~0u, smallest, by)});
-  }
-};
-
 struct Scales {
   static constexpr int CHANNELS = GROUPS * DST_CHANNELS;
   static constexpr int WORDS = 32 + 2 * PIXEL_PARTS + WEIGHT_PARTS * CHANNELS;  // without the rows' factors

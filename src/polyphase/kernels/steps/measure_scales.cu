@@ -1,10 +1,10 @@
 // The scales by which float32 becomes float16 (operand/scales.cuh) are computed in two steps. This is the first: it
 // measures the magnitudes of pixels and weights, by parts. Packing combines them.
 //
-// The first PIXEL_PARTS blocks measure pixels, after a prologue: `lanes` neighbouring threads take `vector` pixels
-// each, of an image and a group, the other threads the same pixels in other channels. Each further block measures TILE
-// output channels in one of WEIGHT_PARTS parts of the input channels; a thread has the same weight of a row for every
-// input channel.
+// With COPIED only weights are measured. Else the first PIXEL_PARTS blocks measure pixels, after a prologue: `lanes`
+// neighbouring threads take `vector` pixels each, of an image and a group, the other threads the same pixels in other
+// channels. Each further block measures TILE output channels in one of WEIGHT_PARTS parts of the input channels; a
+// thread has the same weight of a row for every input channel.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -117,13 +117,23 @@ __device__ __forceinline__ void measure_weights(int index, const scalar_t* weigh
   }
 }
 
+#if COPIED
+#define SRC_PARAMETERS
+#else
+#define SRC_PARAMETERS , const scalar_t* __restrict__ src PROLOGUE_PARAMETERS
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    measure_scales(const scalar_t* __restrict__ weight, unsigned char* __restrict__ workspace,
-                   const scalar_t* __restrict__ src PROLOGUE_PARAMETERS, const Params params) {
+    measure_scales(const scalar_t* __restrict__ weight, unsigned char* __restrict__ workspace SRC_PARAMETERS,
+                   const Params params) {
   griddepcontrol_launch_dependents();
   const Scales scales(workspace + COUNTER_BYTES);
+#if COPIED
+  measure_weights(blockIdx.x, weight, scales.channels());
+#else
   if (blockIdx.x < PIXEL_PARTS)
     measure_pixels(params, src, PROLOGUE_OPERANDS, scales.pixels()[blockIdx.x]);
   else
     measure_weights(blockIdx.x - PIXEL_PARTS, weight, scales.channels());
+#endif
 }

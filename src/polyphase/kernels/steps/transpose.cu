@@ -20,10 +20,8 @@
 //
 // A prologue is applied to every element that exists, when a thread has its channel: before it is split into parts.
 //
-// SCALED: the result is float16. With COPIES there is one for each of the COPIES bands of largest magnitudes
-// (operand/bands.cuh); if there are more bands nothing is written: implicit_gemm then reads the source itself. Without,
-// there is one that is checked (operand/half_copies.cuh), by units of pixels of a channel with BY_CHANNELS, else of
-// channels of a pixel.
+// SCALED: the result is a checked copy in float16 (operand/half_copies.cuh). Units are pixels of a channel with
+// BY_CHANNELS, else channels of a pixel; their magnitudes are measured with MEASURES.
 //
 // SUMS: the source has partial planes in the accumulator's type, which are added in their order and narrowed (a
 // split-K reduction that writes the weight's order).
@@ -32,7 +30,6 @@
 #include "core/axis.cuh"
 #include "core/divisor.cuh"
 #include "core/types.cuh"
-#include "operand/bands.cuh"
 #include "operand/half_copies.cuh"
 #include "operand/scaled_half.cuh"
 #include "operand/tf32.cuh"
@@ -52,7 +49,7 @@ struct Params {
   int advance;           // whole rows that all threads write at once
   int planes;            // partial planes; below: elements from the first of a plane to its last
   long long plane;
-  int band;  // SCALED: bytes from the workspace's first to its `Band`; or which of two tensors is copied
+  int which;  // SCALED: of two tensors that are copied
 };
 
 constexpr int VECTOR = 16 / sizeof(operand_t);
@@ -128,13 +125,13 @@ __device__ __forceinline__ Values read_values(const T* from, const Params& param
   return values;
 }
 
-// The same as they are written.
-__device__ __forceinline__ Piece piece_of(const Values& values, [[maybe_unused]] const PixelBand& band) {
+// The same as they are written; SCALED by a power of two.
+__device__ __forceinline__ Piece piece_of(const Values& values, [[maybe_unused]] float scale) {
 #if SCALED
   Vector<unsigned, VECTOR / 2> pairs;
 #pragma unroll
   for (int i = 0; i < VECTOR / 2; ++i)
-    pairs.value[i] = f16x2_of_floats(band.of(values.value[2 * i]), band.of(values.value[2 * i + 1]));
+    pairs.value[i] = f16x2_of_floats(values.value[2 * i] * scale, values.value[2 * i + 1] * scale);
   return *(const Piece*)&pairs;
 #else
   return values;
@@ -154,13 +151,10 @@ __device__ __forceinline__ void store_word(operand_t* to, operand_t first, opera
 
 // Checks a copy by units (operand/half_copies.cuh): 32 pixels of a channel, or a pixel's channels of the tile.
 struct Units {
-#if SCALED && !COPIES
+#if SCALED
   static constexpr int MOST_PIXELS = 512;
-  unsigned (&of_pixels)[BY_CHANNELS ? 1 : MOST_PIXELS];  // of each pixel: what its channels have
+  unsigned (&of_pixels)[BY_CHANNELS ? 1 : MOST_PIXELS];  // bits of each pixel's largest magnitude
   bool inexact = false;                                  // as far as this thread has found
-
-  // What a unit has: bits 0 and 16 on, of channels with a large number; four bits further, of those with any but zero.
-  static constexpr unsigned INFINITE = 1u << 31;
 
   __device__ __forceinline__ void begin() const {
     for (int i = threadIdx.x; !BY_CHANNELS && i < MOST_PIXELS; i += THREADS) of_pixels[i] = 0;
@@ -169,46 +163,53 @@ struct Units {
   // Takes a piece and the values that it was made from. Called by all threads of a warp, which have neighbouring
   // pixels.
   __device__ __forceinline__ void take(const Values& values, const Piece& piece, int pixel) {
-    unsigned nonzero = 0, large = 0, infinite = 0;  // a bit for each channel, or one for all
+    if constexpr (BY_CHANNELS) {
+      // Bits 0 and 16 on: channels with a large number; four bits further: channels with any but zero.
+      unsigned found = 0, infinite = 0;
 #pragma unroll
-    for (int i = 0; i < VECTOR / 2; ++i) {
-      // Of two halves: sums that reach the sign bit if the magnitude is at least 2^-11, or is infinite.
-      const unsigned magnitudes = ((const unsigned*)&piece)[i] & 0x7fff7fffu;
-      const unsigned first = __float_as_uint(values.value[2 * i]) << 1;
-      const unsigned second = __float_as_uint(values.value[2 * i + 1]) << 1;
-      const unsigned least = magnitudes + 0x70007000u;
-      infinite |= magnitudes + 0x04000400u;
-      if constexpr (BY_CHANNELS) {
-        nonzero |= (min(first, 1u) | min(second, 1u) << 16) << i;
-        large |= (least >> 15 & 0x00010001u) << i;
-      } else {
-        nonzero |= first | second, large |= least;
+      for (int i = 0; i < VECTOR / 2; ++i) {
+        // Of two halves: sums that reach the sign bit if the magnitude is at least 2^-11, or is infinite.
+        const unsigned magnitudes = ((const unsigned*)&piece)[i] & 0x7fff7fffu;
+        const unsigned first = __float_as_uint(values.value[2 * i]) << 1;
+        const unsigned second = __float_as_uint(values.value[2 * i + 1]) << 1;
+        found |= (magnitudes + 0x70007000u >> 15 & 0x00010001u) << i;
+        found |= (min(first, 1u) | min(second, 1u) << 16) << i + 4;
+        infinite |= magnitudes + 0x04000400u;
+      }
+      found = __reduce_or_sync(~0u, found | (infinite & 0x80008000u ? 1u << 31 : 0));
+      inexact |= found >> 31 != 0 || (found >> 4 & ~found & 0x000f000fu) != 0;
+    } else {
+      float largest = 0;
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) largest = fmaxf(largest, fabsf(values.value[i]));
+      if (largest > 0) atomicMax(of_pixels + pixel, __float_as_uint(largest));
+    }
+  }
+  // Called by all threads, after they have taken their pieces. `of_all`: what MEASURES finds.
+  __device__ __forceinline__ void end(float scale, Measured& of_all) {
+    if constexpr (!BY_CHANNELS) {
+      Measured found;
+      for (int i = threadIdx.x; i < MOST_PIXELS; i += THREADS) {
+        const unsigned bits = of_pixels[i];
+        if (bits == 0) continue;
+        const float largest = __uint_as_float(bits) * scale;
+        inexact |= !(largest >= power_of_two(127 - 11) && largest < 65504.f);
+        if (bits < 0x7f800000u) found.take(Measured{bits, bits});
+      }
+      if constexpr (MEASURES) {
+        found.take_lanes();
+        if (threadIdx.x % 32 > 0) return;
+        if (found.largest > of_all.largest) atomicMax(&of_all.largest, found.largest);
+        if (found.smallest < of_all.smallest) atomicMin(&of_all.smallest, found.smallest);
       }
     }
-    const unsigned beyond = infinite & 0x80008000u ? INFINITE : 0;
-    if constexpr (BY_CHANNELS) {
-      check(__reduce_or_sync(~0u, nonzero << 4 | large | beyond));
-    } else {
-      const unsigned found = (nonzero ? 1 << 4 : 0) | (large & 0x80008000u ? 1 : 0) | beyond;
-      if (found > 0) atomicOr(of_pixels + pixel, found);
-    }
-  }
-  // Called after all threads have taken their pieces.
-  __device__ __forceinline__ void end() {
-    for (int i = threadIdx.x; !BY_CHANNELS && i < MOST_PIXELS; i += THREADS) check(of_pixels[i]);
-  }
-
- private:
-  __device__ __forceinline__ void check(unsigned found) {
-    inexact |= (found & INFINITE) != 0 || (found >> 4 & ~found & 0x000f000fu) != 0;
   }
 #else
   __device__ __forceinline__ void take(const Values&, const Piece&, int) const {}
-  __device__ __forceinline__ void end() const {}
 #endif
 };
 
-#if SCALED && !COPIES
+#if SCALED
 // The tensor's power of two, from the parts of its samples; every warp finds it.
 __device__ __forceinline__ float find_scale(const HalfCopies& copies, int which) {
   static_assert(HalfCopies::PARTS_OF_TENSOR == 4 * 32, "four parts for each lane");
@@ -329,10 +330,10 @@ __device__ __forceinline__ void transpose_rows(const scalar_t* __restrict__ src,
 }
 #endif
 
-// `find_band` is called once values have been loaded.
-template <class FindBand>
+// `find_scale` is called once values have been loaded.
+template <class FindScale>
 __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ src, const PrologueOperands& operands,
-                                                 const FindBand& find_band, Units& units, operand_t* __restrict__ dst,
+                                                 const FindScale& find_scale, Units& units, operand_t* __restrict__ dst,
                                                  const Params& params, Piece* tile) {
   const int thread = (int)threadIdx.x;
   const int tile_pixels = 1 << params.pixel_bits, count = params.pieces.value << params.pixel_bits;
@@ -350,18 +351,17 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
         values[i] = read_values(address_of(src, params, pixel), params, operands,
                                 first_channel - params.halo + (at >> params.pixel_bits) * VECTOR);
     }
-    const PixelBand band = find_band();
+    const float scale = find_scale();
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int at = first + thread + i * THREADS, pixel = at & tile_pixels - 1;
       if (at >= count) continue;  // all lanes of a warp, or none
-      const Piece piece = piece_of(values[i], band);
+      const Piece piece = piece_of(values[i], scale);
       units.take(values[i], piece, pixel);
       tile[pixel * pitch + (at >> params.pixel_bits)] = piece;
     }
   }
   __syncthreads();
-  units.end();
 
   if (params.channels % VECTOR == 0) {
     for (int at = thread; at < count; at += THREADS) {
@@ -399,47 +399,37 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
   }
 }
 
-#if SCALED && !COPIES
-#define WORKSPACE_PARAMETER , HalfCopies* __restrict__ copies
-#elif SCALED
-#define WORKSPACE_PARAMETER , const unsigned char* __restrict__ workspace
+#if SCALED
+#define COPIES_PARAMETER , HalfCopies* __restrict__ copies
 #else
-#define WORKSPACE_PARAMETER
+#define COPIES_PARAMETER
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    transpose(const source_t* __restrict__ src WORKSPACE_PARAMETER PROLOGUE_PARAMETERS, operand_t* __restrict__ dst,
+    transpose(const source_t* __restrict__ src COPIES_PARAMETER PROLOGUE_PARAMETERS, operand_t* __restrict__ dst,
               const __grid_constant__ Params params) {
   __shared__ Piece tile[PIECES];
   griddepcontrol_launch_dependents();
-#if SCALED && !COPIES
+#if SCALED
   __shared__ unsigned of_pixels[BY_CHANNELS ? 1 : Units::MOST_PIXELS];
   Units units{of_pixels};
   units.begin();
-  const auto find_band = [&]() {
+  float scale = 0;
+  const auto find = [&]() {
     griddepcontrol_wait();  // for the samples; the tensor is read before
-    const float scale = find_scale(*copies, params.band);
-    if (blockIdx.x == 0 && threadIdx.x == 0) copies->scale[params.band] = scale;
-    return PixelBand(scale, 1, 0);
+    scale = find_scale(*copies, params.which);
+    return scale;
   };
-  transpose_pixels(src, PROLOGUE_OPERANDS, find_band, units, dst, params, tile);
+  transpose_pixels(src, PROLOGUE_OPERANDS, find, units, dst, params, tile);
+  units.end(scale, copies->measured);
   if (units.inexact) copies->inexact = 1;
-#elif SCALED
-  griddepcontrol_wait();
-  const Band first = *(const Band*)(workspace + params.band);
-  for (int copy = 0; copy < first.bands && first.bands <= COPIES; ++copy) {
-    if (copy > 0) __syncthreads();
-    const auto band = [&]() { return PixelBand(first.scale, first.bands, first.bands - 1 - copy); };
-    Units units;
-    transpose_pixels(src, PROLOGUE_OPERANDS, band, units, dst + copy * ((long long)params.pixels * params.channels),
-                     params, tile);
-  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) copies->scale[params.which] = scale;
 #else
   if constexpr (ROWS) {
     transpose_rows((const scalar_t*)src, PROLOGUE_OPERANDS, dst, params, tile);
   } else {
     Units units;
-    transpose_pixels(src, PROLOGUE_OPERANDS, [] { return PixelBand(); }, units, dst, params, tile);
+    transpose_pixels(src, PROLOGUE_OPERANDS, [] { return 1.f; }, units, dst, params, tile);
   }
   griddepcontrol_wait();  // so that a kernel that waits for this step has waited for the previous one, too
 #endif

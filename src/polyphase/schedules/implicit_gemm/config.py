@@ -17,7 +17,6 @@ from polyphase.schedules.tensor_cores import counter_bytes
 
 ROWS = 64  # rows of a row block
 BOX_PIXELS = 64  # pixels of an MN-major box
-BAND_COPIES = 2  # copies of the source in float16: of the two bands of largest magnitudes
 CHUNK_BYTES = 16  # neighbouring channels of a pixel or row; an instruction is two chunks deep
 CONSUMERS = 2  # consumer warpgroups
 STAGES = 2, 3, 4, 5, 6, 8  # choices of the number of stages, unless threads copy operands in place

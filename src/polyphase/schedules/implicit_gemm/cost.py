@@ -289,9 +289,11 @@ def _sectors(gather: Gather, device: DeviceInfo) -> float:
 
 @lru_cache(maxsize=64)
 def _measure(gather: Gather, device: DeviceInfo) -> float:
-    """Seconds to compute the scales of pixels and weights."""
+    """Seconds to compute the scales of weights, and of pixels unless these are copied."""
     terms = costs("implicit_gemm", device)
-    read = math.prod(gather.src.shape) + gather.groups * gather.src_channels * gather.dst_channels * gather.taps
+    read = (
+        math.prod(gather.src.shape) if gather.original is None else 0
+    ) + gather.groups * gather.src_channels * gather.dst_channels * gather.taps
     return terms.measure + read * DTYPE_BYTES[gather.dtype] / (terms.measured * device.copy_bytes_per_second)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from polyphase.problem.layouts import extent
 from polyphase.program.tensor_map import tma_strides
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.implicit_gemm.config import BAND_COPIES, BOX_PIXELS, CHUNK_BYTES, Taps
+from polyphase.schedules.implicit_gemm.config import BOX_PIXELS, CHUNK_BYTES, Taps
 
 _MAX_SIDE = 1023, 63, 63  # pixels of a row, slabs, images of a tile and its halo (`Pixel` in the kernel packs them)
 _MAX_BOX_SIDE = 256
@@ -220,18 +220,13 @@ def _operands(pixels: int) -> tuple[int, int]:
     return math.ceil(pixels / BOX_PIXELS), BOX_PIXELS
 
 
-def images_of(gather: Gather) -> int:
-    """Images that TMA loads boxes of: those of all copies."""
-    return gather.src.shape[0] * (1 if gather.original is None else BAND_COPIES)
-
-
 @lru_cache(maxsize=4096)
 def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None:
     """Strides in bytes of all dimensions but the innermost, as a tensor map lists them; None if TMA
     cannot read the source. ``one_row``: the contiguous pixels of an image are one dimension (channels first)."""
     size = gather.src_bytes
     batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
-    batch = (images_of(gather), batch[1])
+
     if one_row:
         spatial = [(1, 0), (1, 0), spatial[2]]
     dimensions = [*spatial[::-1], batch]

@@ -21,7 +21,7 @@ _PACKED_ROWS = 512  # rows that a block packs if taps are rows
 
 def pack_weights(gather: Gather, config: GemmConfig, product: Product, batch: int) -> tuple[Step, ...]:
     """The kernel that packs the weights, after the one that measures, if there is one."""
-    measure = (_measure_scales(gather.original or gather, config, product, batch),) if config.scaled else ()
+    measure = (_measure_scales(gather, config, product, batch),) if config.scaled else ()
     return (*measure, _packing_step(gather, config, product))
 
 
@@ -29,6 +29,7 @@ def packing_constants(gather: Gather, config: GemmConfig, product: Product) -> t
     """The constants that decide how weights are packed."""
     return gather.constants(
         SCALED=config.scaled,
+        COPIED=gather.original is not None,
         **(_measured(gather) | {"SUM_ROWS": _sum_rows(product)} if config.scaled else {}),
         CHANNEL_BLOCKS=config.channel_blocks,
         LINES=config.lines,
@@ -83,7 +84,8 @@ def _packing_step(gather: Gather, config: GemmConfig, product: Product) -> Step:
 
 
 def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch: int) -> Step:
-    """The kernel that measures pixels and weights for their scales as float16."""
+    """The kernel that measures weights, and pixels unless they are copied, for their scales as float16."""
+    copied, gather = gather.original is not None, gather.original or gather
     shape, strides = gather.src.shape[2:], gather.src.strides
     one_row = pixels_join(gather)
     sizes = (1, 1, math.prod(shape)) if one_row else shape
@@ -95,9 +97,10 @@ def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch:
     while 2 * lanes <= min(most, _MEASURING_THREADS) and lanes * vector < pixels:
         lanes *= 2
     runs = math.ceil(pixels / (lanes * vector))
-    blocks = _PIXEL_PARTS + _weight_tiles(gather) * _weight_parts(gather)
+    blocks = (0 if copied else _PIXEL_PARTS) + _weight_tiles(gather) * _weight_parts(gather)
     constants = gather.constants(
         SCALED=True,
+        COPIED=copied,
         **_measured(gather),
         COUNTER_BYTES=product.counter_bytes(config),
         MIN_BLOCKS=1,
@@ -113,7 +116,8 @@ def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch:
         lanes=lanes,
         vector=vector,
     )
-    return plain_step(source, blocks, _MEASURING_THREADS, params, (WEIGHT, WORKSPACE, SRC))
+    operands = (WEIGHT, WORKSPACE) if copied else (WEIGHT, WORKSPACE, SRC)
+    return plain_step(source, blocks, _MEASURING_THREADS, params, operands)
 
 
 def _measured(gather: Gather) -> dict[str, Constant]:

@@ -20,7 +20,6 @@ from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import Sharing
 from polyphase.schedules.implicit_gemm.config import (
-    BAND_COPIES,
     CHUNK_BYTES,
     CONSUMERS,
     STAGES,
@@ -239,7 +238,6 @@ class ImplicitGemm(Schedule):
         return (
             *packing_constants(gather, config, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
-            ("COPIES", 0 if gather.original is None else BAND_COPIES),
             *constants_of(
                 config, "whole_images tma_operands pixels pixel_blocks resident loader_groups stages cluster wgmma"
             ),

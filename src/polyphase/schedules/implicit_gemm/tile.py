@@ -22,7 +22,7 @@ from polyphase.schedules.implicit_gemm.config import (
     Taps,
     fills_stages,
 )
-from polyphase.schedules.implicit_gemm.cuts import Cuts, Tile, all_tiles, box_strides, images_of, pixels_join
+from polyphase.schedules.implicit_gemm.cuts import Cuts, Tile, all_tiles, box_strides, pixels_join
 
 _MAX_STATIC_SHARED = 48 << 10
 
@@ -190,8 +190,7 @@ def tensor_map(gather: Gather, config: GemmConfig, tile: Tile) -> TensorMap:
     size, last, dtype = gather.src_bytes, gather.src.channels_last, gather.src_dtype
     strides = box_strides(gather, one_row=bool(tile.run) and not last)
     assert strides is not None
-    _, channels, *spatial = gather.src.shape
-    batch = images_of(gather)
+    batch, channels, *spatial = gather.src.shape
     sizes, (image, slab, row) = [*spatial[::-1], batch], tile.pitch
     columns = tile.box_pixels if tile.run or tile.boxes > 1 else row
     box = [columns, slab // row, image // slab, tile.images]

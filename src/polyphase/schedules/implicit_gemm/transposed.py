@@ -13,11 +13,11 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
-from polyphase.program.program import Program, Transposed, reading_halves, reading_source_channels_last
+from polyphase.program.program import Program, Transposed, reading_source_channels_last, reading_source_halves
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cells import Gather, Side
-from polyphase.schedules.cost import transpose_seconds
-from polyphase.schedules.implicit_gemm.config import BAND_COPIES, CHUNK_BYTES, GemmConfig, Product, fills_stages
+from polyphase.schedules.cost import halves_seconds, transpose_seconds
+from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, GemmConfig, fills_stages
 from polyphase.schedules.implicit_gemm.families import SCALED_CHANNELS, Layer
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.schedule import Cost
@@ -29,8 +29,8 @@ _LEAST_STAGE = 16  # channels of float16 that an instruction multiplies
 class ImplicitGemmTransposed(ImplicitGemm):
     """`ImplicitGemm` whose source is a transposed copy, with pixels of whole pieces of 16 bytes.
 
-    The copies of a forward pass in float32 that multiplies TF32 are float16 (kernels/operand/scales.cuh), which tensor
-    cores multiply twice as fast.
+    Copies of float32 that would be multiplied as TF32 are float16 (kernels/operand/half_copies.cuh), which tensor cores
+    multiply twice as fast.
     """
 
     name = "implicit_gemm_transposed"
@@ -46,9 +46,9 @@ class ImplicitGemmTransposed(ImplicitGemm):
         return super().limits(problem, pass_, device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layer | None:
-        """None also for more pixels than the transpose, or boxes of all copies, count."""
+        """None also for more pixels than the transpose counts."""
         shape, in_halves = _copy(problem, pass_, layouts).shape, _in_halves(problem, pass_)
-        if shape[0] * math.prod(shape[2:]) * (BAND_COPIES if in_halves else 1) >= MOST_PIXELS:
+        if shape[0] * math.prod(shape[2:]) >= MOST_PIXELS:
             return None
         at = super().ranked_at(problem, pass_, layouts)
         assert at is not None
@@ -68,7 +68,8 @@ class ImplicitGemmTransposed(ImplicitGemm):
             return None
         copy = _copy(problem, pass_, layouts)
         moved = math.prod(copy.shape) * DTYPE_BYTES[problem.dtype] + copy.elements * config.operand_bytes(problem.dtype)
-        return found[0] + transpose_seconds(moved, device), found[1]
+        seconds = halves_seconds(moved, device) if config.scaled else transpose_seconds(moved, device)
+        return found[0] + seconds, found[1]
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
@@ -76,8 +77,7 @@ class ImplicitGemmTransposed(ImplicitGemm):
         inner, copy = super().program(problem, pass_, device, layouts, config), _copy(problem, pass_, layouts)
         if not config.scaled:
             return reading_source_channels_last(inner, problem.dtype, copy)
-        product = Product.of(Gather.of(problem, pass_, layouts), config)
-        return reading_halves(inner, copy, BAND_COPIES, product.counter_bytes(config))
+        return reading_source_halves(inner, copy)
 
     def _as_forward(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
@@ -93,12 +93,9 @@ class ImplicitGemmTransposed(ImplicitGemm):
 
 
 def _in_halves(problem: ConvTransposeProblem, pass_: Pass) -> bool:
-    """Whether the copies are float16. A gradient's pixels would want many bands of magnitudes.
-
-    TMA alone loads such copies, so that groups have whole stages.
-    """
-    channels = problem.in_channels_per_group
-    scaled = problem.dtype == "float32" and parts_of(problem) == 1 and pass_ is Pass.FORWARD
+    """Whether the copy is float16. TMA alone loads such copies, so that groups have whole stages."""
+    channels = problem.in_channels_per_group if pass_ is Pass.FORWARD else problem.out_channels_per_group
+    scaled = problem.dtype == "float32" and parts_of(problem) == 1
     return scaled and channels >= SCALED_CHANNELS and fills_stages(problem.groups, channels, _LEAST_STAGE)
 
 

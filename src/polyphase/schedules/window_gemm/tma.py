@@ -14,7 +14,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import HALF_COPIES, WEIGHT, WORKSPACE, Step, main_step
 from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.program.transpose import to_channels_last, to_checked_halves
+from polyphase.program.transpose import to_channels_last, to_halves
 from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
@@ -252,7 +252,7 @@ def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_l
     shape = five(given.weight_shape)
     strides = dense_strides(shape, channels_last)
     if given.dtype != problem.dtype:
-        step = to_checked_halves(shape, strides, 1, problem.out_channels_per_group, which=1, by_channels=False)
+        step = to_halves(shape, strides, 1, problem.out_channels_per_group, which=1)
         return replace(step, operands=(WEIGHT, HALF_COPIES, WORKSPACE))
     step = to_channels_last(problem.dtype, shape, strides, padded=problem.out_channels_per_group)
     return replace(step, operands=(WEIGHT, WORKSPACE))

@@ -10,14 +10,13 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from polyphase.costs import costs
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.program.program import Program, between_transposes, transpose_reduces, unless_exact
 from polyphase.program.transpose import MOST_PIXELS
-from polyphase.schedules.cost import transpose_seconds
+from polyphase.schedules.cost import halves_seconds, transpose_seconds
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.window_gemm.mma import MmaConfig, WindowDgradMma, WindowWgradMma
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
@@ -94,8 +93,7 @@ class _Transposed(Gradient):
         moved = self._read_bytes(problem) + self._read_bytes(last)
         if problem.dtype == last.dtype:
             return transpose_seconds(moved, device, self._reads)
-        terms = costs("half_copies", device)
-        return terms.around + self._reads * terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second)
+        return halves_seconds(moved, device, self._reads)
 
     def _back(
         self, problem: ConvTransposeProblem, last: ConvTransposeProblem, device: DeviceInfo, config: TmaConfig
