@@ -289,12 +289,12 @@ def _sectors(gather: Gather, device: DeviceInfo) -> float:
 
 @lru_cache(maxsize=64)
 def _measure(gather: Gather, device: DeviceInfo) -> float:
-    """Seconds to compute the scales of weights, and of pixels unless these are copied."""
+    """Seconds to compute the scales of weights, and of pixels unless these are copied (`halves_seconds`)."""
     terms = costs("implicit_gemm", device)
-    read = (
-        math.prod(gather.src.shape) if gather.original is None else 0
-    ) + gather.groups * gather.src_channels * gather.dst_channels * gather.taps
-    return terms.measure + read * DTYPE_BYTES[gather.dtype] / (terms.measured * device.copy_bytes_per_second)
+    copied, weights = gather.original is not None, gather.src_channels * gather.dst_channels * gather.taps
+    read = gather.groups * weights + (0 if copied else math.prod(gather.src.shape))
+    moving = read * DTYPE_BYTES[gather.dtype] / (terms.measured * device.copy_bytes_per_second)
+    return moving if copied else terms.measure + moving
 
 
 def _norm(exponent: float, *parts: float) -> float:
