@@ -54,7 +54,7 @@ struct Params {
 
 constexpr int VECTOR = 16 / sizeof(operand_t);
 constexpr int WORD = sizeof(operand_t) < 4 ? 4 / sizeof(operand_t) : 1;
-constexpr int AT_ONCE = VECTOR > 4 ? 2 : 4;  // pieces that a thread reads before it writes one
+[[maybe_unused]] constexpr int AT_ONCE = VECTOR > 4 ? 2 : 4;  // pieces that a thread reads before it writes one
 using Piece = Vector<operand_t, VECTOR>;
 using Values = Vector<scalar_t, VECTOR>;
 
