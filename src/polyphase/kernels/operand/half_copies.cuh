@@ -1,4 +1,4 @@
-// Copies of float32 tensors in float16, for gradients that multiply these instead of TF32: both keep 11 significant
+// Copies of float32 tensors in float16, for kernels that multiply these instead of TF32: both keep 11 significant
 // bits, and tensor cores multiply float16 twice as fast, but float16 has a smaller exponent range. So a tensor is
 // multiplied by a power of two, which is exact. It follows from the largest magnitude among samples
 // (steps/sample_magnitudes.cu), which becomes at least 2^9 and less than 2^10.
@@ -6,10 +6,11 @@
 // The transpose that writes a copy also checks it, by units of numbers that a product adds up: 32 pixels of a channel,
 // or a pixel's channels (128 of them or fewer). A copy is inexact if a number is not finite in float16, or if a unit
 // that is not all zeros has no number of at least 2^-11. In an exact copy numbers of 2^-14 and more keep their 11 bits,
-// and the error of smaller ones is at most 2^-24: 2^-13 of the largest of their unit, no more than TF32 rounds that.
+// and the error of smaller ones is at most 2^-25: 2^-14 of the largest of their unit, which TF32 rounds by up to 2^-12.
 //
-// After a kernel that multiplies copies come steps that multiply TF32 (GUARDED). They return at once, unless a copy is
-// inexact: then they overwrite the result.
+// If a copy is inexact, producers of implicit_gemm gather the tensor itself (COPIED). Other kernels that multiply
+// copies are followed by steps that multiply TF32 and overwrite the result; if copies are exact, these return at once
+// (GUARDED).
 
 #pragma once
 
