@@ -78,15 +78,9 @@ from test_scales import LAYERS as SCALED_LAYERS
 from test_scales import assert_near, both, of_many_sizes
 from test_window_mma import LAYERS as GRADIENT_LAYERS
 from test_window_mma import MIRRORED, SCHEDULES
-from test_window_transposed import (
-    HALVES,
-    INEXACT,
-    assert_exact_copies_round_like_tf32,
-    assert_inexact_copies_are_not_used,
-    assert_turns,
-)
 from test_window_transposed import LAYERS as TURNED_LAYERS
 from test_window_transposed import SCHEDULES as TURNED_SCHEDULES
+from test_window_transposed import assert_turns
 from test_window_wgmma import LAST as WGMMA_LAST
 from test_window_wgmma import LAYERS as WGMMA_LAYERS
 from test_window_wgmma import SCHEDULES as WGMMA_SCHEDULES
@@ -365,23 +359,6 @@ def test_numbers_of_many_sizes_as_halves(name: str, tf32: bool, gpu_with_kernels
 
 
 # Streams, graphs, threads, devices
-
-
-@pytest.mark.parametrize("second", [False, True])
-@pytest.mark.parametrize("how", INEXACT)
-@pytest.mark.parametrize("pass_", TURNED_SCHEDULES)
-def test_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool, gpu_with_kernels: Gpu) -> None:
-    assert_inexact_copies_are_not_used(pass_, how, second, gpu_with_kernels)
-
-
-@pytest.mark.parametrize("size", [1, 24])
-@pytest.mark.parametrize("name", HALVES)
-@pytest.mark.parametrize("pass_", TURNED_SCHEDULES)
-def test_exact_copies_round_like_tf32(pass_: Pass, name: str, size: int, gpu_with_kernels: Gpu) -> None:
-    """Also images of many samples."""
-    problem = HALVES[name]
-    larger = replace(problem, input_size=(*problem.input_size[:-1], size * problem.input_size[-1]))
-    assert_exact_copies_round_like_tf32(larger, pass_, (1.0, 3e-9), gpu_with_kernels)
 
 
 def test_streams() -> None:

@@ -252,6 +252,18 @@ __device__ __forceinline__ void transpose_stages(const Params& params, const Til
 #endif
 
 #if SCALED
+// The pixels' bands: one if a copy is exact.
+__device__ __forceinline__ void take_bands(TileScheduler& scheduler, const Scales& scales,
+                                           [[maybe_unused]] const HalfCopies* copies) {
+#if COPIED
+  scheduler.gathers = copies->inexact != 0;
+  const Band band = scheduler.gathers ? find_bands(copies->measured) : Band{copies->scale[0], 1};
+#else
+  const Band band = scales.first_band();
+#endif
+  scheduler.scale = band.scale, scheduler.bands = band.bands;
+}
+
 // Scale factors of the thread's rows. The sums are unscaled by these and by the pixels' scale.
 struct RowFactors {
   float of[ROW_BLOCKS][2];
@@ -483,9 +495,11 @@ __device__ __forceinline__ void prefetch_residuals(const Params& params, const W
 
 #if COPIED
 #define COPIES_PARAMETER , const operand_t* __restrict__ copy, const HalfCopies* __restrict__ copies
+#define COPIES copies
 #define BOXED(src) copy
 #else
 #define COPIES_PARAMETER
+#define COPIES nullptr
 #define BOXED(src) src
 #endif
 
@@ -549,13 +563,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
   if (CLUSTER > 1) cluster_sync();
 #if SCALED
   griddepcontrol_wait();
-#if COPIED
-  scheduler.gathers = copies->inexact != 0;
-  const Band band = scheduler.gathers ? find_bands(copies->measured) : Band{copies->scale[0], 1};
-#else
-  const Band band = scales.first_band();
-#endif
-  scheduler.scale = band.scale, scheduler.bands = band.bands;
+  take_bands(scheduler, scales, COPIES);
 #endif
 
 #if BOX_COPY

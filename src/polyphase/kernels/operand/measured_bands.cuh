@@ -21,9 +21,10 @@ __device__ __forceinline__ Band find_bands(Measured of) {
   return {scale_of_pixel(__uint_as_float(of.largest)), 1 + ceil_div(max(0, largest - smallest - SPARED), BAND)};
 }
 
-// Called by the first packing block: writes the first band, from the magnitudes that all blocks have measured.
+// Called by the first packing block: writes the first band, from the magnitudes that all blocks have measured. A copy
+// has its own (operand/half_copies.cuh).
 __device__ __forceinline__ void write_first_band(const Scales& scales) {
-  if (blockIdx.x > 0 || threadIdx.x >= 32) return;
+  if (COPIED || blockIdx.x > 0 || threadIdx.x >= 32) return;
   Measured all;
   for (int i = threadIdx.x; i < PIXEL_PARTS; i += 32) all.take(scales.pixels()[i]);
   all.take_lanes();

@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   griddepcontrol_wait();
   const Scales scales(packed);
   packed += SCALES_BYTES;
-  if (!COPIED) write_first_band(scales);
+  write_first_band(scales);
 #endif
   const int first_set = blockIdx.x % SLABS * SLAB_SETS, step = blockIdx.x / SLABS % STEPS;
   const int line_group = blockIdx.x / (SLABS * STEPS) % LINE_GROUPS, group = blockIdx.x / (SLABS * STEPS) / LINE_GROUPS;

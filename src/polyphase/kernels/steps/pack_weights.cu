@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __shared__ float scale[SLAB_CHANNELS];
   const Scales scales(packed);
   packed += SCALES_BYTES;
-  if (!COPIED) write_first_band(scales);
+  write_first_band(scales);
 #endif
   const int row_slab = blockIdx.x % ROW_SLABS, tap_slab = blockIdx.x / ROW_SLABS % TAP_SLABS;
   const int chunk = blockIdx.x / (ROW_SLABS * TAP_SLABS) % (2 * STEPS);
