@@ -7,13 +7,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 import emulator
-from kernel_harness import H200, Emulator, assert_exact, assert_kinds_exact, offers, strange_layouts
+from kernel_harness import (
+    H200,
+    Emulator,
+    assert_exact,
+    assert_kinds_exact,
+    offers,
+    operand_shapes,
+    reference,
+    run,
+    strange_layouts,
+)
 from polyphase.plan import planner
 from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.epilogue import Epilogue, Operation
+from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.schedules.implicit_gemm.transposed import ImplicitGemmTransposed
 
@@ -121,6 +133,36 @@ def test_an_activation_of_the_input_precedes_float16_copies() -> None:
         *("sample_magnitudes", "transpose", "implicit_gemm")
     ]
     assert not any("src" in step.operands for step in others)
+
+
+@needs_emulator
+@pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.INPUT_GRAD])
+def test_groups_are_checked_apart(pass_: Pass) -> None:
+    """A group of small numbers is as accurate as the others."""
+    problem = make((2, 64, 5, 6), 64, 3, 1, 1, groups=2, tf32=True)
+    candidate, program = offers(SCHEDULE, problem, pass_)[0]
+    assert in_halves(program)
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randn(shape, generator=generator) for shape in operand_shapes(problem, pass_))
+    first[:, 32:] *= 1e-9
+    found = run(problem, pass_, program, Layouts.dense(problem), (first, second)).double()
+    exact = reference(problem, pass_, (first.double(), second.double()))
+    for part, wide in zip(found.split(32, 1), exact.split(32, 1)):
+        assert (part - wide).norm() < 4e-4 * wide.norm(), candidate.describe()
+
+
+@needs_emulator
+def test_finite_numbers_beside_infinities_stay_finite() -> None:
+    """In float16, too, whose scale follows from finite numbers alone."""
+    problem = make((1, 32, 5, 6), 32, 3, 1, 1, tf32=True)
+    _, program = offers(SCHEDULE, problem, Pass.FORWARD)[0]
+    generator = torch.Generator().manual_seed(2)
+    first, second = (torch.rand(shape, generator=generator) + 0.1 for shape in operand_shapes(problem, Pass.FORWARD))
+    first[0, 0, 2, 3], first[0, 1, 2, 3] = torch.inf, -1e10
+    found = run(problem, Pass.FORWARD, program, Layouts.dense(problem), (first, second))
+    exact = reference(problem, Pass.FORWARD, (first.double(), second.double()))
+    assert torch.equal(found.isinf(), exact.isinf())
+    assert not found.isnan().any()
 
 
 def test_refusals() -> None:

@@ -93,7 +93,10 @@ def _is_guarded(step: Step) -> bool:
 
 def _change(values: torch.Tensor, how: str, of_pixels: bool) -> None:
     """Makes copies inexact: ``of_pixels`` tells by which units a copy is checked."""
-    if how == "a small unit":
+    if how == "small pixels of a tap":
+        unit = values[0, :, 1, 2:3] if of_pixels else values[:, :, :, ::2]
+        unit *= 1e-8
+    elif how == "a small unit":
         unit = values[0, :, 1, 2:3] if of_pixels else values[:, 5]
         unit *= 1e-8
     elif how == "a unit that vanishes":
@@ -105,7 +108,7 @@ def _change(values: torch.Tensor, how: str, of_pixels: bool) -> None:
         values[0, 3, 1, 1] = float(how)
 
 
-INEXACT = ("a small unit", "a unit that vanishes", "a large number", "inf", "nan")
+INEXACT = ("a small unit", "small pixels of a tap", "a unit that vanishes", "a large number", "inf", "nan")
 
 
 @pytest.mark.parametrize("second", [False, True])
@@ -119,6 +122,8 @@ def assert_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool, exec
     """The result is that of the kernel that multiplies TF32, bit for bit."""
     problem = HALVES["two-dimensional"]
     operands = _operands(problem, pass_)
+    if pass_ is Pass.WEIGHT_GRAD and not second and how == "small pixels of a tap":
+        how = "a small unit"  # all of a channel's pixels of the input are added up
     _change(operands[second], how, of_pixels=pass_ is Pass.INPUT_GRAD)
     candidate, program = offers(SCHEDULES[pass_], problem, pass_)[0]
     guarded = [step for step in program.steps if _is_guarded(step)]
@@ -137,6 +142,33 @@ def assert_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool, exec
         wide = reference(problem, pass_, (operands[0].double(), operands[1].double()))
         per_unit = wide.flatten(1) if pass_ is Pass.WEIGHT_GRAD else wide
         assert ((found - wide).abs() <= 2e-3 * per_unit.abs().max()).all()
+
+
+@pytest.mark.parametrize("pass_", SCHEDULES)
+def test_groups_are_checked_apart(pass_: Pass) -> None:
+    """A group of small numbers is as accurate as the others."""
+    problem = HALVES["groups"]
+    operands = _operands(problem, pass_)
+    for values, name in zip(operands, ("first", "second")):
+        if name == "first" or pass_ is Pass.WEIGHT_GRAD:
+            values[:, values.shape[1] // 2 :] *= 1e-9
+    _, program = offers(SCHEDULES[pass_], problem, pass_)[0]
+    found = run(problem, pass_, program, Layouts.dense(problem), operands)
+    wide = reference(problem, pass_, (operands[0].double(), operands[1].double()))
+    split = (problem.in_channels // 2, 1 if pass_ is Pass.INPUT_GRAD else 0)
+    for part, exact in zip(found.split(*split), wide.split(*split)):
+        assert (part - exact).norm() <= 4e-4 * exact.norm()
+
+
+def test_an_empty_batch_gives_zeros() -> None:
+    """Nothing copies its tensors; emitted files launch it."""
+    problem = HALVES["two-dimensional"]
+    candidate, _ = offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[0]
+    empty = replace(problem, batch=0)
+    dense = Layouts.dense(empty)
+    program = SCHEDULES[Pass.WEIGHT_GRAD].program(empty, Pass.WEIGHT_GRAD, H200, dense, candidate.config)
+    operands = torch.zeros(empty.input_shape), torch.zeros(empty.output_shape)
+    assert not run(empty, Pass.WEIGHT_GRAD, program, dense, operands).any()
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (3e-20, 5e-16), (2e12, 7e9), (1e-30, 1e30)])

@@ -167,6 +167,9 @@ EMULATE_SHUFFLE(__shfl_up_sync, lane - by < first ? -1 : lane - by)
   const auto lanes = emulator::all_lanes(mask, value);
   return std::accumulate(lanes.of, lanes.of + warpSize, 0u, std::bit_or<>());
 }
+[[gnu::always_inline]] inline unsigned __ballot_sync(unsigned mask, int value) {
+  return __reduce_or_sync(mask, value != 0 ? 1u << emulator::lane() : 0);
+}
 
 // Mixed argument types are allowed, which CUDA allows for some pairs only; of a NaN and a number CUDA takes the number.
 template <class A, class B> constexpr std::common_type_t<A, B> min(A a, B b) {

@@ -1,7 +1,7 @@
 """Times checked copies in float16, and PyTorch's copy: ``python copies.py --csv FILE``. Needs a GPU.
 
 Each kernel alone, in microseconds by events, after 256 MB were written: the samples of a tensor, a copy that is
-checked by channels, one that is checked by pixels; the last two are compared with PyTorch's conversion first.
+checked by channels, the same for taps of a stride of two, one that is checked by pixels; the last two are compared with PyTorch's conversion first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def times(shape: tuple[int, ...], device: DeviceInfo, flushed: torch.Tensor) -> 
         return lambda: executable(stream, addresses)
 
     found = {"samples": microseconds(run(sample_magnitudes((shape, strides)), "x", "half_copies"), flushed)}
-    for way, by_channels in (("by channels", True), ("by pixels", False)):
+    for way, by_channels in (("by channels", (1, 1, 1)), ("by taps", (2, 2, 2)), ("by pixels", None)):
         half.fill_(float("nan"))
         call = run(to_halves(shape, strides, 1, shape[1], 0, by_channels), "x", "half_copies", "half")
         scale = copies.view(torch.float32)[1]

@@ -190,14 +190,14 @@ def reading_source_channels_last(inner: Program, dtype: str, how: Transposed) ->
     return _with_spares(writing_source(inner, *_transpose(dtype, SRC, how)), transpose_sources(dtype))
 
 
-def reading_source_halves(inner: Program, how: Transposed) -> Program:
+def reading_source_halves(inner: Program, how: Transposed, grouped: bool) -> Program:
     """A program whose main step reads a copy in float16 of the float32 source, and the source if it is inexact.
 
-    It is written after the packing of the weights. The main step waits before it reads.
+    It is written after the packing of the weights. The main step waits before it reads. ``grouped``: for `to_halves`.
     """
     buffer, scales = Buffer(f"{SRC}_halves", "float16", how.elements), Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
     sample = replace(sample_magnitudes((how.shape, how.strides)), operands=(SRC, HALF_COPIES), overlaps=True)
-    step = to_halves(how.shape, how.strides, 1, how.padded, measures=True)
+    step = to_halves(how.shape, how.strides, 1, how.padded, measures=True, grouped=grouped)
     step = replace(step, operands=(SRC, HALF_COPIES, buffer.name), overlaps=True)
     main = replace(inner.main, operands=(SRC, buffer.name, HALF_COPIES, *inner.main.operands[1:]))
     before, behind = inner.steps[: inner.main_index], inner.steps[inner.main_index + 1 :]
@@ -210,20 +210,25 @@ def reading_source_halves(inner: Program, how: Transposed) -> Program:
 
 
 def reading_halves(
-    inner: Program, read: dict[str, Transposed], weight: tuple[tuple[int, ...], Strides] | None
+    inner: Program, read: dict[str, Transposed], problem: ConvTransposeProblem, layouts: Layouts
 ) -> Program:
     """A gradient's program that reads copies in float16 of float32 tensors in other layouts.
 
-    An input gradient copies the ``weight``, of this shape and strides, when it packs it. Steps for copies that are
-    inexact follow by `unless_exact`.
+    An input gradient also copies the weight, when it packs it. Steps for copies that are inexact follow by
+    `unless_exact`.
     """
-    tensors = [(how.shape, how.strides) for how in read.values()]
-    names = [*read, *([WEIGHT] if weight else [])]
-    sample = sample_magnitudes(*tensors, *([weight] if weight else []))
-    before, buffers = [replace(sample, operands=(*names, HALF_COPIES))], {}
+    tensors, units = [(how.shape, how.strides) for how in read.values()], {X: (1, 1, 1)}
+    if X in read:
+        depth, height, width = (axis.stride for axis in problem.axes3)
+        units[GRAD] = depth, height, width
+    else:
+        tensors.append((problem.weight_shape, dense_strides(problem.weight_shape, layouts.weight_channels_last)))
+    names = [*read, *(() if X in read else (WEIGHT,))]
+    before, buffers = [replace(sample_magnitudes(*tensors), operands=(*names, HALF_COPIES))], {}
     for which, (name, (shape, strides, groups, padded, _)) in enumerate(read.items()):
         buffers[name] = buffer = Buffer(f"{name}_halves", "float16", read[name].elements)
-        step = to_halves(shape, strides, groups, padded, which, by_channels=weight is None)
+        by_channels = units[name] if X in read else None
+        step = to_halves(shape, strides, groups, padded, which, by_channels, grouped=problem.groups > 1)
         before.append(replace(step, operands=(name, HALF_COPIES, buffer.name), overlaps=True))
     program = prepared(inner, tuple(before), buffers)
     scales = Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
@@ -233,18 +238,18 @@ def reading_halves(
 def unless_exact(program: Program, plain: Program) -> Program:
     """A program followed by the steps of one that reads the tensors themselves: they run if copies are inexact."""
     steps = tuple(
-        replace(
-            step,
-            source=step.source.with_constants(GUARDED=True),
-            operands=(*step.operands, HALF_COPIES),
-            overlaps=False,
-        )
+        replace(step, source=_guarded(step.source), operands=(*step.operands, HALF_COPIES), overlaps=False)
         for step in plain.steps
     )
+    program = _with_spares(program, tuple(map(_guarded, plain.spares)))
     buffers = {buffer.name: buffer for buffer in program.buffers}
     for buffer in plain.buffers:
         buffers[buffer.name] = max(buffer, buffers.get(buffer.name, buffer), key=lambda each: each.bytes)
     return replace(program, steps=(*program.steps, *steps), buffers=tuple(buffers.values()))
+
+
+def _guarded(source: KernelSource) -> KernelSource:
+    return source.with_constants(GUARDED=True)
 
 
 def writing_source(inner: Program, step: Step, buffer: Buffer) -> Program:
@@ -352,8 +357,7 @@ def between_transposes(
     if padded.dtype == problem.dtype:
         program = reading_channels_last(inner, problem.dtype, read)
     else:
-        weight = problem.weight_shape, dense_strides(problem.weight_shape, layouts.weight_channels_last)
-        program = reading_halves(inner, read, weight if pass_ is Pass.INPUT_GRAD else None)
+        program = reading_halves(inner, read, problem, layouts)
     if pass_ is Pass.INPUT_GRAD:
         return writing_channels_last(program, problem.dtype, problem.input_shape) if back else program
     if padded.weight_shape != problem.weight_shape:

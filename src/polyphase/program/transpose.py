@@ -11,6 +11,8 @@ from polyphase.problem.layouts import Strides, five
 from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
 
+Three = tuple[int, int, int]
+
 #: A transpose counts fewer pixels, of all images.
 MOST_PIXELS = 2**31
 
@@ -112,20 +114,23 @@ def to_halves(
     groups: int,
     padded: int,
     which: int = 0,
-    by_channels: bool = False,
+    by_channels: Three | None = None,
     measures: bool = False,
+    grouped: bool = False,
 ) -> Step:
     """The step from float32 ``(N, C, *spatial)`` of any strides to a copy in float16, channels innermost.
 
-    It checks the copy by units of numbers (kernels/operand/half_copies.cuh): pixels of a channel if ``by_channels``,
-    else channels of a pixel, which it also ``measures``. ``which``: of the tensors of `sample_magnitudes`; ``groups``
-    and ``padded`` as for `to_channels_last`.
+    It checks the copy by units of numbers (kernels/operand/half_copies.cuh). With ``by_channels`` these are pixels of a
+    channel, so far apart along d, h and w; else channels of a pixel, which it also ``measures``. If it is ``grouped``,
+    not all of a pixel's channels are added up. ``which``: of the tensors of `sample_magnitudes`; ``groups`` and
+    ``padded`` as for `to_channels_last`.
     """
     plain = transpose_source("float32")
-    constants = {**dict(plain.constants), "SCALED": True, "BY_CHANNELS": by_channels, "MEASURES": measures}
+    constants = {**dict(plain.constants), "SCALED": True, "BY_CHANNELS": by_channels is not None, "MEASURES": measures}
     del constants["ROWS"]
     source = KernelSource(plain.kernel, plain.dtype, False, tuple(constants.items()), folder=plain.folder)
-    return _by_pixels(source, 2, shape, strides, groups, padded, which=which)
+    apart = by_channels or (1, 1, 1)
+    return _by_pixels(source, 2, shape, strides, groups, padded, which=which, grouped=grouped, apart=apart)
 
 
 def sample_magnitudes(*tensors: tuple[tuple[int, ...], Strides]) -> Step:
@@ -166,6 +171,8 @@ def _by_pixels(
     parts: int = 1,
     splits: int = 0,
     which: int = 0,
+    grouped: bool = False,
+    apart: Three = (1, 1, 1),
 ) -> Step:
     """A tile of pixels in each block; ``element``: bytes of the result's elements."""
     batch, channels, *sizes = five(shape)
@@ -190,6 +197,8 @@ def _by_pixels(
         planes=max(1, splits),
         plane=math.prod(shape),
         which=which,
+        grouped=grouped,
+        strides=apart,
     )
     return plain_step(source, _blocks(element, written, pixels, larger), _THREADS, params)
 
@@ -237,6 +246,8 @@ def _rows_to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides,
         planes=1,
         plane=span,
         which=0,
+        grouped=0,
+        strides=(1, 1, 1),
     )
     across = -(-(written + max(0, halo - 1)) // row)
     return plain_step(source, batch * -(-run >> bits) * across, _THREADS, params)

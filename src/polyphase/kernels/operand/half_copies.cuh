@@ -1,12 +1,14 @@
 // Copies of float32 tensors in float16, for kernels that multiply these instead of TF32: both keep 11 significant
 // bits, and tensor cores multiply float16 twice as fast, but float16 has a smaller exponent range. So a tensor is
 // multiplied by a power of two, which is exact. It follows from the largest magnitude among samples
-// (steps/sample_magnitudes.cu), which becomes at least 2^9 and less than 2^10.
+// (steps/sample_magnitudes.cu), which becomes at least 2^11 and less than 2^12.
 //
-// The transpose that writes a copy also checks it, by units of numbers that a product adds up: 32 pixels of a channel,
-// or a pixel's channels (128 of them or fewer). A copy is inexact if a number is not finite in float16, or if a unit
-// that is not all zeros has no number of at least 2^-11. In an exact copy numbers of 2^-14 and more keep their 11 bits,
-// and the error of smaller ones is at most 2^-25: 2^-14 of the largest of their unit, which TF32 rounds by up to 2^-12.
+// The transpose that writes a copy also checks it, by units of numbers that one sum has: of 32 neighbouring pixels of a
+// channel those that one tap meets, or a group's channels of a pixel (128 of them or fewer). A copy is inexact if a
+// number is not finite in float16, or if a unit that is not all zeros has no number of at least 2^-11. In an exact copy
+// numbers of 2^-14 and more keep their 11 bits, and the error of smaller ones is at most 2^-25: 2^-14 of the largest of
+// their unit. (TF32 would round that one by up to 2^-12 of itself; but where the other operand is zero at the largest
+// numbers, and only those below 2^-22 of them are left, TF32 is more accurate.)
 //
 // If a copy is inexact, producers of implicit_gemm gather the tensor itself (COPIED). Other kernels that multiply
 // copies are followed by steps that multiply TF32 and overwrite the result; if copies are exact, these return at once
@@ -31,7 +33,7 @@ struct HalfCopies {
 
 // The power of two of a tensor whose largest sample has these bits. If there is none but zero, others are inexact.
 __device__ __forceinline__ float scale_of_samples(unsigned largest) {
-  return power_of_two(263 - max((int)(largest >> 23), 24));
+  return power_of_two(265 - max((int)(largest >> 23), 26));
 }
 
 // What a sum of products of both copies is multiplied by: two normal numbers whose product may be none.

@@ -21,7 +21,7 @@
 // A prologue is applied to every element that exists, when a thread has its channel: before it is split into parts.
 //
 // SCALED: the result is a checked copy in float16 (operand/half_copies.cuh). Units are pixels of a channel with
-// BY_CHANNELS, else channels of a pixel; their magnitudes are measured with MEASURES.
+// BY_CHANNELS, else channels of a pixel, eight of them if there are groups; MEASURES tells their magnitudes.
 //
 // SUMS: the source has partial planes in the accumulator's type, which are added in their order and narrowed (a
 // split-K reduction that writes the weight's order).
@@ -49,7 +49,8 @@ struct Params {
   int advance;           // whole rows that all threads write at once
   int planes;            // partial planes; below: elements from the first of a plane to its last
   long long plane;
-  int which;  // SCALED: of two tensors that are copied
+  int which, grouped;  // SCALED: of two tensors that are copied; whether a pixel has channels of several groups
+  Divisor strides[3];  // with BY_CHANNELS: pixels that many apart along d, h, w are of one sum
 };
 
 constexpr int VECTOR = 16 / sizeof(operand_t);
@@ -149,20 +150,24 @@ __device__ __forceinline__ void store_word(operand_t* to, operand_t first, opera
   if (WORD == 2 && has_second) to[1] = second;
 }
 
-// Checks a copy by units (operand/half_copies.cuh): 32 pixels of a channel, or a pixel's channels of the tile.
+// Checks a copy by units (operand/half_copies.cuh).
 struct Units {
 #if SCALED
   static constexpr int MOST_PIXELS = 512;
-  unsigned (&of_pixels)[BY_CHANNELS ? 1 : MOST_PIXELS];  // bits of each pixel's largest magnitude
-  bool inexact = false;                                  // as far as this thread has found
+  const Params& params;
+  unsigned (
+      &of_pixels)[BY_CHANNELS ? 1 : MOST_PIXELS];  // bits of the largest finite magnitude of each pixel of the tile
+  float scale = 0;
+  bool inexact = false;  // as far as this thread has found
+  Measured measured = {};
 
   __device__ __forceinline__ void begin() const {
     for (int i = threadIdx.x; !BY_CHANNELS && i < MOST_PIXELS; i += THREADS) of_pixels[i] = 0;
     if (!BY_CHANNELS) __syncthreads();
   }
-  // Takes a piece and the values that it was made from. Called by all threads of a warp, which have neighbouring
-  // pixels.
-  __device__ __forceinline__ void take(const Values& values, const Piece& piece, int pixel) {
+  // Takes a piece and the values that it was made from, of pixel `in_tile` of the tile, which is `pixel` of the tensor.
+  // Called by all threads of a warp, which have 32 neighbouring pixels.
+  __device__ __forceinline__ void take(const Values& values, const Piece& piece, int in_tile, int pixel) {
     if constexpr (BY_CHANNELS) {
       // Bits 0 and 16 on: channels with a large number; four bits further: channels with any but zero.
       unsigned found = 0, infinite = 0;
@@ -176,36 +181,61 @@ struct Units {
         found |= (min(first, 1u) | min(second, 1u) << 16) << i + 4;
         infinite |= magnitudes + 0x04000400u;
       }
-      found = __reduce_or_sync(~0u, found | (infinite & 0x80008000u ? 1u << 31 : 0));
-      inexact |= found >> 31 != 0 || (found >> 4 & ~found & 0x000f000fu) != 0;
+      inexact |= (infinite & 0x80008000u) != 0;
+      // Those of the warp's pixels that one tap meets are a unit.
+      const int own = residue(pixel);
+      unsigned left = ~0u;
+      do {
+        const bool taken = own == __shfl_sync(~0u, own, __ffs(left) - 1);
+        const unsigned of_unit = __reduce_or_sync(~0u, taken ? found : 0);
+        inexact |= (of_unit >> 4 & ~of_unit & 0x000f000fu) != 0;
+        left &= ~__ballot_sync(~0u, taken);
+      } while (left != 0);
     } else {
       float largest = 0;
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) largest = fmaxf(largest, fabsf(values.value[i]));
-      if (largest > 0) atomicMax(of_pixels + pixel, __float_as_uint(largest));
+      if (__float_as_uint(largest) >= 0x7f800000u) {
+        inexact = true, largest = 0;
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i)
+          if (fabsf(values.value[i]) <= __uint_as_float(0x7f7fffffu)) largest = fmaxf(largest, fabsf(values.value[i]));
+      }
+      if (largest > 0 && params.grouped)
+        check(__float_as_uint(largest));
+      else if (largest > 0)
+        atomicMax(of_pixels + in_tile, __float_as_uint(largest));
     }
   }
   // Called by all threads, after they have taken their pieces. `of_all`: what MEASURES finds.
-  __device__ __forceinline__ void end(float scale, Measured& of_all) {
+  __device__ __forceinline__ void end(Measured& of_all) {
     if constexpr (!BY_CHANNELS) {
-      Measured found;
-      for (int i = threadIdx.x; i < MOST_PIXELS; i += THREADS) {
-        const unsigned bits = of_pixels[i];
-        if (bits == 0) continue;
-        const float largest = __uint_as_float(bits) * scale;
-        inexact |= !(largest >= power_of_two(127 - 11) && largest < 65504.f);
-        if (bits < 0x7f800000u) found.take(Measured{bits, bits});
-      }
+      for (int i = threadIdx.x; i < MOST_PIXELS; i += THREADS)
+        if (of_pixels[i] > 0) check(of_pixels[i]);
       if constexpr (MEASURES) {
-        found.take_lanes();
+        measured.take_lanes();
         if (threadIdx.x % 32 > 0) return;
-        if (found.largest > of_all.largest) atomicMax(&of_all.largest, found.largest);
-        if (found.smallest < of_all.smallest) atomicMin(&of_all.smallest, found.smallest);
+        if (measured.largest > of_all.largest) atomicMax(&of_all.largest, measured.largest);
+        if (measured.smallest < of_all.smallest) atomicMin(&of_all.smallest, measured.smallest);
       }
     }
   }
+
+ private:
+  // Checks a unit by the bits of its largest finite magnitude, which is not zero.
+  __device__ __forceinline__ void check(unsigned bits) {
+    const float largest = __uint_as_float(bits) * scale;
+    inexact |= !(largest >= power_of_two(127 - 11) && largest < 65504.f);
+    measured.take(Measured{bits, bits});
+  }
+  // The same for pixels that one tap meets.
+  __device__ __forceinline__ int residue(int pixel) const {
+    const int row = pixel / params.sizes[2], slab = row / params.sizes[1];
+    const int d = slab % params.sizes[0] % params.strides[0], h = row % params.sizes[1] % params.strides[1];
+    return (d * params.strides[1].value + h) * params.strides[2].value + pixel % params.sizes[2] % params.strides[2];
+  }
 #else
-  __device__ __forceinline__ void take(const Values&, const Piece&, int) const {}
+  __device__ __forceinline__ void take(const Values&, const Piece&, int, int) const {}
 #endif
 };
 
@@ -357,7 +387,7 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
       const int at = first + thread + i * THREADS, pixel = at & tile_pixels - 1;
       if (at >= count) continue;  // all lanes of a warp, or none
       const Piece piece = piece_of(values[i], scale);
-      units.take(values[i], piece, pixel);
+      units.take(values[i], piece, pixel, min(first_pixel + pixel, params.pixels - 1));
       tile[pixel * pitch + (at >> params.pixel_bits)] = piece;
     }
   }
@@ -406,24 +436,22 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    transpose(const source_t* __restrict__ src COPIES_PARAMETER PROLOGUE_PARAMETERS, operand_t* __restrict__ dst,
+    transpose(const source_t* __restrict__ src PROLOGUE_PARAMETERS COPIES_PARAMETER, operand_t* __restrict__ dst,
               const __grid_constant__ Params params) {
   __shared__ Piece tile[PIECES];
   griddepcontrol_launch_dependents();
 #if SCALED
   __shared__ unsigned of_pixels[BY_CHANNELS ? 1 : Units::MOST_PIXELS];
-  Units units{of_pixels};
+  Units units{params, of_pixels};
   units.begin();
-  float scale = 0;
   const auto find = [&]() {
     griddepcontrol_wait();  // for the samples; the tensor is read before
-    scale = find_scale(*copies, params.which);
-    return scale;
+    return units.scale = find_scale(*copies, params.which);
   };
   transpose_pixels(src, PROLOGUE_OPERANDS, find, units, dst, params, tile);
-  units.end(scale, copies->measured);
+  units.end(copies->measured);
   if (units.inexact) copies->inexact = 1;
-  if (blockIdx.x == 0 && threadIdx.x == 0) copies->scale[params.which] = scale;
+  if (blockIdx.x == 0 && threadIdx.x == 0) copies->scale[params.which] = units.scale;
 #else
   if constexpr (ROWS) {
     transpose_rows((const scalar_t*)src, PROLOGUE_OPERANDS, dst, params, tile);

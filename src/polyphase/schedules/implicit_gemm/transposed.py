@@ -77,7 +77,7 @@ class ImplicitGemmTransposed(ImplicitGemm):
         inner, copy = super().program(problem, pass_, device, layouts, config), _copy(problem, pass_, layouts)
         if not config.scaled:
             return reading_source_channels_last(inner, problem.dtype, copy)
-        return reading_source_halves(inner, copy)
+        return reading_source_halves(inner, copy, grouped=problem.groups > 1)
 
     def _as_forward(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
