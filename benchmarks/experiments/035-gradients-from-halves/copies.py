@@ -1,7 +1,8 @@
 """Times checked copies in float16, and PyTorch's copy: ``python copies.py --csv FILE``. Needs a GPU.
 
 Each kernel alone, in microseconds by events, after 256 MB were written: the samples of a tensor, a copy that is
-checked by channels, the same for taps of a stride of two, one that is checked by pixels; the last two are compared with PyTorch's conversion first.
+checked by channels, the same for taps of a stride of two, one that is checked by pixels. Copies are compared with
+PyTorch's conversion first.
 """
 
 from __future__ import annotations
