@@ -121,7 +121,7 @@ def test_emit_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     output = tmp_path / "new" / "out.py"
     result = invoke("emit", ROOT / "examples" / "grouped_strided.py", "--arch", "sm_80,sm_90", "-o", output)
     assert result.exit_code == 0, result.output
-    assert "sm_90a, weight_grad: window_wgrad_mma(" in told(result)
+    assert "sm_90a, weight_grad: window_wgrad_transposed(" in told(result)
     text = output.read_text(encoding="utf-8")
     assert "--arch sm_80,sm_90a" in text
     assert "The forward pass does not round float32 to TF32" in text  # nor does PyTorch's, in narrow groups

@@ -44,9 +44,9 @@ from polyphase.schedules.schedule import Candidate, Schedule
 
 #: Within a schedule, another config replaces the first if predicted below CLEARLY × its time. Then another schedule,
 #: with the config that it would pick at this size, replaces that if below CLEARLY_BY_OTHERS × its time. Margins of
-#: gradients: benchmarks/experiments/024-narrow-groups-and-choices.
+#: gradients: benchmarks/experiments/024-narrow-groups-and-choices; of forward passes: 035-gradients-from-halves.
 CLEARLY = 0.97
-CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.9, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
+CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.99, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
 #: How far a schedule's prediction must be ahead of schedules that it is `Schedule.behind`, in seconds and as a share of
 #: theirs. benchmarks/experiments/025-boxes-of-taps: no layer that is recorded 3 % slower is predicted that far ahead.
 AHEAD = 6e-6

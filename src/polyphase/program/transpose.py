@@ -199,6 +199,7 @@ def _by_pixels(
         which=which,
         grouped=grouped,
         strides=apart,
+        residues=math.prod(apart),
     )
     return plain_step(source, _blocks(element, written, pixels, larger), _THREADS, params)
 
@@ -248,6 +249,7 @@ def _rows_to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides,
         which=0,
         grouped=0,
         strides=(1, 1, 1),
+        residues=1,
     )
     across = -(-(written + max(0, halo - 1)) // row)
     return plain_step(source, batch * -(-run >> bits) * across, _THREADS, params)

@@ -4,10 +4,10 @@
 // (steps/sample_magnitudes.cu), which becomes at least 2^11 and less than 2^12.
 //
 // The transpose that writes a copy also checks it, by units of numbers that one sum has: of 32 neighbouring pixels of a
-// channel those that one tap meets, or a group's channels of a pixel (128 of them or fewer). A copy is inexact if a
-// number is not finite in float16, or if a unit that is not all zeros has no number of at least 2^-11. In an exact copy
-// numbers of 2^-14 and more keep their 11 bits, and the error of smaller ones is at most 2^-25: 2^-14 of the largest of
-// their unit. (TF32 would round that one by up to 2^-12 of itself; but where the other operand is zero at the largest
+// channel those that one tap meets, if they are several, or a group's channels of a pixel (128 of them or fewer). A
+// copy is inexact if a number is not finite in float16, or if a unit that is not all zeros has no number of at least
+// 2^-13. In an exact copy numbers of 2^-14 and more keep their 11 bits, and the error of smaller ones is at most 2^-25:
+// 2^-12 of the largest of their unit, which TF32 rounds by as much. (Where the other operand is zero at the largest
 // numbers, and only those below 2^-22 of them are left, TF32 is more accurate.)
 //
 // If a copy is inexact, producers of implicit_gemm gather the tensor itself (COPIED). Other kernels that multiply

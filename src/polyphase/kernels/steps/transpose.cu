@@ -51,6 +51,7 @@ struct Params {
   long long plane;
   int which, grouped;  // SCALED: of two tensors that are copied; whether a pixel has channels of several groups
   Divisor strides[3];  // with BY_CHANNELS: pixels that many apart along d, h, w are of one sum
+  int residues;        // the product of these strides
 };
 
 constexpr int VECTOR = 16 / sizeof(operand_t);
@@ -173,24 +174,26 @@ struct Units {
       unsigned found = 0, infinite = 0;
 #pragma unroll
       for (int i = 0; i < VECTOR / 2; ++i) {
-        // Of two halves: sums that reach the sign bit if the magnitude is at least 2^-11, or is infinite.
+        // Of two halves: sums that reach the sign bit if the magnitude is at least 2^-13, or is infinite.
         const unsigned magnitudes = ((const unsigned*)&piece)[i] & 0x7fff7fffu;
         const unsigned first = __float_as_uint(values.value[2 * i]) << 1;
         const unsigned second = __float_as_uint(values.value[2 * i + 1]) << 1;
-        found |= (magnitudes + 0x70007000u >> 15 & 0x00010001u) << i;
+        found |= (magnitudes + 0x78007800u >> 15 & 0x00010001u) << i;
         found |= (min(first, 1u) | min(second, 1u) << 16) << i + 4;
         infinite |= magnitudes + 0x04000400u;
       }
       inexact |= (infinite & 0x80008000u) != 0;
-      // Those of the warp's pixels that one tap meets are a unit.
+      const unsigned of_warp = __reduce_or_sync(~0u, found);
+      inexact |= lacks(of_warp);
+      if (params.residues == 1) return;
+      // Those of the warp's pixels that one tap meets are a unit, if they are several.
       const int own = residue(pixel);
-      unsigned left = ~0u;
-      do {
-        const bool taken = own == __shfl_sync(~0u, own, __ffs(left) - 1);
-        const unsigned of_unit = __reduce_or_sync(~0u, taken ? found : 0);
-        inexact |= (of_unit >> 4 & ~of_unit & 0x000f000fu) != 0;
-        left &= ~__ballot_sync(~0u, taken);
-      } while (left != 0);
+      for (unsigned left = ~0u; left != 0;) {
+        const unsigned taken = __ballot_sync(~0u, own == __shfl_sync(~0u, own, __ffs(left) - 1));
+        const unsigned of_unit = __reduce_or_sync(~0u, taken >> threadIdx.x % 32 & 1 ? found : 0);
+        inexact |= __popc(taken) > 1 && lacks(of_unit);
+        left &= ~taken;
+      }
     } else {
       float largest = 0;
 #pragma unroll
@@ -222,13 +225,15 @@ struct Units {
   }
 
  private:
+  // Whether channels have other numbers than zero, but no large one.
+  static __device__ __forceinline__ bool lacks(unsigned found) { return (found >> 4 & ~found & 0x000f000fu) != 0; }
   // Checks a unit by the bits of its largest finite magnitude, which is not zero.
   __device__ __forceinline__ void check(unsigned bits) {
     const float largest = __uint_as_float(bits) * scale;
-    inexact |= !(largest >= power_of_two(127 - 11) && largest < 65504.f);
+    inexact |= !(largest >= power_of_two(127 - 13) && largest < 65504.f);
     measured.take(Measured{bits, bits});
   }
-  // The same for pixels that one tap meets.
+  // A number that pixels have in common if one tap meets them.
   __device__ __forceinline__ int residue(int pixel) const {
     const int row = pixel / params.sizes[2], slab = row / params.sizes[1];
     const int d = slab % params.sizes[0] % params.strides[0], h = row % params.sizes[1] % params.strides[1];

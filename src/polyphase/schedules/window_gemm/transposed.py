@@ -41,6 +41,8 @@ class _Transposed(Gradient):
             return "needs NCHW"
         if problem.dtype == "float32" and (reason := self._plain.supports(problem, self.pass_, device)) is not None:
             return reason
+        if problem.dtype == "float32" and self.pass_ is Pass.INPUT_GRAD and problem.out_channels_per_group == 1:
+            return "needs two output channels a group, as one number alone is often too small for a checked copy"
         return self._tma.supports(_last(problem, self.pass_), self.pass_, device)
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
