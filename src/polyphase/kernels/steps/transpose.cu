@@ -156,8 +156,8 @@ struct Units {
 #if SCALED
   static constexpr int MOST_PIXELS = 512;
   const Params& params;
-  unsigned (
-      &of_pixels)[BY_CHANNELS ? 1 : MOST_PIXELS];  // bits of the largest finite magnitude of each pixel of the tile
+  // Bits of the largest finite magnitude of each pixel of the tile.
+  unsigned (&of_pixels)[BY_CHANNELS ? 1 : MOST_PIXELS];
   float scale = 0;
   bool inexact = false;  // as far as this thread has found
   Measured measured = {};
