@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from polyphase.plan.planner import (
+    AHEAD,
     CLEARLY,
     CLEARLY_BY_OTHERS,
-    LAUNCH,
     Plan,
     as_computed,
     as_shown,
@@ -111,13 +111,13 @@ def _rules(chosen: Plan, computed: ConvTransposeProblem) -> list[str]:
     sized, schedule = compared(computed, chosen.pass_), chosen.selected[0].schedule
     forward = chosen.pass_ is Pass.FORWARD
     size = "×".join(map(str, (sized.batch, sized.in_channels, *sized.input_size)))
-    both = f" (after adding {LAUNCH * 1e6:.0f} µs for the launch to both)" if forward else ""
+    enough = f"{AHEAD * 1e6:.0f} µs below" if forward else f"below {CLEARLY_BY_OTHERS[chosen.pass_]:.0%} of"
     own = f"another config of {schedule.name} wins only if it is predicted below {CLEARLY:.0%} of the first one's time"
     if not may_adapt(schedule, chosen.pass_):
         own = f"of {schedule.name} the config that is ranked first is used at every size, even if another is faster"
     return [
         f"kernels are ranked at a typical size ({size}), so that a layer needs few kernels",
-        f"at this size another schedule wins only if its fastest config is predicted below "
-        f"{CLEARLY_BY_OTHERS[chosen.pass_]:.0%} of the first-ranked one's time{both}",
+        "at this size another schedule wins only if its fastest config is predicted "
+        f"{enough} the first-ranked one's time",
         own,
     ]

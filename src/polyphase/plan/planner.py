@@ -43,17 +43,16 @@ from polyphase.schedules.cost import prologue_seconds
 from polyphase.schedules.schedule import Candidate, Schedule
 
 #: Within a schedule, another config replaces the first if predicted below CLEARLY × its time. Then another schedule,
-#: with the config that it would pick at this size, replaces that if below CLEARLY_BY_OTHERS × its time. Margins of
-#: gradients: benchmarks/experiments/024-narrow-groups-and-choices; of forward passes: 035-gradients-from-halves.
+#: with the config that it would pick at this size, replaces that if below CLEARLY_BY_OTHERS × its time, in a forward
+#: pass if AHEAD of it. benchmarks/experiments/024-narrow-groups-and-choices, 035-gradients-from-halves.
 CLEARLY = 0.97
-CLEARLY_BY_OTHERS = {Pass.FORWARD: 0.99, Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
+CLEARLY_BY_OTHERS = {Pass.INPUT_GRAD: 0.95, Pass.WEIGHT_GRAD: 0.9}
 #: How far a schedule's prediction must be ahead of schedules that it is `Schedule.behind`, in seconds and as a share of
 #: theirs. benchmarks/experiments/025-boxes-of-taps: no layer that is recorded 3 % slower is predicted that far ahead.
 AHEAD = 6e-6
 FAR_AHEAD = 0.75
 FAR_BEHIND = 1.5  # times the first schedule's prediction beyond which no further config of another is predicted
-LAUNCH = 20e-6  # seconds of a small forward pass that not all forecasts count: its launch and latencies
-#: The least seconds of a shown prediction. Some cost models leave out the launch, which `LAUNCH` allows for when
+#: The least seconds of a shown prediction. Some cost models leave out the launch, which `AHEAD` allows for when
 #: schedules are compared; no call in benchmarks/results was measured to take less.
 LEAST = 7e-6
 _Offer = tuple[Schedule, Candidate]
@@ -309,9 +308,10 @@ def _clearly_faster(first: _Offer, others: list[_Offer], pass_: Pass) -> _Offer 
 
     others = [(schedule, each) for schedule, each in others if not is_behind(schedule, each.seconds)]
     other, taken = min(others, key=lambda each: each[1].seconds, default=first)
-    unseen = LAUNCH if pass_ is Pass.FORWARD else 0.0
-    enough = 1.0 if first[0].name in other.behind else CLEARLY_BY_OTHERS[pass_]
-    return (other, taken) if taken.seconds + unseen < enough * (first[1].seconds + unseen) else None
+    enough = first[1].seconds
+    if first[0].name not in other.behind:
+        enough = enough - AHEAD if pass_ is Pass.FORWARD else CLEARLY_BY_OTHERS[pass_] * enough
+    return (other, taken) if taken.seconds < enough else None
 
 
 def _measured(offers: Iterator[tuple[Schedule, Iterator[Candidate]]], choice: str) -> tuple[Schedule, Candidate] | None:
