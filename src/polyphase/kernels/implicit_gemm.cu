@@ -23,8 +23,8 @@
 //   - where TMA can load boxes of the source (params.boxes), one warp issues TMA and the others only transpose,
 //     TRANSPOSE_GROUPS groups of them, round-robin over stages;
 //   - with TMA_OPERANDS TMA writes B directly: NHWC, or NCHW in 16 bit (MN_MAJOR) if no tap shifts B. With COPIED it
-//     loads float16 copies of the float32 source, one for each of the bands of largest magnitudes
-//     (steps/transpose.cu); with more bands producers gather pixels from the source.
+//     loads a checked copy of the float32 source in float16 (operand/half_copies.cuh); if that is inexact, producers
+//     gather pixels from the source.
 //
 // Shared memory: STAGES stages of weights (unless RESIDENT: then they stay, and the work tiles of a block have the same
 // row groups) and pixels; the RESIDENT weights; RAW_SLOTS stages of boxes or rows that are not transposed yet; the

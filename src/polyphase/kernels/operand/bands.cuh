@@ -1,4 +1,4 @@
-// Bands of magnitudes (operand/scales.cuh): the pixels of a stage, or of a copy, in the power of two of their band.
+// Bands of magnitudes (operand/scales.cuh): the pixels of a stage in the power of two of their band.
 
 #pragma once
 

@@ -23,12 +23,11 @@
 struct HalfCopies {
   static constexpr int PARTS_OF_TENSOR = 128;
 
-  unsigned inexact;  // whether a copy is
-  float scale[2];    // of each tensor
-  unsigned unused;
+  unsigned inexact;   // whether a copy is
+  float scale[2];     // of each tensor
   Measured measured;  // if a copy measures pixels
-  unsigned padding[2];
-  unsigned largest[2][PARTS_OF_TENSOR];  // bits of the largest magnitude among a part of each tensor's samples
+  // Bits of the largest magnitude among a part of each tensor's samples.
+  alignas(16) unsigned largest[2][PARTS_OF_TENSOR];
 };
 
 // The power of two of a tensor whose largest sample has these bits. If there is none but zero, others are inexact.
