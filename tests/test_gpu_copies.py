@@ -25,9 +25,10 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize("how", INEXACT)
+@pytest.mark.parametrize("name", ["two-dimensional", "channels_last"])
 @pytest.mark.parametrize("pass_", SCHEDULES)
-def test_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool) -> None:
-    assert_inexact_copies_are_not_used(pass_, how, second, Gpu(0))
+def test_inexact_copies_are_not_used(pass_: Pass, name: str, how: str, second: bool) -> None:
+    assert_inexact_copies_are_not_used(pass_, name, how, second, Gpu(0))
 
 
 @pytest.mark.parametrize("size", [1, 24])

@@ -49,6 +49,11 @@ LAYERS = {
     "single pixels": make((9, 40, 1, 1), 24, 4, 2, 1),
     "tiny images": make((9, 40, 3, 3), 24, 4, 2, 1),
     "dilation": make((2, 32, 7, 11), 48, (3, 4), (2, 3), 2, dilation=(2, 1), output_padding=(0, 1)),
+    "channels_last": make((2, 40, 7, 11), 72, 3, 2, 1, bias=True, channels_last=True),
+    "channels_last, stride 1": make((1, 48, 9, 13), 56, 3, 1, 1, channels_last=True),
+    "channels_last, padded channels": make((2, 37, 7, 11), 33, 4, 2, 1, channels_last=True),
+    "channels_last, groups": make((2, 64, 9, 10), 96, 3, 2, 1, groups=2, channels_last=True),
+    "channels_last, 3-D": make((1, 40, 3, 5, 7), 70, 3, 2, 1, 1, bias=True, channels_last=True),
 }
 
 
@@ -80,7 +85,11 @@ def test_products(problem: ConvTransposeProblem, pass_: Pass) -> None:
         deep_enough = channels >= 32 and (problem.groups == 1 or channels % 16 == 0)
         assert in_halves(program) is (problem.dtype == "float32" and deep_enough)
         readers = [step.source.kernel for step in program.steps if "src" in step.operands]
-        assert readers == (["sample_magnitudes", "transpose", "implicit_gemm"] if in_halves(program) else ["transpose"])
+        if in_halves(program):
+            innermost = problem.channels_last or max(problem.input_size) == 1
+            assert readers == ["sample_magnitudes", "halve" if innermost else "transpose", "implicit_gemm"]
+        else:
+            assert readers == ["transpose"]
         assert_exact(problem, pass_, candidate, program, executor=Emulator(seed % 1000))
 
 
@@ -99,7 +108,8 @@ def test_the_kernel_starts_after_the_copy_is_written() -> None:
         for _, program in offers(SCHEDULE, problem, pass_):
             steps = [(step.source.kernel.partition("_")[0], step.overlaps) for step in program.steps]
             if in_halves(program):  # then it waits before it reads
-                weights, copy = [("measure", False), ("pack", True)], [("sample", True), ("transpose", True)]
+                weights, copy = [("measure", False), ("pack", True)], [("sample", True), (steps[3][0], True)]
+                assert steps[3][0] in ("transpose", "halve")
                 assert steps == [*weights, *copy, ("implicit", True)], name
             else:
                 assert steps == [("pack", False), ("transpose", True), ("implicit", False)], name
@@ -136,10 +146,11 @@ def test_an_activation_of_the_input_precedes_float16_copies() -> None:
 
 
 @needs_emulator
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.INPUT_GRAD])
-def test_groups_are_checked_apart(pass_: Pass) -> None:
+def test_groups_are_checked_apart(pass_: Pass, channels_last: bool) -> None:
     """A group of small numbers is as accurate as the others."""
-    problem = make((2, 64, 5, 6), 64, 3, 1, 1, groups=2, tf32=True)
+    problem = make((2, 64, 5, 6), 64, 3, 1, 1, groups=2, tf32=True, channels_last=channels_last)
     candidate, program = offers(SCHEDULE, problem, pass_)[0]
     assert in_halves(program)
     generator = torch.Generator().manual_seed(1)
@@ -152,9 +163,10 @@ def test_groups_are_checked_apart(pass_: Pass) -> None:
 
 
 @needs_emulator
-def test_finite_numbers_beside_infinities_stay_finite() -> None:
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_finite_numbers_beside_infinities_stay_finite(channels_last: bool) -> None:
     """In float16, too, whose scale follows from finite numbers alone."""
-    problem = make((1, 32, 5, 6), 32, 3, 1, 1, tf32=True)
+    problem = make((1, 32, 5, 6), 32, 3, 1, 1, tf32=True, channels_last=channels_last)
     _, program = offers(SCHEDULE, problem, Pass.FORWARD)[0]
     generator = torch.Generator().manual_seed(2)
     first, second = (torch.rand(shape, generator=generator) + 0.1 for shape in operand_shapes(problem, Pass.FORWARD))
@@ -166,7 +178,7 @@ def test_finite_numbers_beside_infinities_stay_finite() -> None:
 
 
 def test_refusals() -> None:
-    """Channels_last needs no copy, and channels of several groups are not padded."""
+    """Half precision in channels_last needs no copy, and channels of several groups are not padded."""
     layer = LAYERS["groups"]
     for problem, reason in (
         (replace(layer, channels_last=True), "needs NCHW"),

@@ -1,4 +1,4 @@
-"""Gradients of channels-first tensors that are turned, executed by the emulator; test_gpu.py runs the same on a GPU."""
+"""Gradients of transposed and of float16 copies, executed by the emulator; test_gpu.py runs the same on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts, Strides, dense_strides
 from polyphase.program.step import Step
-from polyphase.program.transpose import to_channels_last, to_contiguous
+from polyphase.program.transpose import HALF_COPIES_BYTES, to_channels_last, to_contiguous, to_halves
 from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
 from test_window_tma import LAYERS as BOX_LAYERS
 from test_window_tma import WITHOUT_WEIGHT
@@ -48,6 +48,10 @@ LAYERS = {
     "channels that are padded, float32": make((2, 18, 6, 9), 17, (2, 3), 1, 1, tf32=True),
     "channels of groups that are padded": make((2, 18, 6, 9), 30, 4, 2, 1, groups=2, dtype="float16"),
     "channels that are padded, one tap": make((2, 21, 9), 50, 1, dtype="bfloat16"),
+    "channels_last": make((2, 24, 5, 6), 16, 3, 2, 1, tf32=True, channels_last=True),
+    "channels_last, padded": make((3, 20, 5, 7), 12, 4, 2, 1, tf32=True, channels_last=True),
+    "channels_last, padded groups": make((2, 40, 5, 6), 32, 3, 1, 1, groups=2, tf32=True, channels_last=True),
+    "channels_last, three-dimensional": make((1, 16, 3, 4, 5), 24, 2, 2, tf32=True, channels_last=True),
 }
 
 
@@ -71,6 +75,53 @@ def test_tensors_of_any_strides(pass_: Pass, dtype: str) -> None:
             assert_exact(problem, pass_, candidate, program, layouts, executor=Emulator(number))
 
 
+@pytest.mark.parametrize("pass_", SCHEDULES)
+def test_channels_last_tensors_of_any_strides(pass_: Pass) -> None:
+    """Those that the kernel reads that multiplies TF32."""
+    problem = make((2, 24, 5, 6), 16, 3, 2, 1, tf32=True, channels_last=True)
+    for number, layouts in enumerate(strange_layouts(problem)):
+        found = list(candidates(SCHEDULES[pass_], problem, pass_, H200, layouts))
+        assert bool(found) == layouts.aligned, layouts
+        for candidate in found[:1]:
+            program = SCHEDULES[pass_].program(problem, pass_, H200, layouts, candidate.config)
+            assert_exact(problem, pass_, candidate, program, layouts, executor=Emulator(number))
+
+
+@pytest.mark.parametrize("by_channels", [None, (1, 1, 1), (1, 2, 3)])
+@pytest.mark.parametrize("how", ["dense", "rows of wider images", "channels of more", "unaligned", "groups"])
+@pytest.mark.parametrize("shape", [(2, 24, 1, 5, 7), (3, 64, 2, 3, 9), (70, 8, 1, 1, 2), (1, 16, 1, 1, 150)])
+def test_halves_of_channels_last(shape: tuple[int, ...], how: str, by_channels: tuple[int, int, int] | None) -> None:
+    """Every number is copied once, and the check finds exactly what breaks a unit."""
+    batch, channels, depth, height, width = shape
+    groups, padded = (2, -(-channels // 16) * 8) if how == "groups" else (1, channels)
+    pitch = {"channels of more": channels + 12, "unaligned": channels + 3}.get(how, channels)
+    row = pitch * (width + 3 * (how == "rows of wider images"))
+    strides: Strides = (depth * height * row, 1, height * row, row, pitch)
+    step = to_halves(shape, strides, groups, padded, 1, by_channels, grouped=groups > 1)
+    assert step.source.kernel == "halve"
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    for broken in (None, "unit", "nan"):
+        changed = values.clone()
+        if broken == "unit":
+            unit = changed[:, 1] if by_channels else changed[0, :8, 0, 0, 0]
+            unit *= 1e-9
+            if not by_channels and groups == 1:
+                changed[0, :, 0, 0, 0] *= 1e-9
+        elif broken == "nan":
+            changed[-1, -1, -1, -1, -1] = float("nan")
+        src = Buffer(shape, strides, torch.float32, torch.device("cpu"), changed)
+        dst = torch.full((batch, depth, height, width, groups, padded), float("nan"), dtype=torch.float16)
+        copies = torch.zeros(HALF_COPIES_BYTES, dtype=torch.uint8)
+        copies.view(torch.float32)[8 + 128 + 5] = 3.0  # the largest of the second tensor's samples
+        Emulator()(step, [src.tensor, copies, dst])
+        scale = copies.view(torch.float32)[2]
+        assert scale == 2.0**10
+        expected = (changed * scale).half().movedim(1, -1).unflatten(-1, (groups, -1))
+        assert torch.equal(dst[..., : channels // groups].nan_to_num(7), expected.nan_to_num(7))
+        assert not dst[..., channels // groups :].any()
+        assert bool(copies.view(torch.int32)[0]) == (broken is not None), broken
+
+
 # Layers in float32, whose copies are float16.
 HALVES = {
     "two-dimensional": make((2, 24, 9, 10), 16, 3, 2, 1, tf32=True),
@@ -78,6 +129,11 @@ HALVES = {
     "groups": make((2, 32, 7, 9), 32, 3, 1, 1, groups=2, tf32=True),
     "many channels": make((1, 136, 5, 7), 200, 2, 1, tf32=True),
     "three-dimensional": make((1, 16, 3, 4, 6), 24, (2, 3, 3), (1, 2, 2), tf32=True),
+    "channels_last": make((2, 24, 9, 10), 16, 3, 2, 1, tf32=True, channels_last=True),
+    "channels_last, padded": make((3, 20, 3, 5), 12, 4, 2, 1, tf32=True, channels_last=True),
+    "channels_last, groups": make((2, 32, 7, 9), 32, 3, 1, 1, groups=2, tf32=True, channels_last=True),
+    "channels_last, many channels": make((1, 136, 5, 7), 200, 2, 1, tf32=True, channels_last=True),
+    "channels_last, three-dimensional": make((1, 16, 3, 4, 6), 24, (2, 3, 3), (1, 2, 2), tf32=True, channels_last=True),
 }
 
 
@@ -113,14 +169,15 @@ INEXACT = ("a small unit", "small pixels of a tap", "a unit that vanishes", "a l
 
 @pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize("how", INEXACT)
+@pytest.mark.parametrize("name", ["two-dimensional", "channels_last"])
 @pytest.mark.parametrize("pass_", SCHEDULES)
-def test_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool) -> None:
-    assert_inexact_copies_are_not_used(pass_, how, second, Emulator())
+def test_inexact_copies_are_not_used(pass_: Pass, name: str, how: str, second: bool) -> None:
+    assert_inexact_copies_are_not_used(pass_, name, how, second, Emulator())
 
 
-def assert_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool, executor: Executor) -> None:
+def assert_inexact_copies_are_not_used(pass_: Pass, name: str, how: str, second: bool, executor: Executor) -> None:
     """The result is that of the kernel that multiplies TF32, bit for bit."""
-    problem = HALVES["two-dimensional"]
+    problem = HALVES[name]
     operands = _operands(problem, pass_)
     if pass_ is Pass.WEIGHT_GRAD and not second and how == "small pixels of a tap":
         how = "a small unit"  # all of a channel's pixels of the input are added up
@@ -133,7 +190,9 @@ def assert_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool, exec
     dense = Layouts.dense(problem)
     found = run(problem, pass_, program, dense, operands, executor=executor)
     alone = run(problem, pass_, replace(program, steps=free, main_index=0), dense, operands, executor=executor)
-    if how == "nan" and pass_ is Pass.INPUT_GRAD:  # which is no reason for a pixel's channels to be inexact
+    if (
+        how == "nan" and pass_ is Pass.INPUT_GRAD and not problem.channels_last
+    ):  # which is no reason for a pixel's channels to be inexact
         assert torch.equal(found.isnan(), alone.isnan())
         assert (found - alone).nan_to_num().abs().max() < 0.05
         return
@@ -144,10 +203,11 @@ def assert_inexact_copies_are_not_used(pass_: Pass, how: str, second: bool, exec
         assert ((found - wide).abs() <= 2e-3 * per_unit.abs().max()).all()
 
 
+@pytest.mark.parametrize("name", ["groups", "channels_last, groups"])
 @pytest.mark.parametrize("pass_", SCHEDULES)
-def test_groups_are_checked_apart(pass_: Pass) -> None:
+def test_groups_are_checked_apart(pass_: Pass, name: str) -> None:
     """A group of small numbers is as accurate as the others."""
-    problem = HALVES["groups"]
+    problem = HALVES[name]
     operands = _operands(problem, pass_)
     for values, name in zip(operands, ("first", "second")):
         if name == "first" or pass_ is Pass.WEIGHT_GRAD:
@@ -160,9 +220,10 @@ def test_groups_are_checked_apart(pass_: Pass) -> None:
         assert (part - exact).norm() <= 4e-4 * exact.norm()
 
 
-def test_an_empty_batch_gives_zeros() -> None:
+@pytest.mark.parametrize("name", ["two-dimensional", "channels_last"])
+def test_an_empty_batch_gives_zeros(name: str) -> None:
     """Nothing copies its tensors; emitted files launch it."""
-    problem = HALVES["two-dimensional"]
+    problem = HALVES[name]
     candidate, _ = offers(SCHEDULES[Pass.WEIGHT_GRAD], problem, Pass.WEIGHT_GRAD)[0]
     empty = replace(problem, batch=0)
     dense = Layouts.dense(empty)
@@ -260,7 +321,9 @@ def test_where_it_refuses() -> None:
     layer = make((2, 32, 8, 8), 32, 4, 2, 1, dtype="bfloat16")
     for pass_, schedule in SCHEDULES.items():
         assert refusal(schedule, layer, pass_, H200) is None
-        assert "needs NCHW" in str(refusal(schedule, replace(layer, channels_last=True), pass_, H200))
+        last = replace(layer, channels_last=True)
+        assert "needs NCHW, or float32" in str(refusal(schedule, last, pass_, H200))
+        assert refusal(schedule, replace(last, dtype="float32", tf32=True), pass_, H200) is None
         assert refusal(schedule, replace(layer, out_channels=20), pass_, H200) is None
         exact = make((2, 30, 8, 8), 11, 3, 2, 1, tf32=True)  # narrow: it has 12 channels when it is padded
         assert "PyTorch would not use TF32" in str(refusal(schedule, exact.of_pass(pass_), pass_, H200))

@@ -1,8 +1,8 @@
 """Times checked copies in float16, and PyTorch's copy: ``python copies.py --csv FILE``. Needs a GPU.
 
 Each kernel alone, in microseconds by events, after 256 MB were written: the samples of a tensor, a copy that is
-checked by channels, the same for taps of a stride of two, one that is checked by pixels. Copies are compared with
-PyTorch's conversion first.
+checked by channels, the same for taps of a stride of two, one that is checked by pixels; then all of them for a tensor
+in channels_last. Copies are compared with PyTorch's conversion first.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ def microseconds(call: Callable[[], object], flushed: torch.Tensor) -> float:
     return sorted(found)[REPETITIONS // 2]
 
 
-def times(shape: tuple[int, ...], device: DeviceInfo, flushed: torch.Tensor) -> dict[str, float]:
-    """The times of a shape, by kernel."""
-    x = torch.randn(shape, device="cuda")
+def times(shape: tuple[int, ...], last: bool, device: DeviceInfo, flushed: torch.Tensor) -> dict[str, float]:
+    """The times of a shape, by kernel; ``last``: in channels_last."""
+    x = torch.randn((shape[0], *shape[2:], shape[1]) if last else shape, device="cuda")
+    x = x.movedim(-1, 1) if last else x
     half = torch.empty((shape[0], *shape[2:], shape[1]), dtype=torch.float16, device="cuda")
     copies = torch.zeros(HALF_COPIES_BYTES, dtype=torch.uint8, device="cuda")
     places = {"x": 0, "half": 1, "half_copies": 2}
     addresses = [x.data_ptr(), half.data_ptr(), copies.data_ptr()]
-    stream, strides = torch.cuda.current_stream().cuda_stream, dense_strides(shape, False)
+    stream, strides = torch.cuda.current_stream().cuda_stream, dense_strides(shape, last)
 
     def run(step: Step, *operands: str) -> Callable[[], None]:
         executable = Executable(Program((replace(step, operands=operands),)), device.arch, 0, places)
@@ -80,7 +81,8 @@ def main() -> None:
     flushed = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     rows = []
     for shape in SHAPES:
-        found = times(shape, device, flushed)
+        found = times(shape, False, device, flushed)
+        found |= {f"{way}, channels_last": each for way, each in times(shape, True, device, flushed).items()}
         print(shape, *(f"{way} {each:.1f}" for way, each in found.items()), flush=True)
         rows += [(shape, way, each) for way, each in found.items()]
     with open(path, "w", newline="") as file:

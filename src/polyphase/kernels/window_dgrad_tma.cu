@@ -159,8 +159,9 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_dgrad_tma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight,
-                     [[maybe_unused]] const HalfCopies* __restrict__ copies, scalar_t* __restrict__ dst,
+                     [[maybe_unused]] const HalfCopies* __restrict__ scales, scalar_t* __restrict__ dst GUARD_PARAMETER,
                      const __grid_constant__ Params params) {
+  RETURN_IF_EXACT;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   __shared__ __align__(16) unsigned char staged[ROW_GROUPS][CHANNELS_FIRST ? STAGED_BYTES : 1];
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       }
       Sums& all = FLUSH < K_TILES ? total : sums;
 #if SCALED
-      all.unscale(Unscaling(*copies));
+      all.unscale(Unscaling(*scales));
 #endif
       if (ELEMENT == sizeof(float) || SCALED || params.splits > 1)
         store(params, work, all, places, (float*)dst + work.split * params.plane, pairs, staged[row_group()]);

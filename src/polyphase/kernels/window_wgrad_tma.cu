@@ -155,14 +155,15 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
 }
 
 #if SCALED
-#define COPIES_PARAMETER , const HalfCopies* __restrict__ copies
+#define SCALES_PARAMETER , const HalfCopies* __restrict__ scales
 #else
-#define COPIES_PARAMETER
+#define SCALES_PARAMETER
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    window_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad COPIES_PARAMETER,
-                     void* __restrict__ partial, const __grid_constant__ Params params) {
+    window_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad SCALES_PARAMETER,
+                     void* __restrict__ partial GUARD_PARAMETER, const __grid_constant__ Params params) {
+  RETURN_IF_EXACT;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   if (threadIdx.x == 0) ring.init(32, CONSUMER_THREADS / 32);
@@ -181,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (count == 0) sums.clear();  // an empty batch, which emitted files launch (the operators do not)
         sums.multiply<WindowColumns>(count, ring, state, shared_memory);
 #if SCALED
-        sums.unscale(Unscaling(*copies));
+        sums.unscale(Unscaling(*scales));
 #endif
         store(params, work, sums, partial, stage > 0);
         stage += count;

@@ -212,7 +212,7 @@ def reading_source_halves(inner: Program, how: Transposed, grouped: bool) -> Pro
 def reading_halves(
     inner: Program, read: dict[str, Transposed], problem: ConvTransposeProblem, layouts: Layouts
 ) -> Program:
-    """A gradient's program that reads copies in float16 of float32 tensors in other layouts.
+    """A gradient's program that reads copies in float16, channels innermost, of float32 tensors in any layouts.
 
     An input gradient also copies the weight, when it packs it. Steps for copies that are inexact follow by
     `unless_exact`.
@@ -336,12 +336,12 @@ def between_transposes(
     padded: ConvTransposeProblem | None = None,
     back: bool = True,
 ) -> Program:
-    """A gradient's program for channels_last tensors, made a program for contiguous ones by transposes around it.
+    """A gradient's program for channels_last tensors, made a program for the call's tensors by transposes around it.
 
     ``layouts``: of the call's tensors. A weight is read in its own layout. ``padded``: the layer that the program
     computes, if that has more channels: those of each group are padded with zeros, and dropped from the result.
-    ``back``: whether an input gradient's result is in channels_last, too. If ``padded`` is in float16, so are the
-    copies of tensors in float32 (`reading_halves`).
+    ``back``: whether an input gradient's result must be transposed. If ``padded`` is in float16, so are the copies of
+    tensors in float32 (`reading_halves`), also of tensors in channels_last. These keep their order.
     """
     padded = padded or problem
     sides = {
@@ -361,14 +361,20 @@ def between_transposes(
     if pass_ is Pass.INPUT_GRAD:
         return writing_channels_last(program, problem.dtype, problem.input_shape) if back else program
     if padded.weight_shape != problem.weight_shape:
-        return _written_by(program, problem.dtype, padded.elements[1], _without_padding(problem, padded))
+        unpadded = _written_by(program, problem.dtype, padded.elements[1], _without_padding(problem, padded))
+        return replace(unpadded, dst_channels_last=problem.channels_last and inner.dst_channels_last)
+    if problem.channels_last:
+        return program
     return writing_weight_channels_last(program, problem) if inner.dst_channels_last else program
 
 
 def _without_padding(problem: ConvTransposeProblem, padded: ConvTransposeProblem) -> Step:
-    """The step from a weight whose output channels are innermost and padded to the contiguous weight."""
+    """The step from a weight with padded channels, the output's innermost, to the weight in the problem's layout."""
     groups, inputs, outputs = problem.groups, problem.in_channels_per_group, problem.out_channels_per_group
     of_tap = padded.out_channels_per_group
     of_input = problem.taps * of_tap
     strides = (padded.in_channels_per_group * of_input, of_tap, 0, of_input, 1)
+    if problem.channels_last:
+        shape, order = (groups, outputs, inputs, problem.taps), (strides[0], 1, 0, of_input, of_tap)
+        return to_channels_last(problem.dtype, shape, order)
     return to_channels_last(problem.dtype, (groups, problem.taps, inputs, outputs), strides)

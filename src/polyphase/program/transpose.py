@@ -1,4 +1,4 @@
-"""Layout transposes, ``kernels/steps/transpose.cu``: contiguous to channels_last, and back."""
+"""Layout transposes, ``kernels/steps/transpose.cu``: contiguous to channels_last, and back; copies in float16."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ _SAMPLE, _SAMPLES, _MOST_STEP = 8, 1 << 16, 512  # elements of a sample; samples
 _PARTS_OF_TENSOR = 128
 _MOST_TILE_PIXELS = 512
 _MANY_TILES = 1 << 11  # of a copy in float16, from which on tiles are larger
+_HALVED_RUN, _FEW_THREADS = (
+    16,
+    1 << 17,
+)  # pixels of a thread of ``halve.cu``; threads below which these are half as many
+_HALVED_PIECES = 16  # pieces of a pixel that neighbouring threads copy at least, or of several pixels
+_MOST_UNIT = 16  # pieces of a pixel that are checked together
 HALF_COPIES_BYTES = 32 + 2 * 4 * _PARTS_OF_TENSOR  #: of ``HalfCopies`` in kernels/operand/half_copies.cuh
 _RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # elements of such a tile; of a row beyond which tiles with a halo are narrower
 
@@ -125,12 +131,67 @@ def to_halves(
     not all of a pixel's channels are added up. ``which``: of the tensors of `sample_magnitudes`; ``groups`` and
     ``padded`` as for `to_channels_last`.
     """
+    if shape[1] > 1 and strides[1] == 1:
+        return _halve(shape, strides, groups, padded, which, by_channels, measures, grouped)
     plain = transpose_source("float32")
     constants = {**dict(plain.constants), "SCALED": True, "BY_CHANNELS": by_channels is not None, "MEASURES": measures}
     del constants["ROWS"]
     source = KernelSource(plain.kernel, plain.dtype, False, tuple(constants.items()), folder=plain.folder)
     apart = by_channels or (1, 1, 1)
     return _by_pixels(source, 2, shape, strides, groups, padded, which=which, grouped=grouped, apart=apart)
+
+
+def _halve(
+    shape: tuple[int, ...],
+    strides: Strides,
+    groups: int,
+    padded: int,
+    which: int,
+    by_channels: Three | None,
+    measures: bool,
+    grouped: bool,
+) -> Step:
+    """`to_halves` of a tensor whose channels are innermost."""
+    batch, channels, *sizes = five(shape)
+    pieces, group = groups * padded // 8, channels // groups
+    apart, steps = by_channels or (1, 1, 1), (strides[0], *strides[2:])
+    if apart == (1, 1, 1) and (pitch := _pixel_pitch(shape, strides)) is not None:
+        batch, sizes, steps = 1, [1, 1, batch * math.prod(sizes)], (0, 0, 0, pitch)
+    beside = math.ceil(_HALVED_PIECES / (pieces * apart[2]))  # neighbouring threads have neighbouring pixels
+    apart = (*apart[:2], apart[2] * max(1, min(beside, sizes[2] // apart[2])))
+    run = _HALVED_RUN if pieces * batch * math.prod(sizes) >= _HALVED_RUN * _FEW_THREADS else _HALVED_RUN // 2
+    constants = {"THREADS": _THREADS, "BY_CHANNELS": by_channels is not None, "MEASURES": measures, "MIN_BLOCKS": 3}
+    source = KernelSource("halve", "float32", False, tuple(constants.items()), folder="steps")
+    aligned = all(step % 4 == 0 for step in steps) and group == padded
+    params = params_of(source).pack(
+        stride=steps,
+        batch=batch,
+        sizes=sizes,
+        apart=apart,
+        pieces=pieces,
+        padded=padded,
+        group=group,
+        run=run,
+        unit=1 if grouped else math.gcd(padded // 8, _MOST_UNIT),
+        which=which,
+        aligned=aligned,
+    )
+    pixels = batch * math.prod(math.ceil(size / each) for size, each in zip(sizes, apart))  # of the largest class
+    threads = max(1, pixels // run) * math.prod(apart) * pieces
+    return plain_step(source, math.ceil(threads / _THREADS), _THREADS, params)
+
+
+def _pixel_pitch(shape: tuple[int, ...], strides: Strides) -> int | None:
+    """Elements from a pixel to the next, of the next row or image, too; None if these differ."""
+    batch, _, *sizes = five(shape)
+    pitch, count = None, 1
+    for size, stride in zip((*reversed(sizes), batch), (*strides[:1:-1], strides[0])):
+        if size > 1:
+            pitch = stride if pitch is None else pitch
+            if stride != pitch * count:
+                return None
+            count *= size
+    return pitch or 0
 
 
 def sample_magnitudes(*tensors: tuple[tuple[int, ...], Strides]) -> Step:
@@ -140,9 +201,18 @@ def sample_magnitudes(*tensors: tuple[tuple[int, ...], Strides]) -> Step:
     """
     constants = (("THREADS", _THREADS), ("TENSORS", len(tensors)), ("MIN_BLOCKS", 1))
     source = KernelSource("sample_magnitudes", "float32", False, constants, folder="steps")
-    samples = [_samples(shape, strides) for shape, strides in tensors]
+    samples = [_samples(*_channels_as_pixels(shape, strides)) for shape, strides in tensors]
     params = params_of(source).pack(of=[samples[0], samples[-1]])
     return plain_step(source, len(tensors) * _PARTS_OF_TENSOR, _THREADS, params)
+
+
+def _channels_as_pixels(shape: tuple[int, ...], strides: Strides) -> tuple[tuple[int, ...], Strides]:
+    """A tensor whose channels are innermost as one whose pixels are; others unchanged."""
+    batch, channels, *sizes = five(shape)
+    pitch = _pixel_pitch(shape, strides)
+    if channels == 1 or strides[1] != 1 or pitch is None:
+        return shape, strides
+    return (1, batch * math.prod(sizes), channels), (0, pitch, 0, 0, 1)
 
 
 def _samples(shape: tuple[int, ...], strides: Strides) -> dict[str, object]:

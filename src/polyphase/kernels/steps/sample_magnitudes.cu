@@ -2,15 +2,13 @@
 // one or two tensors, by parts.
 //
 // A sample is eight neighbouring pixels of a channel, 32 bytes. Of every `step` samples one is read, any of them, so
-// that each region of each channel is met. PARTS_OF_TENSOR blocks read the first of TENSORS, as many the second. A
-// prologue is applied to the first.
+// that each region of each channel is met. PARTS_OF_TENSOR blocks read the first of TENSORS, as many the second.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
 #include "core/divisor.cuh"
 #include "core/types.cuh"
 #include "operand/half_copies.cuh"
-#include "operand/input_value.cuh"
 #include "ptx/griddepcontrol.cuh"
 
 struct Sampled {
@@ -28,15 +26,14 @@ struct Params {
 constexpr int RUN = 8, AT_ONCE = 8;
 
 // A pixel of the `index`-th sample that is read; the last pixel if the image has no such pixel.
-__device__ __forceinline__ const float* address_of(const Sampled& tensor, const float* src, int index, int pixel,
-                                                   int& channel) {
+__device__ __forceinline__ const float* address_of(const Sampled& tensor, const float* src, int index, int pixel) {
   const unsigned any = ((unsigned)index * 2654435761u >> 17) * (unsigned)tensor.step >> 15;
   const int sample = min(index * tensor.step + (int)any, tensor.all - 1), plane = sample / tensor.samples;
   const int place = min((sample - plane * tensor.samples.value) * RUN + pixel, tensor.pixels - 1);
   const int row = place / tensor.sizes[2], slab = row / tensor.sizes[1];
-  channel = plane % tensor.channels;
-  return src + plane / tensor.channels * tensor.stride[0] + channel * tensor.stride[1] + slab * tensor.stride[2] +
-         row % tensor.sizes[1] * tensor.stride[3] + place % tensor.sizes[2] * tensor.stride[4];
+  return src + plane / tensor.channels * tensor.stride[0] + plane % tensor.channels * tensor.stride[1] +
+         slab * tensor.stride[2] + row % tensor.sizes[1] * tensor.stride[3] +
+         place % tensor.sizes[2] * tensor.stride[4];
 }
 
 #if TENSORS > 1
@@ -46,8 +43,8 @@ __device__ __forceinline__ const float* address_of(const Sampled& tensor, const 
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    sample_magnitudes(const float* __restrict__ first PROLOGUE_PARAMETERS SECOND_PARAMETER,
-                      HalfCopies* __restrict__ copies, const __grid_constant__ Params params) {
+    sample_magnitudes(const float* __restrict__ first SECOND_PARAMETER, HalfCopies* __restrict__ copies,
+                      const __grid_constant__ Params params) {
   __shared__ unsigned of_warps[THREADS / 32];
   griddepcontrol_launch_dependents();
   const int which = blockIdx.x / HalfCopies::PARTS_OF_TENSOR, part = blockIdx.x % HalfCopies::PARTS_OF_TENSOR;
@@ -63,14 +60,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   for (int i = part * TOGETHER + thread / RUN; i < count; i += AT_ONCE * APART) {
     float values[AT_ONCE];  // in flight together
-    int channels[AT_ONCE];
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k)
-      values[k] = *address_of(tensor, src, min(i + k * APART, count - 1), thread % RUN, channels[k]);
+    for (int k = 0; k < AT_ONCE; ++k) values[k] = *address_of(tensor, src, min(i + k * APART, count - 1), thread % RUN);
 #pragma unroll
     for (int k = 0; k < AT_ONCE; ++k) {
-      const InputChannels channel{PROLOGUE_OPERANDS, channels[k], 1};
-      const unsigned bits = __float_as_uint(channel.value(values[k], 0)) & 0x7fffffffu;
+      const unsigned bits = __float_as_uint(values[k]) & 0x7fffffffu;
       if (bits < 0x7f800000u) largest = max(largest, bits);  // finite
     }
   }

@@ -30,6 +30,7 @@
 #include "core/axis.cuh"
 #include "core/divisor.cuh"
 #include "core/types.cuh"
+#include "operand/checked_copy.cuh"
 #include "operand/half_copies.cuh"
 #include "operand/scaled_half.cuh"
 #include "operand/tf32.cuh"
@@ -130,11 +131,8 @@ __device__ __forceinline__ Values read_values(const T* from, const Params& param
 // The same as they are written; SCALED by a power of two.
 __device__ __forceinline__ Piece piece_of(const Values& values, [[maybe_unused]] float scale) {
 #if SCALED
-  Vector<unsigned, VECTOR / 2> pairs;
-#pragma unroll
-  for (int i = 0; i < VECTOR / 2; ++i)
-    pairs.value[i] = f16x2_of_floats(values.value[2 * i] * scale, values.value[2 * i + 1] * scale);
-  return *(const Piece*)&pairs;
+  const EightHalves halves = halves_of(values, scale);
+  return *(const Piece*)&halves;
 #else
   return values;
 #endif
@@ -170,19 +168,7 @@ struct Units {
   // Called by all threads of a warp, which have 32 neighbouring pixels.
   __device__ __forceinline__ void take(const Values& values, const Piece& piece, int in_tile, int pixel) {
     if constexpr (BY_CHANNELS) {
-      // Bits 0 and 16 on: channels with a large number; four bits further: channels with any but zero.
-      unsigned found = 0, infinite = 0;
-#pragma unroll
-      for (int i = 0; i < VECTOR / 2; ++i) {
-        // Of two halves: sums that reach the sign bit if the magnitude is at least 2^-13, or is infinite.
-        const unsigned magnitudes = ((const unsigned*)&piece)[i] & 0x7fff7fffu;
-        const unsigned first = __float_as_uint(values.value[2 * i]) << 1;
-        const unsigned second = __float_as_uint(values.value[2 * i + 1]) << 1;
-        found |= (magnitudes + 0x78007800u >> 15 & 0x00010001u) << i;
-        found |= (min(first, 1u) | min(second, 1u) << 16) << i + 4;
-        infinite |= magnitudes + 0x04000400u;
-      }
-      inexact |= (infinite & 0x80008000u) != 0;
+      const unsigned found = found_in(values, *(const EightHalves*)&piece, inexact);
       const unsigned of_warp = __reduce_or_sync(~0u, found);
       inexact |= lacks(of_warp);
       if (params.residues == 1) return;
@@ -215,18 +201,11 @@ struct Units {
     if constexpr (!BY_CHANNELS) {
       for (int i = threadIdx.x; i < MOST_PIXELS; i += THREADS)
         if (of_pixels[i] > 0) check(of_pixels[i]);
-      if constexpr (MEASURES) {
-        measured.take_lanes();
-        if (threadIdx.x % 32 > 0) return;
-        if (measured.largest > of_all.largest) atomicMax(&of_all.largest, measured.largest);
-        if (measured.smallest < of_all.smallest) atomicMin(&of_all.smallest, measured.smallest);
-      }
+      if constexpr (MEASURES) add_measured(measured, of_all);
     }
   }
 
  private:
-  // Whether channels have other numbers than zero, but no large one.
-  static __device__ __forceinline__ bool lacks(unsigned found) { return (found >> 4 & ~found & 0x000f000fu) != 0; }
   // Checks a unit by the bits of its largest finite magnitude, which is not zero.
   __device__ __forceinline__ void check(unsigned bits) {
     const float largest = __uint_as_float(bits) * scale;
@@ -243,18 +222,6 @@ struct Units {
   __device__ __forceinline__ void take(const Values&, const Piece&, int, int) const {}
 #endif
 };
-
-#if SCALED
-// The tensor's power of two, from the parts of its samples; every warp finds it.
-__device__ __forceinline__ float find_scale(const HalfCopies& copies, int which) {
-  static_assert(HalfCopies::PARTS_OF_TENSOR == 4 * 32, "four parts for each lane");
-  const Vector<unsigned, 4> parts = *(const Vector<unsigned, 4>*)(copies.largest[which] + threadIdx.x % 32 * 4);
-  unsigned largest = max(max(parts.value[0], parts.value[1]), max(parts.value[2], parts.value[3]));
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, by));
-  return scale_of_samples(largest);
-}
-#endif
 
 #if !SCALED
 // A tile of rows, in the source and in shared memory.
@@ -441,8 +408,9 @@ __device__ __forceinline__ void transpose_pixels(const source_t* __restrict__ sr
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    transpose(const source_t* __restrict__ src PROLOGUE_PARAMETERS COPIES_PARAMETER, operand_t* __restrict__ dst,
-              const __grid_constant__ Params params) {
+    transpose(const source_t* __restrict__ src PROLOGUE_PARAMETERS COPIES_PARAMETER,
+              operand_t* __restrict__ dst GUARD_PARAMETER, const __grid_constant__ Params params) {
+  RETURN_IF_EXACT;
   __shared__ Piece tile[PIECES];
   griddepcontrol_launch_dependents();
 #if SCALED

@@ -1,7 +1,8 @@
-"""Both gradients of channels-first tensors by the TMA kernels: transposed to channels_last before, and back.
+"""Both gradients by the TMA kernels from copies: transposed to channels_last before, and back.
 
-An input gradient may be stored channels first by the kernel itself (``first``). Tensors in float32 become float16
-(kernels/operand/half_copies.cuh); where that is inexact, a kernel that multiplies TF32 computes the gradient again.
+An input gradient may be stored channels first by the kernel itself (``first``). Tensors in float32, those in
+channels_last too, become float16 (kernels/operand/half_copies.cuh); where that is inexact, a kernel that multiplies
+TF32 computes the gradient again.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, between_transposes, transpose_reduces, unless_exact
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cost import halves_seconds, transpose_seconds
-from polyphase.schedules.schedule import Cost
+from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.window_gemm.mma import MmaConfig, WindowDgradMma, WindowWgradMma
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import TmaConfig, with_stages
@@ -33,39 +36,51 @@ class _Transposed(Gradient):
 
     adapts = True
     _tma: WindowDgradTma | WindowWgradTma
-    _plain: WindowDgradMma | WindowWgradMma  # multiplies TF32 where copies in float16 are inexact
+    _mma: Schedule
     _reads: int  # tensors that are transposed before; the result is transposed back
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
-        if problem.channels_last:
-            return "needs NCHW"
-        if problem.dtype == "float32" and (reason := self._plain.supports(problem, self.pass_, device)) is not None:
+        if problem.channels_last and problem.dtype != "float32":
+            return "needs NCHW, or float32 that becomes float16"
+        plain = self._plain(problem)
+        if problem.dtype == "float32" and (reason := plain.supports(problem, self.pass_, device)) is not None:
             return reason
         if problem.dtype == "float32" and self.pass_ is Pass.INPUT_GRAD and problem.out_channels_per_group == 1:
             return "needs two output channels a group, as one number alone is often too small for a checked copy"
         return self._tma.supports(_last(problem, self.pass_), self.pass_, device)
 
+    def _plain(self, problem: ConvTransposeProblem) -> Schedule:
+        """The schedule that multiplies TF32 where copies in float16 are inexact."""
+        return self._tma if problem.channels_last else self._mma
+
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return self._tma.nothing_fits(problem, device)
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
-        """None also for more pixels than a transpose counts."""
-        written_dense = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
+        """The layer that the TMA kernel computes, in the memory format of the call's tensors.
+
+        None also for more pixels than a transpose counts.
+        """
         pixels = problem.batch * max(math.prod(problem.input_size), math.prod(problem.output_size))
-        if pixels >= MOST_PIXELS or not written_dense:
+        if pixels >= MOST_PIXELS:
             return None
-        return self._tma.ranked_at(_last(problem, pass_), pass_, self._layouts(problem, pass_, layouts))
+        if problem.channels_last:
+            readable = self._tma.ranked_at(problem, pass_, layouts) is not None
+        else:
+            readable = pass_ is Pass.WEIGHT_GRAD or layouts.input == dense_strides(problem.input_shape, False)
+        at = self._tma.ranked_at(_last(problem, pass_), pass_, self._layouts(problem, pass_, layouts))
+        return replace(at, channels_last=problem.channels_last) if readable and at is not None else None
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaConfig]:
         found = self._tma.configs(at, pass_, device)
-        if pass_ is Pass.WEIGHT_GRAD:
+        if pass_ is Pass.WEIGHT_GRAD or at.channels_last:
             return found
         first = [one for each in found for one in with_stages(each._replace(first=True), at, pass_, device)]
         return [*first, *found]
 
     def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: TmaConfig) -> float:
         back = 0.0
-        if pass_ is Pass.INPUT_GRAD and not config.first:
+        if pass_ is Pass.INPUT_GRAD and not config.first and not at.channels_last:
             back = transpose_seconds(_back_bytes(at), device)
         return self._tma.seconds(at, pass_, device, config) + back
 
@@ -104,11 +119,15 @@ class _Transposed(Gradient):
         size, halves = DTYPE_BYTES[problem.dtype], problem.dtype != last.dtype
         if self.pass_ is Pass.INPUT_GRAD:
             wider = 2 * problem.elements[0] / device.copy_bytes_per_second if halves else 0.0
-            return wider if config.first else wider + transpose_seconds(_back_bytes(problem), device)
+            return (
+                wider
+                if config.first or problem.channels_last
+                else wider + transpose_seconds(_back_bytes(problem), device)
+            )
         if last.weight_shape == problem.weight_shape:
             planes = weight_planes(last, config, device)
-            if planes > halves and transpose_reduces(problem, planes):  # the reduction transposes
-                return 0.0
+            if problem.channels_last or (planes > halves and transpose_reduces(problem, planes)):
+                return 0.0  # the reduction, if there is one, also transposes
         return transpose_seconds(size * (problem.elements[1] + last.elements[1]), device)
 
     def _read_bytes(self, problem: ConvTransposeProblem) -> int:
@@ -123,20 +142,27 @@ class _Transposed(Gradient):
         if config.first:
             lie = replace(lie, input=layouts.input)
         inner = self._tma.program(last, pass_, device, lie, config, problem)
-        program = between_transposes(inner, problem, pass_, layouts, last, back=not config.first)
+        back = not config.first and not problem.channels_last
+        program = between_transposes(inner, problem, pass_, layouts, last, back=back)
         if problem.dtype != "float32":
             return program
         plain = self._config_of_plain(problem, device, layouts)
         assert plain is not None
-        return unless_exact(program, self._plain.program(problem, pass_, device, layouts, plain))
+        return unless_exact(program, self._plain(problem).program(problem, pass_, device, layouts, plain))
 
-    def _config_of_plain(self, problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts) -> MmaConfig | None:
-        return _largest(type(self._plain), problem, self.pass_, device, layouts)  # type: ignore[arg-type]
+    def _config_of_plain(self, problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts) -> Any:
+        """The fastest config of `_plain`, or None; of mma.sync the largest that compiles fast."""
+        schedule = self._plain(problem)
+        if problem.channels_last:
+            return _fastest(schedule, problem, self.pass_, device)
+        return _largest(schedule, problem, self.pass_, device, layouts)
 
     def _layouts(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layouts:
         """Layouts that the TMA kernel sees: transposed copies are dense and aligned, the weight is not copied."""
         aligned = layouts.aligned or pass_ is Pass.WEIGHT_GRAD
         dense = Layouts.dense(_last(problem, pass_))
+        if pass_ is Pass.INPUT_GRAD and problem.channels_last:
+            dense = replace(dense, input=layouts.input)
         return replace(dense, weight_channels_last=layouts.weight_channels_last, aligned=aligned)
 
 
@@ -146,7 +172,7 @@ class WindowDgradTransposed(_Transposed):
     name = "window_dgrad_transposed"
     passes = (Pass.INPUT_GRAD,)
     _tma = WindowDgradTma()
-    _plain = WindowDgradMma()
+    _mma = WindowDgradMma()
     _reads = 1
 
 
@@ -156,20 +182,21 @@ class WindowWgradTransposed(_Transposed):
     name = "window_wgrad_transposed"
     passes = (Pass.WEIGHT_GRAD,)
     _tma = WindowWgradTma()
-    _plain = WindowWgradMma()
+    _mma = WindowWgradMma()
     _reads = 2
 
 
 @lru_cache(maxsize=1024)
+def _fastest(schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> TmaConfig | None:
+    configs = schedule.configs(standard(problem), pass_, device)
+    return min(configs, key=lambda each: schedule.seconds(problem, pass_, device, each), default=None)
+
+
+@lru_cache(maxsize=1024)
 def _largest(
-    kind: type[WindowDgradMma | WindowWgradMma],
-    problem: ConvTransposeProblem,
-    pass_: Pass,
-    device: DeviceInfo,
-    layouts: Layouts,
+    schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> MmaConfig | None:
     """The config with the largest tile that fits and has few columns, so that it compiles fast."""
-    schedule = kind()
     configs = schedule.configs(schedule.ranked_at(problem, pass_, layouts), pass_, device)
     found = sorted(
         configs, key=lambda each: (each.column_tiles > _FEW_COLUMNS, -each.rows * each.columns, -each.buffers)
