@@ -47,10 +47,11 @@ def transpose_seconds(moved: float, device: DeviceInfo, tensors: int = 1) -> flo
     return tensors * terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second)
 
 
-def halves_seconds(moved: float, device: DeviceInfo, tensors: int = 1) -> float:
+def halves_seconds(moved: float, device: DeviceInfo, channels_last: bool, tensors: int = 1) -> float:
     """Predicted time of checked copies in float16 that read and write ``moved`` bytes in all, and of steps around."""
     terms = costs("half_copies", device)
-    return terms.around + tensors * terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second)
+    bandwidth = terms.bandwidth_last if channels_last else terms.bandwidth
+    return terms.around + tensors * terms.launch + moved / (bandwidth * device.copy_bytes_per_second)
 
 
 _PLAIN = ("relu", "leaky_relu", "clamp", "affine", "add_value", "multiply_value")

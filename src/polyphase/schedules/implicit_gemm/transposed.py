@@ -69,8 +69,9 @@ class ImplicitGemmTransposed(ImplicitGemm):
             return None
         copy = _copy(problem, pass_, layouts)
         moved = math.prod(copy.shape) * DTYPE_BYTES[problem.dtype] + copy.elements * config.operand_bytes(problem.dtype)
-        seconds = halves_seconds(moved, device) if config.scaled else transpose_seconds(moved, device)
-        return found[0] + seconds, found[1]
+        if config.scaled:
+            return found[0] + halves_seconds(moved, device, problem.channels_last), found[1]
+        return found[0] + transpose_seconds(moved, device), found[1]
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig

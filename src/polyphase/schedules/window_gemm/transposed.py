@@ -102,7 +102,10 @@ class _Transposed(Gradient):
         if problem.dtype == "float32" and self._config_of_plain(problem, device, layouts) is None:
             return None
         transposes = self._copies(problem, last, device) + self._back(problem, last, device, config)
-        seconds, bound = self._tma.cost(last, pass_, device, self._layouts(problem, pass_, layouts), config)
+        lie = self._layouts(problem, pass_, layouts)
+        if problem.dtype != last.dtype:  # the weight is copied
+            lie = replace(lie, weight_channels_last=True)
+        seconds, bound = self._tma.cost(last, pass_, device, lie, config)
         return seconds + transposes, bound
 
     def _copies(self, problem: ConvTransposeProblem, last: ConvTransposeProblem, device: DeviceInfo) -> float:
@@ -110,7 +113,9 @@ class _Transposed(Gradient):
         moved = self._read_bytes(problem) + self._read_bytes(last)
         if problem.dtype == last.dtype:
             return transpose_seconds(moved, device, self._reads)
-        return halves_seconds(moved, device, self._reads)
+        if self.pass_ is Pass.INPUT_GRAD:
+            moved += DTYPE_BYTES["float32"] * problem.elements[1] + DTYPE_BYTES["float16"] * last.elements[1]
+        return halves_seconds(moved, device, problem.channels_last, self._reads)
 
     def _back(
         self, problem: ConvTransposeProblem, last: ConvTransposeProblem, device: DeviceInfo, config: TmaConfig
