@@ -9,10 +9,11 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.layouts import Strides
 from polyphase.program.params import params_of
-from polyphase.program.step import SRC, Step, plain_step
+from polyphase.program.step import MANY_BLOCKS, SRC, Step, plain_step
 
 _THREADS = 256
 _PIECES = 1536  # 16-byte pieces of a block's tile in shared memory
+_MOST_TILE = 1024  # most positions of a tile
 _MOST_PIECES = 16  # most pieces of a position in a tile
 
 #: Buffer of the planes.
@@ -73,7 +74,9 @@ def write_planes(dtype: str, how: Planes) -> Step:
     pieces = -(-how.channels // vector)
     if how.channels % vector == 0:
         pieces = -(-pieces // -(-pieces // _MOST_PIECES))
-    bits = min(_THREADS, _PIECES // (pieces | 1)).bit_length() - 1
+    bits = min(_MOST_TILE, _PIECES // (pieces | 1)).bit_length() - 1
+    while 1 << bits > _THREADS and how.positions >> bits < 4 * MANY_BLOCKS:
+        bits -= 1
     row = min(how.channels, pieces * vector)
     across = -(-how.channels // row)
     constants = (
@@ -81,7 +84,7 @@ def write_planes(dtype: str, how: Planes) -> Step:
         ("PARTS", how.parts),
         ("PIECES", _PIECES),
         ("MOST_PIECES", _MOST_PIECES),
-        ("MIN_BLOCKS", 6),
+        ("MIN_BLOCKS", 4),
     )
     source = KernelSource("write_planes", dtype, False, constants, folder="steps")
     params = params_of(source).pack(
