@@ -40,6 +40,11 @@ PLANES = {
     "residues as planes": planes_of((1, 6, 5, 9, 7), 8, (3, 4, 8))._replace(
         groups=2, step=(2, 2, 2), first=(0, -1, 1), apart=(1, 2), residues=(2, 2)
     ),
+    "one channel": planes_of((3, 1, 1, 40, 700), 2, (1, 12, 720))._replace(
+        step=(1, 4, 1), first=(0, -3, -5), residues=(1, 4)
+    ),
+    "two channels and residues": planes_of((2, 2, 5, 9, 40), 4, (3, 9, 45))._replace(step=(2, 1, 1), inner=(2, 1)),
+    "three channels": planes_of((5, 3, 1, 20, 31), 4, (1, 21, 34))._replace(first=(0, -1, -2)),
     "tiles of channels": planes_of((1, 200, 1, 3, 7), 400, (1, 2, 9))._replace(step=(1, 2, 1), inner=(1, 2)),
 }
 

@@ -13,7 +13,8 @@ from polyphase.program.step import MANY_BLOCKS, SRC, Step, plain_step
 
 _THREADS = 256
 _PIECES = 1536  # 16-byte pieces of a block's tile in shared memory
-_MOST_TILE = 1024  # most positions of a tile
+_FEW_CHANNELS = 4  # up to which positions are written directly
+_MOST_DIRECT = 2048  # most positions of a tile then
 _MOST_PIECES = 16  # most pieces of a position in a tile
 
 #: Buffer of the planes.
@@ -74,9 +75,11 @@ def write_planes(dtype: str, how: Planes) -> Step:
     pieces = -(-how.channels // vector)
     if how.channels % vector == 0:
         pieces = -(-pieces // -(-pieces // _MOST_PIECES))
-    bits = min(_MOST_TILE, _PIECES // (pieces | 1)).bit_length() - 1
-    while 1 << bits > _THREADS and how.positions >> bits < 4 * MANY_BLOCKS:
-        bits -= 1
+    bits = min(_THREADS, _PIECES // (pieces | 1)).bit_length() - 1
+    position = how.channels * DTYPE_BYTES[dtype]
+    directly = position if position in (4, 8, 16) and how.channels <= _FEW_CHANNELS else 0
+    while directly and 1 << bits < _MOST_DIRECT and how.positions >> bits > 8 * MANY_BLOCKS:
+        bits += 1
     row = min(how.channels, pieces * vector)
     across = -(-how.channels // row)
     constants = (
@@ -84,7 +87,8 @@ def write_planes(dtype: str, how: Planes) -> Step:
         ("PARTS", how.parts),
         ("PIECES", _PIECES),
         ("MOST_PIECES", _MOST_PIECES),
-        ("MIN_BLOCKS", 4),
+        ("DIRECTLY", directly),
+        ("MIN_BLOCKS", 4 if directly else 6),
     )
     source = KernelSource("write_planes", dtype, False, constants, folder="steps")
     params = params_of(source).pack(

@@ -10,9 +10,11 @@
 // neighbouring channels of a position. Neighbouring threads read neighbouring positions, each the channels of a piece,
 // and write the piece to shared memory, [position][piece]. An odd pitch keeps both ways free of bank conflicts. Rows of
 // whole pieces are written in pieces, others (a tile has whole rows then) in words of four bytes. Source offsets of
-// channels are computed once a tile: dividing by residues for every piece takes longer than copying it. So it does for
-// every position: a thread's next one is found from the one before, if it is in the same row. Tiles of the same
-// positions have neighbouring numbers, since they write the same sectors.
+// channels are computed once a tile: dividing by residues for every piece takes longer than copying it. Tiles of the
+// same positions have neighbouring numbers, since they write the same sectors.
+//
+// Positions of few channels, DIRECTLY bytes (4, 8 or 16), are written without shared memory. A thread has several of a tile, THREADS
+// apart, and finds each from the one before if both are in a row.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"
@@ -34,10 +36,11 @@ struct Params {
 };
 
 constexpr int VECTOR = 16 / sizeof(scalar_t);
-constexpr int AT_ONCE = 4;  // pieces that a thread reads before it writes one
+constexpr int AT_ONCE = VECTOR > 4 && DIRECTLY == 0 ? 2 : 4;  // pieces that a thread reads before it writes one
 constexpr int WORD = 4 / sizeof(scalar_t);
 using Piece = Vector<scalar_t, VECTOR>;
 using Word = Vector<scalar_t, WORD>;
+using Direct = Vector<scalar_t, (DIRECTLY > 0 ? DIRECTLY : 16) / sizeof(scalar_t)>;  // all channels of a position
 
 // TF32, or the rounding error of TF32 (operand/tf32.cuh).
 template <class T>
@@ -75,7 +78,7 @@ struct Channel {
 // A position whose channels a thread reads.
 struct Position {
   int index, column;  // of all positions; of its row
-  int d, h;           // of the source; NOWHERE in slabs of a position that does not exist
+  int d, h;           // of the source; d is NOWHERE if there is no such element
   const scalar_t* from;
 
   __device__ __forceinline__ Position(const scalar_t* src, const Params& params, int index) : index(index) {
@@ -83,10 +86,11 @@ struct Position {
     const int plane = of_plane / params.images, plane_d = plane / params.residues[1];
     const int group = plane_d / params.residues[0];
     column = index - row * params.padded[2].value;
-    row_d = slab % params.padded[0] * params.step[0] + params.first[0] + plane_d % params.residues[0] * params.apart[0];
+    of_row =
+        slab % params.padded[0] * params.step[0] + params.first[0] + plane_d % params.residues[0] * params.apart[0];
     h = row % params.padded[1] * params.step[1] + params.first[1] + plane % params.residues[1] * params.apart[1];
     from = src + of_plane % params.images * params.stride[0] + group * params.group.value * params.stride[1] +
-           row_d * params.stride[2] + h * params.stride[3] + width(params) * params.stride[4];
+           of_row * params.stride[2] + h * params.stride[3] + width(params) * params.stride[4];
     find(params);
   }
   __device__ __forceinline__ void advance(const scalar_t* src, const Params& params, int by) {
@@ -98,10 +102,21 @@ struct Position {
     find(params);
   }
 
-  // Reads `count` neighbouring channels of a piece, the first of which is in the tile. If groups are whole pieces they
-  // belong to one residue.
-  __device__ __forceinline__ Piece read_piece(const Params& params, const Channel* channels, int count) const {
-    Piece piece = {};
+  // Reads all channels.
+  __device__ __forceinline__ Direct read_all(const Params& params, const Channel* channels) const {
+    Direct all;
+#pragma unroll
+    for (int i = 0; i < (int)(sizeof(Direct) / sizeof(scalar_t)); ++i) {
+      const Channel channel = channels[i];
+      all.value[i] = has(params, channel) ? read(from + channel.offset) : zero<scalar_t>();
+    }
+    return all;
+  }
+
+  // Reads a piece of neighbouring channels, the first of which is in the tile. If groups are whole pieces they belong
+  // to one residue.
+  __device__ __forceinline__ Piece read_piece(const Params& params, const Channel* channels) const {
+    Piece piece;
     if (params.group.value % VECTOR == 0) {
       const Channel channel = *channels;
       const scalar_t* at = from + channel.offset;
@@ -111,7 +126,6 @@ struct Position {
     } else {
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) {
-        if (i >= count) break;
         const Channel channel = channels[i];
         piece.value[i] = has(params, channel) ? read(from + channel.offset) : zero<scalar_t>();
       }
@@ -120,17 +134,40 @@ struct Position {
   }
 
  private:
-  int row_d;  // d of the row
+  int of_row;  // d of the row's elements
 
   __device__ __forceinline__ int width(const Params& params) const { return column * params.step[2] + params.first[2]; }
   __device__ __forceinline__ void find(const Params& params) {
     const bool exists = index < params.positions && (unsigned)width(params) < (unsigned)params.size[2];
-    d = exists ? row_d : NOWHERE;
+    d = exists ? of_row : NOWHERE;
   }
   __device__ __forceinline__ bool has(const Params& params, const Channel& channel) const {
     return (unsigned)(d + channel.d) < (unsigned)params.size[0] && (unsigned)(h + channel.h) < (unsigned)params.size[1];
   }
 };
+
+// Writes the positions of a tile directly.
+__device__ __forceinline__ void write_directly(const scalar_t* src, Direct* dst, const Params& params,
+                                               const Channel* channels, int first_position) {
+  const int thread = (int)threadIdx.x, present = min(1 << params.position_bits, params.positions - first_position);
+  Position position(src, params, first_position + thread);
+  dst += first_position;
+#pragma unroll 1
+  for (int first = thread; first < present; first += AT_ONCE * THREADS) {
+    Direct values[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      values[i] = position.read_all(params, channels);
+      position.advance(src, params, THREADS);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+        if (first + i * THREADS < present)
+          dst[(long long)part * params.positions + first + i * THREADS] = part_of(values[i], part);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     write_planes(const scalar_t* __restrict__ src, scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
@@ -144,30 +181,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int first_channel = ((int)blockIdx.x - block * params.across.value) * params.row.value;
 #pragma unroll 1
   for (int i = thread; i < params.pieces.value * VECTOR; i += THREADS) channels[i] = Channel(params, first_channel + i);
+  if constexpr (DIRECTLY > 0) {
+    __syncthreads();
+    return write_directly(src, (Direct*)dst, params, channels, first_position);
+  }
 
-  // Positions that all threads read at once, and pieces of a position from one of a thread to its next.
-  const int together = min(THREADS, tile_positions), apart = THREADS / together, first = thread / together;
-  const int pieces = params.pieces.value, row = params.row.value;
-  int mine = thread - first * together, next = first;
-  Position position(src, params, first_position + mine);
+  const int mine = thread & tile_positions - 1, apart = THREADS >> params.position_bits;
+  const Position position(src, params, first_position + mine);
   __syncthreads();
 #pragma unroll 1
-  while (mine < tile_positions) {
-    Piece values[AT_ONCE];
-    int places[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const bool exists = mine < tile_positions && next < pieces;
-      if (exists) values[i] = position.read_piece(params, channels + next * VECTOR, row - next * VECTOR);
-      places[i] = exists ? mine * pitch + next : -1;
-      next += apart;
-      if (next < pieces) continue;
-      next = first, mine += together;
-      if (mine < tile_positions) position.advance(src, params, together);
-    }
+  for (int first = thread >> params.position_bits; first < params.pieces.value; first += AT_ONCE * apart) {
+    Piece pieces[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (places[i] >= 0) tile[places[i]] = values[i];
+      if (first + i * apart < params.pieces.value)
+        pieces[i] = position.read_piece(params, channels + (first + i * apart) * VECTOR);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (first + i * apart < params.pieces.value) tile[mine * pitch + first + i * apart] = pieces[i];
   }
   __syncthreads();
 

@@ -20,7 +20,7 @@ from polyphase.schedules.tap_gemm.flat import FlatAxis
 from polyphase.schedules.tap_gemm.product import Product
 from polyphase.schedules.tiles import Four
 
-_MOST_POSITIONS = 1 << 31  # positions of a part's planes
+_MOST_POSITIONS = (1 << 31) - (1 << 12)  # positions of a part's planes, of which a tile may have some more
 
 
 @dataclass(frozen=True)
