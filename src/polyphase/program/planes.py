@@ -57,6 +57,16 @@ class Planes(NamedTuple):
         return self.of_part * math.prod(self.padded)
 
     @property
+    def group(self) -> int:
+        """Channels of a group of the tensor."""
+        return self.shape[1] // self.groups
+
+    def directly(self, element: int) -> int:
+        """Bytes of a position of few channels, which is written without shared memory; 0 for others."""
+        position = self.channels * element
+        return position if position in (4, 8, 16) and self.channels <= _FEW_CHANNELS else 0
+
+    @property
     def elements(self) -> int:
         """Elements of the result."""
         return self.parts * self.positions * self.channels
@@ -71,13 +81,11 @@ def padded_channels(channels: int, unit: int, element: int) -> int:
 
 def write_planes(dtype: str, how: Planes) -> Step:
     """The step that writes the planes."""
-    vector = 16 // DTYPE_BYTES[dtype]
+    vector, directly = 16 // DTYPE_BYTES[dtype], how.directly(DTYPE_BYTES[dtype])
     pieces = -(-how.channels // vector)
     if how.channels % vector == 0:
         pieces = -(-pieces // -(-pieces // _MOST_PIECES))
     bits = min(_THREADS, _PIECES // (pieces | 1)).bit_length() - 1
-    position = how.channels * DTYPE_BYTES[dtype]
-    directly = position if position in (4, 8, 16) and how.channels <= _FEW_CHANNELS else 0
     while directly and 1 << bits < _MOST_DIRECT and how.positions >> bits > 8 * MANY_BLOCKS:
         bits += 1
     row = min(how.channels, pieces * vector)
@@ -101,7 +109,7 @@ def write_planes(dtype: str, how: Planes) -> Step:
         images=max(1, how.shape[0]),
         residues=how.residues,
         inner=how.inner,
-        group=how.shape[1] // how.groups,
+        group=how.group,
         channels=how.channels,
         positions=how.positions,
         pieces=pieces,

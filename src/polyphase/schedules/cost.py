@@ -12,6 +12,7 @@ from polyphase.problem.problem import ConvTransposeProblem
 
 if TYPE_CHECKING:
     from polyphase.problem.device import DeviceInfo
+    from polyphase.program.planes import Planes
 
 
 def waves_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, float]:
@@ -45,6 +46,17 @@ def transpose_seconds(moved: float, device: DeviceInfo, tensors: int = 1) -> flo
     """Predicted time of the layout transposes of ``tensors`` that read and write ``moved`` bytes in all."""
     terms = costs("transpose", device)
     return tensors * terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second)
+
+
+def planes_seconds(how: Planes, element: int, device: DeviceInfo) -> float:
+    """Predicted time of the step that writes planes of elements of ``element`` bytes: of its bytes, or of its work."""
+    terms, work = costs("planes", device), 0.0
+    if how.directly(element):
+        work = how.positions * terms.position
+    elif element == 2 and how.group % 8:
+        work = how.positions * math.ceil(how.channels / 8) * terms.piece
+    moved = (how.elements + math.prod(how.shape)) * element
+    return transpose_seconds(0, device) + max(transpose_seconds(moved, device, 0), work)
 
 
 def halves_seconds(moved: float, device: DeviceInfo, channels_last: bool, tensors: int = 1) -> float:

@@ -157,6 +157,7 @@ __device__ __forceinline__ void write_directly(const scalar_t* src, Direct* dst,
     Direct values[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
+      if (first + i * THREADS >= present) break;
       values[i] = position.read_all(params, channels);
       position.advance(src, params, THREADS);
     }

@@ -17,7 +17,7 @@ from polyphase.program.planes import Planes, Three
 from polyphase.program.program import Transposed
 from polyphase.program.step import MANY_BLOCKS, Step, plain_step
 from polyphase.schedules.cells import Gather, Side
-from polyphase.schedules.cost import transpose_seconds
+from polyphase.schedules.cost import planes_seconds, transpose_seconds
 from polyphase.schedules.tensor_cores import parts_of
 from polyphase.schedules.tiles import picked
 
@@ -227,8 +227,13 @@ def as_read(
 
 def seconds_before(product: Product, transposed: Iterable[Transposed | Planes | None], device: DeviceInfo) -> float:
     """Predicted seconds of the transposes before a kernel."""
-    moved = [(how.elements + math.prod(how.shape)) * product.size for how in transposed if how is not None]
-    return transpose_seconds(sum(moved), device, len(moved))
+
+    def seconds(how: Transposed | Planes) -> float:
+        if isinstance(how, Planes):
+            return planes_seconds(how, product.size, device)
+        return transpose_seconds((how.elements + math.prod(how.shape)) * product.size, device)
+
+    return sum(seconds(how) for how in transposed if how is not None)
 
 
 def pack_step(
