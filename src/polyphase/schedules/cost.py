@@ -54,7 +54,7 @@ def planes_seconds(how: Planes, element: int, device: DeviceInfo) -> float:
     if how.directly(element):
         work = how.positions * terms.position
     elif element == 2 and how.group % 8:
-        work = how.positions * math.ceil(how.channels / 8) * terms.piece
+        work = how.positions * (terms.position + math.ceil(how.channels / 8) * terms.piece)
     moved = (how.elements + math.prod(how.shape)) * element
     return transpose_seconds(0, device) + max(transpose_seconds(moved, device, 0), work)
 
