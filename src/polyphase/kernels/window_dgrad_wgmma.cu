@@ -20,6 +20,7 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
+#include "operand/half_copies.cuh"
 #include "operand/window.cuh"
 #include "operand/window_rows.cuh"
 #include "mainloop/window_wgmma.cuh"
@@ -98,7 +99,8 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_dgrad_wgmma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight, const scalar_t*,
-                       scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+                       scalar_t* __restrict__ dst GUARD_PARAMETER, const __grid_constant__ Params params) {
+  RETURN_IF_EXACT;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) WindowBarriers ring;
   __shared__ int positions[ROWS];

@@ -22,6 +22,7 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
+#include "operand/half_copies.cuh"
 #include "operand/run_loader.cuh"
 #include "operand/window.cuh"
 #include "operand/window_rows.cuh"
@@ -108,8 +109,9 @@ __device__ __forceinline__ void flush(const Sums& sums, void* partial, long long
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    window_wgrad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
-                       const __grid_constant__ Params params) {
+    window_wgrad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad,
+                       void* __restrict__ partial GUARD_PARAMETER, const __grid_constant__ Params params) {
+  RETURN_IF_EXACT;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) WindowBarriers ring;
   int block = blockIdx.x;

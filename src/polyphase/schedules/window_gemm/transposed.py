@@ -16,17 +16,18 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
-from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, between_transposes, transpose_reduces, unless_exact
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cost import halves_seconds, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.window_gemm.mma import MmaConfig, WindowDgradMma, WindowWgradMma
+from polyphase.schedules.window_gemm.mma import WindowDgradMma, WindowWgradMma
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import TmaConfig, with_stages
 from polyphase.schedules.window_gemm.tma_cost import weight_planes
+from polyphase.schedules.window_gemm.wgmma import WindowDgradWgmma, WindowWgradWgmma
 from polyphase.schedules.window_gemm.window import Gradient
 
+_FEW_STAGES = 3  # of a kernel that replaces inexact copies
 _FEW_COLUMNS = 4  # column tiles of a warp
 _PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these, or a multiple of the last
 
@@ -36,22 +37,23 @@ class _Transposed(Gradient):
 
     adapts = True
     _tma: WindowDgradTma | WindowWgradTma
-    _mma: Schedule
+    _in_place: tuple[Schedule, ...]  # kernels of NCHW that multiply TF32 where copies in float16 are inexact
     _reads: int  # tensors that are transposed before; the result is transposed back
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.channels_last and problem.dtype != "float32":
             return "needs NCHW, or float32 that becomes float16"
-        plain = self._plain(problem)
-        if problem.dtype == "float32" and (reason := plain.supports(problem, self.pass_, device)) is not None:
-            return reason
+        if problem.dtype == "float32":
+            reasons = [each.supports(problem, self.pass_, device) for each in self._plain(problem)]
+            if None not in reasons:
+                return reasons[-1]
         if problem.dtype == "float32" and self.pass_ is Pass.INPUT_GRAD and problem.out_channels_per_group == 1:
             return "needs two output channels a group, as one number alone is often too small for a checked copy"
         return self._tma.supports(_last(problem, self.pass_), self.pass_, device)
 
-    def _plain(self, problem: ConvTransposeProblem) -> Schedule:
-        """The schedule that multiplies TF32 where copies in float16 are inexact."""
-        return self._tma if problem.channels_last else self._mma
+    def _plain(self, problem: ConvTransposeProblem) -> tuple[Schedule, ...]:
+        """The kernels that multiply TF32 where copies in float16 are inexact, the best first."""
+        return (self._tma,) if problem.channels_last else self._in_place
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return self._tma.nothing_fits(problem, device)
@@ -99,7 +101,7 @@ class _Transposed(Gradient):
     ) -> Cost | None:
         """The cost of the TMA kernel and the transposes around it; None if nothing replaces inexact copies."""
         last = _last(problem, pass_)
-        if problem.dtype == "float32" and self._config_of_plain(problem, device, layouts) is None:
+        if problem.dtype == "float32" and self._replacement(problem, device, layouts) is None:
             return None
         transposes = self._copies(problem, last, device) + self._back(problem, last, device, config)
         lie = self._layouts(problem, pass_, layouts)
@@ -151,16 +153,22 @@ class _Transposed(Gradient):
         program = between_transposes(inner, problem, pass_, layouts, last, back=back)
         if problem.dtype != "float32":
             return program
-        plain = self._config_of_plain(problem, device, layouts)
-        assert plain is not None
-        return unless_exact(program, self._plain(problem).program(problem, pass_, device, layouts, plain))
+        replacement = self._replacement(problem, device, layouts)
+        assert replacement is not None
+        schedule, of_schedule = replacement
+        return unless_exact(program, schedule.program(problem, pass_, device, layouts, of_schedule))
 
-    def _config_of_plain(self, problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts) -> Any:
-        """The fastest config of `_plain`, or None; of mma.sync the largest that compiles fast."""
-        schedule = self._plain(problem)
-        if problem.channels_last:
-            return _fastest(schedule, problem, self.pass_, device)
-        return _largest(schedule, problem, self.pass_, device, layouts)
+    def _replacement(
+        self, problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts
+    ) -> tuple[Schedule, Any] | None:
+        """The kernel for inexact copies, and its config; None if there is none for these layouts."""
+        for schedule in self._plain(problem):
+            if schedule.supports(problem, self.pass_, device) is not None:
+                continue
+            config = _config_of(schedule, problem, self.pass_, device, layouts)
+            if config is not None:
+                return schedule, config
+        return None
 
     def _layouts(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> Layouts:
         """Layouts that the TMA kernel sees: transposed copies are dense and aligned, the weight is not copied."""
@@ -177,7 +185,7 @@ class WindowDgradTransposed(_Transposed):
     name = "window_dgrad_transposed"
     passes = (Pass.INPUT_GRAD,)
     _tma = WindowDgradTma()
-    _mma = WindowDgradMma()
+    _in_place = (WindowDgradWgmma(), WindowDgradMma())
     _reads = 1
 
 
@@ -187,26 +195,29 @@ class WindowWgradTransposed(_Transposed):
     name = "window_wgrad_transposed"
     passes = (Pass.WEIGHT_GRAD,)
     _tma = WindowWgradTma()
-    _mma = WindowWgradMma()
+    _in_place = (WindowWgradWgmma(), WindowWgradMma())
     _reads = 2
 
 
 @lru_cache(maxsize=1024)
-def _fastest(schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> TmaConfig | None:
-    configs = schedule.configs(standard(problem), pass_, device)
-    return min(configs, key=lambda each: schedule.seconds(problem, pass_, device, each), default=None)
-
-
-@lru_cache(maxsize=1024)
-def _largest(
+def _config_of(
     schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-) -> MmaConfig | None:
-    """The config with the largest tile that fits and has few columns, so that it compiles fast."""
-    configs = schedule.configs(schedule.ranked_at(problem, pass_, layouts), pass_, device)
-    found = sorted(
-        configs, key=lambda each: (each.column_tiles > _FEW_COLUMNS, -each.rows * each.columns, -each.buffers)
-    )
-    return next((each for each in found if schedule.cost(problem, pass_, device, layouts, each) is not None), None)
+) -> Any:
+    """The fastest config, or None; of the windows' wgmma the fastest with few stages, which are found fast.
+
+    Of mma.sync the one with the largest tile that has few columns: it compiles fast.
+    """
+    at = schedule.ranked_at(problem, pass_, layouts)
+    if at is None:
+        return None
+    configs: list[Any] = list(schedule.configs(at, pass_, device))
+    if isinstance(schedule, (WindowDgradMma, WindowWgradMma)):
+        configs.sort(key=lambda each: (each.column_tiles > _FEW_COLUMNS, -each.rows * each.columns, -each.buffers))
+    else:
+        if isinstance(schedule, (WindowDgradWgmma, WindowWgradWgmma)):
+            configs = [each for each in configs if each.buffers == _FEW_STAGES]
+        configs.sort(key=lambda each: schedule.seconds(at, pass_, device, each))
+    return next((each for each in configs if schedule.cost(problem, pass_, device, layouts, each) is not None), None)
 
 
 def _back_bytes(problem: ConvTransposeProblem) -> int:
