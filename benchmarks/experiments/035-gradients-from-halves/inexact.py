@@ -1,7 +1,7 @@
 """Times gradients whose float16 copies are exact, and inexact ones: ``python inexact.py --csv FILE``. Needs a GPU.
 
-Milliseconds, as `bench` measures them, of layers of the record, and PyTorch's by default. Inexact data has a channel and
-pixels of the output gradient that are 10⁻¹² times as large.
+Milliseconds, as `bench` measures them, of layers of the record, and PyTorch's by default. Inexact data has a channel
+and pixels of the output gradient that are 10⁻¹² times as large.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import math
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Strides, five
+from polyphase.problem.layouts import Strides, channels_innermost, five
 from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
 
@@ -27,10 +27,7 @@ _SAMPLE, _SAMPLES, _MOST_STEP = 8, 1 << 16, 512  # elements of a sample; samples
 _PARTS_OF_TENSOR = 128
 _MOST_TILE_PIXELS = 512
 _MANY_TILES = 1 << 11  # of a copy in float16, from which on tiles are larger
-_HALVED_RUN, _FEW_THREADS = (
-    16,
-    1 << 17,
-)  # pixels of a thread of ``halve.cu``; threads below which these are half as many
+_HALVED_RUN, _HALVED_BESIDE = 8, 4  # pixels of a thread of ``halve.cu``, and of most neighbouring threads
 _HALVED_PIECES = 16  # pieces of a pixel that neighbouring threads copy at least, or of several pixels
 _MOST_UNIT = 16  # pieces of a pixel that are checked together
 HALF_COPIES_BYTES = 32 + 2 * 4 * _PARTS_OF_TENSOR  #: of ``HalfCopies`` in kernels/operand/half_copies.cuh
@@ -131,7 +128,7 @@ def to_halves(
     not all of a pixel's channels are added up. ``which``: of the tensors of `sample_magnitudes`; ``groups`` and
     ``padded`` as for `to_channels_last`.
     """
-    if shape[1] > 1 and strides[1] == 1:
+    if channels_innermost(shape[1], strides):
         return _halve(shape, strides, groups, padded, which, by_channels, measures, grouped)
     plain = transpose_source("float32")
     constants = {**dict(plain.constants), "SCALED": True, "BY_CHANNELS": by_channels is not None, "MEASURES": measures}
@@ -157,9 +154,9 @@ def _halve(
     apart, steps = by_channels or (1, 1, 1), (strides[0], *strides[2:])
     if apart == (1, 1, 1) and (pitch := _pixel_pitch(shape, strides)) is not None:
         batch, sizes, steps = 1, [1, 1, batch * math.prod(sizes)], (0, 0, 0, pitch)
-    beside = math.ceil(_HALVED_PIECES / (pieces * apart[2]))  # neighbouring threads have neighbouring pixels
-    apart = (*apart[:2], apart[2] * max(1, min(beside, sizes[2] // apart[2])))
-    run = _HALVED_RUN if pieces * batch * math.prod(sizes) >= _HALVED_RUN * _FEW_THREADS else _HALVED_RUN // 2
+    # Neighbouring threads have neighbouring pixels, so that they read runs of memory; a thread's are not far apart.
+    beside = min(_HALVED_BESIDE, math.ceil(_HALVED_PIECES / (pieces * apart[2])), sizes[2] // apart[2])
+    apart = (*apart[:2], apart[2] * max(1, beside))
     constants = {"THREADS": _THREADS, "BY_CHANNELS": by_channels is not None, "MEASURES": measures, "MIN_BLOCKS": 3}
     source = KernelSource("halve", "float32", False, tuple(constants.items()), folder="steps")
     aligned = all(step % 4 == 0 for step in steps) and group == padded
@@ -171,13 +168,13 @@ def _halve(
         pieces=pieces,
         padded=padded,
         group=group,
-        run=run,
+        run=_HALVED_RUN,
         unit=1 if grouped else math.gcd(padded // 8, _MOST_UNIT),
         which=which,
         aligned=aligned,
     )
     pixels = batch * math.prod(math.ceil(size / each) for size, each in zip(sizes, apart))  # of the largest class
-    threads = max(1, pixels // run) * math.prod(apart) * pieces
+    threads = max(1, pixels // _HALVED_RUN) * math.prod(apart) * pieces
     return plain_step(source, math.ceil(threads / _THREADS), _THREADS, params)
 
 

@@ -13,8 +13,8 @@
 // channels are computed once a tile: dividing by residues for every piece takes longer than copying it. Tiles of the
 // same positions have neighbouring numbers, since they write the same sectors.
 //
-// Positions of few channels, DIRECTLY bytes (4, 8 or 16), are written without shared memory. A thread has several of a tile, THREADS
-// apart, and finds each from the one before if both are in a row.
+// Positions of few channels, DIRECTLY bytes (4, 8 or 16), are written without shared memory. A thread has several of a
+// tile, THREADS apart, and finds each from the one before if both are in a row.
 
 #include "specialisation.cuh"
 #include "core/axis.cuh"

@@ -16,6 +16,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.problem.sizes import typical
 from polyphase.program.program import Program, between_transposes, transpose_reduces, unless_exact
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cost import halves_seconds, transpose_seconds
@@ -207,8 +208,8 @@ def _config_of(
 
     Of mma.sync the one with the largest tile that has few columns: it compiles fast.
     """
-    at = schedule.ranked_at(problem, pass_, layouts)
-    if at is None:
+    at = typical(problem)  # so that all sizes have the same kernel
+    if schedule.ranked_at(problem, pass_, layouts) is None:
         return None
     configs: list[Any] = list(schedule.configs(at, pass_, device))
     if isinstance(schedule, (WindowDgradMma, WindowWgradMma)):
