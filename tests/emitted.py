@@ -37,6 +37,12 @@ ON_ALL = ("grouped_strided", "square_stride1")
 #: A layer whose pixels come in boxes on sm_90a.
 BY_BOXES = "3x32x9x11 -> 16, k=4, s=2, p=1, channels_last, bfloat16, bias"
 
+#: Layers whose passes read float16 copies on sm_90a, with kernels that replace inexact ones.
+FROM_HALVES = (
+    "3x256x9x11 -> 128, k=4, s=2, p=1, tf32",
+    "3x256x9x11 -> 128, k=4, s=2, p=1, tf32, channels_last",
+)
+
 #: Layers that meet every schedule, dimension and memory format.
 LAYERS = (
     "2x16x9x8 -> 16, k=3, s=2, p=1, bias",
@@ -47,6 +53,7 @@ LAYERS = (
     "2x3x6x5 -> 2, k=3, float64",
     "1x1x30 -> 1, k=2000, s=500",
     BY_BOXES,
+    *FROM_HALVES,
 )
 
 TWO_LAYERS = '''

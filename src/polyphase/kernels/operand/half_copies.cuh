@@ -6,10 +6,10 @@
 // The step that writes a copy also checks it, by units of numbers that one sum has: of 32 neighbouring pixels of a
 // channel (channels innermost: 60) those that one tap meets, if they are several, or a group's channels of a pixel (128
 // of them or fewer). A copy is inexact if a number is not finite in float16, or if a unit that is not all zeros has no
-// number of at least 2^-13. In an exact copy numbers of 2^-14 and more keep their 11 bits, and the error of smaller ones
-// is at most 2^-25: 2^-12 of the largest of their unit, which TF32 rounds by as much. (TF32 is more accurate where only
-// numbers below 2^-22 of these are left: if the other operand is zero at the largest numbers of all units, or a tap does
-// not meet them, near a border.)
+// number of at least 2^-13. In an exact copy numbers of 2^-14 and more keep their 11 bits, and the error of smaller
+// ones is at most 2^-25: 2^-12 of the largest of their unit, which TF32 rounds by as much. (TF32 is more accurate where
+// only numbers below 2^-22 of these are left: if the other operand is zero at the largest numbers of all units, or a
+// tap does not meet them, near a border.)
 //
 // If a copy is inexact, producers of implicit_gemm gather the tensor itself (COPIED). Other kernels that multiply
 // copies are followed by steps that multiply TF32 and overwrite the result; if copies are exact, these return at once
