@@ -127,11 +127,8 @@ class _Transposed(Gradient):
         size, halves = DTYPE_BYTES[problem.dtype], problem.dtype != last.dtype
         if self.pass_ is Pass.INPUT_GRAD:
             wider = 2 * problem.elements[0] / device.copy_bytes_per_second if halves else 0.0
-            return (
-                wider
-                if config.first or problem.channels_last
-                else wider + transpose_seconds(_back_bytes(problem), device)
-            )
+            stored_at_once = config.first or problem.channels_last
+            return wider + (0.0 if stored_at_once else transpose_seconds(_back_bytes(problem), device))
         if last.weight_shape == problem.weight_shape:
             planes = weight_planes(last, config, device)
             if problem.channels_last or (planes > halves and transpose_reduces(problem, planes)):
