@@ -20,7 +20,7 @@ from polyphase.problem.sizes import typical
 from polyphase.program.program import Program, between_transposes, transpose_reduces, unless_exact
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cost import halves_seconds, transpose_seconds
-from polyphase.schedules.schedule import Cost, Schedule
+from polyphase.schedules.schedule import Cost
 from polyphase.schedules.window_gemm.mma import WindowDgradMma, WindowWgradMma
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import TmaConfig, with_stages
@@ -38,21 +38,21 @@ class _Transposed(Gradient):
 
     adapts = True
     _tma: WindowDgradTma | WindowWgradTma
-    _in_place: tuple[Schedule, ...]  # kernels of NCHW that multiply TF32 where copies in float16 are inexact
+    _in_place: tuple[Gradient, ...]  # kernels of NCHW that multiply TF32 where copies in float16 are inexact
     _reads: int  # tensors that are transposed before; the result is transposed back
 
     def _limits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str | None:
         if problem.channels_last and problem.dtype != "float32":
             return "needs NCHW, or float32 that becomes float16"
         if problem.dtype == "float32":
-            reasons = [each.supports(problem, self.pass_, device) for each in self._plain(problem)]
+            reasons = [each._limits(problem, device) for each in self._plain(problem)]
             if None not in reasons:
                 return reasons[-1]
         if problem.dtype == "float32" and self.pass_ is Pass.INPUT_GRAD and problem.out_channels_per_group == 1:
             return "needs two output channels a group, as one number alone is often too small for a checked copy"
-        return self._tma.supports(_last(problem, self.pass_), self.pass_, device)
+        return self._tma._limits(_last(problem, self.pass_), device)
 
-    def _plain(self, problem: ConvTransposeProblem) -> tuple[Schedule, ...]:
+    def _plain(self, problem: ConvTransposeProblem) -> tuple[Gradient, ...]:
         """The kernels that multiply TF32 where copies in float16 are inexact, the best first."""
         return (self._tma,) if problem.channels_last else self._in_place
 
@@ -158,10 +158,10 @@ class _Transposed(Gradient):
 
     def _replacement(
         self, problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts
-    ) -> tuple[Schedule, Any] | None:
+    ) -> tuple[Gradient, Any] | None:
         """The kernel for inexact copies, and its config; None if there is none for these layouts."""
         for schedule in self._plain(problem):
-            if schedule.supports(problem, self.pass_, device) is not None:
+            if schedule._limits(problem, device) is not None:
                 continue
             config = _config_of(schedule, problem, self.pass_, device, layouts)
             if config is not None:
@@ -199,7 +199,7 @@ class WindowWgradTransposed(_Transposed):
 
 @lru_cache(maxsize=1024)
 def _config_of(
-    schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
+    schedule: Gradient, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
 ) -> Any:
     """The fastest config, or None; of the windows' wgmma the fastest with few stages, which are found fast.
 
