@@ -494,7 +494,7 @@ __device__ __forceinline__ void prefetch_residuals(const Params& params, const W
 #endif
 
 #if COPIED
-#define COPIES_PARAMETER , const operand_t* __restrict__ copy, const HalfCopies* __restrict__ copies
+#define COPIES_PARAMETER , const operand_t* __restrict__ copy, const HalfCopies* copies
 #define COPIES copies
 #define BOXED(src) copy
 #else

@@ -595,7 +595,7 @@ __device__ __forceinline__ void settle(const Params& params, const unsigned char
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    phase_gemm_pixels(const scalar_t* __restrict__ x, const unsigned char* __restrict__ packed,
+    phase_gemm_pixels(const scalar_t* __restrict__ x, const unsigned char* packed,
                       const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ y,
                       const __grid_constant__ Params params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];

@@ -159,7 +159,7 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_dgrad_tma(const scalar_t* __restrict__ grad, const scalar_t* __restrict__ weight,
-                     [[maybe_unused]] const HalfCopies* __restrict__ scales, scalar_t* __restrict__ dst GUARD_PARAMETER,
+                     [[maybe_unused]] const HalfCopies* scales, scalar_t* __restrict__ dst GUARD_PARAMETER,
                      const __grid_constant__ Params params) {
   RETURN_IF_EXACT;
   extern __shared__ __align__(1024) unsigned char shared_memory[];

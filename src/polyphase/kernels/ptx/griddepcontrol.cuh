@@ -12,6 +12,9 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // In the second: waits until the first has ended and its writes are visible. A step that reads none of them also waits
 // before it ends, since a third step waits for the second alone.
+//
+// A parameter through which threads read what the first has written is not `const __restrict__`: such reads would count
+// as reads of constants, and the assembler moves these above the wait (tests/test_waits.py).
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
