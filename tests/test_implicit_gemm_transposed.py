@@ -87,7 +87,8 @@ def test_products(problem: ConvTransposeProblem, pass_: Pass) -> None:
         readers = [step.source.kernel for step in program.steps if "src" in step.operands]
         if in_halves(program):
             copy = "halve" if problem.channels_last else "transpose"
-            assert readers == ["sample_magnitudes", copy, "implicit_gemm"]
+            assert readers[:3] == ["sample_magnitudes", copy, "implicit_gemm"]
+            assert [name.startswith("window_dgrad") for name in readers[3:]] == [True] * (pass_ is Pass.INPUT_GRAD)
         else:
             assert readers == ["transpose"]
         assert_exact(problem, pass_, candidate, program, executor=Emulator(seed % 1000))
@@ -110,10 +111,12 @@ def test_the_kernel_starts_after_the_copy_is_written() -> None:
             if in_halves(program):  # then it waits before it reads
                 copy_step = "halve" if problem.channels_last else "transpose"
                 weights, copy = [("measure", False), ("pack", True)], [("sample", True), (copy_step, True)]
-                assert steps == [*weights, *copy, ("implicit", True)], name
+                assert steps[:5] == [*weights, *copy, ("implicit", True)], name
+                assert not any(overlaps for _, overlaps in steps[5:])
+                assert bool(steps[5:]) == (pass_ is Pass.INPUT_GRAD)
             else:
                 assert steps == [("pack", False), ("transpose", True), ("implicit", False)], name
-            assert program.main is program.steps[-1]
+            assert program.main.source.kernel == "implicit_gemm"
 
 
 @needs_emulator
@@ -160,6 +163,26 @@ def test_groups_are_checked_apart(pass_: Pass, channels_last: bool) -> None:
     exact = reference(problem, pass_, (first.double(), second.double()))
     for part, wide in zip(found.split(32, 1), exact.split(32, 1)):
         assert (part - wide).norm() < 4e-4 * wide.norm(), candidate.describe()
+
+
+@needs_emulator
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("number", [1e-9, 1e9, torch.inf])
+def test_inexact_gradients_are_computed_again(number: float, channels_last: bool) -> None:
+    """The result is that of the kernel behind it, bit for bit."""
+    problem = make((1, 32, 7, 8), 32, 3, 1, 1, tf32=True, channels_last=channels_last)
+    _, program = offers(SCHEDULE, problem, Pass.INPUT_GRAD)[0]
+    generator = torch.Generator().manual_seed(2)
+    first, second = (torch.randn(shape, generator=generator) for shape in operand_shapes(problem, Pass.INPUT_GRAD))
+    first[0, :, 2, 3] *= number
+    behind = program.steps[program.main_index + 1 :]
+    free = tuple(
+        replace(step, source=step.source.with_constants(GUARDED=False), operands=step.operands[:-1]) for step in behind
+    )
+    dense = Layouts.dense(problem)
+    found = run(problem, Pass.INPUT_GRAD, program, dense, (first, second))
+    alone = run(problem, Pass.INPUT_GRAD, replace(program, steps=free, main_index=0), dense, (first, second))
+    assert torch.equal(found.nan_to_num(12345.0), alone.nan_to_num(12345.0))
 
 
 @needs_emulator

@@ -24,7 +24,7 @@
 //     TRANSPOSE_GROUPS groups of them, round-robin over stages;
 //   - with TMA_OPERANDS TMA writes B directly: NHWC, or NCHW in 16 bit (MN_MAJOR) if no tap shifts B. With COPIED it
 //     loads a checked copy of the float32 source in float16 (operand/half_copies.cuh); if that is inexact, producers
-//     gather pixels from the source.
+//     gather pixels from the source, or (REPLACED) another kernel computes the result again.
 //
 // Shared memory: STAGES stages of weights (unless RESIDENT: then they stay, and the work tiles of a block have the same
 // row groups) and pixels; the RESIDENT weights; RAW_SLOTS stages of boxes or rows that are not transposed yet; the
@@ -256,7 +256,7 @@ __device__ __forceinline__ void transpose_stages(const Params& params, const Til
 __device__ __forceinline__ void take_bands(TileScheduler& scheduler, const Scales& scales,
                                            [[maybe_unused]] const HalfCopies* copies) {
 #if COPIED
-  scheduler.gathers = copies->inexact != 0;
+  scheduler.gathers = !REPLACED && copies->inexact != 0;
   const Band band = scheduler.gathers ? find_bands(copies->measured) : Band{copies->scale[0], 1};
 #else
   const Band band = scales.first_band();
@@ -407,10 +407,8 @@ __device__ __forceinline__ void produce_by_tma(const Params& params, TileSchedul
   const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32 - CONSUMERS * 4, 0);
   const unsigned raw_full = shared_address(shared.raw_full), raw_empty = shared_address(shared.raw_empty);
 #if COPIED
-  if (scheduler.gathers) {
-    gather_stages(params, scheduler, src, packed, stages, stage_bytes, full, empty);
-    return;
-  }
+  if (!REPLACED && scheduler.gathers)
+    return gather_stages(params, scheduler, src, packed, stages, stage_bytes, full, empty);
 #endif
   if (warp < TRANSPOSE_GROUPS * TRANSPOSE_WARPS && !TMA_OPERANDS) {
     transpose_stages(params, scheduler, operands, warp, stages, stage_bytes, raw, raw_stage, full, empty, raw_full,

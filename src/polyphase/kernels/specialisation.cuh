@@ -44,6 +44,7 @@ constexpr int CHANNEL_BLOCKS = 1, LINES = 1, STACKED = 1, WIDTH_PARTS = 1, K_STE
 constexpr int ROW_CHANNELS = 64;
 constexpr int OPERATIONS = 8, COUNTER_BYTES = 128;
 constexpr bool SRC_CHANNELS_LAST = false, WHOLE_IMAGES = false, TMA_OPERANDS = false;
+constexpr bool REPLACED = false;  // COPIED: another kernel computes the result if the copy is inexact
 constexpr int PIXELS = 64, PIXEL_BLOCKS = 1, CONSUMERS = 2;
 constexpr bool COOPERATIVE = false, PING_PONG = false, RESIDENT = false;
 constexpr int LOADER_GROUPS = 2, LOADER_THREADS = 256, GIVEN_REGISTERS = 0, TRANSPOSE_GROUPS = 1, STAGES = 4;

@@ -191,7 +191,7 @@ def reading_source_channels_last(inner: Program, dtype: str, how: Transposed) ->
 
 
 def reading_source_halves(inner: Program, how: Transposed, grouped: bool) -> Program:
-    """A program whose main step reads a copy in float16 of the float32 source, and the source if it is inexact.
+    """A program whose main step reads a copy in float16 of the float32 source, and may read the source.
 
     It is written after the packing of the weights. The main step waits before it reads. ``grouped``: for `to_halves`.
     """

@@ -11,9 +11,8 @@
 // only numbers below 2^-22 of these are left: if the other operand is zero at the largest numbers of all units, or a
 // tap does not meet them, near a border.)
 //
-// If a copy is inexact, producers of implicit_gemm gather the tensor itself (COPIED). Other kernels that multiply
-// copies are followed by steps that multiply TF32 and overwrite the result; if copies are exact, these return at once
-// (GUARDED).
+// If a copy is inexact, producers of implicit_gemm gather the tensor itself in forward passes (COPIED). Gradients are
+// followed by steps that multiply TF32 and overwrite the result; if copies are exact, these return at once (GUARDED).
 
 #pragma once
 

@@ -238,6 +238,7 @@ class ImplicitGemm(Schedule):
         return (
             *packing_constants(gather, config, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
+            *([] if gather.original is None else [("REPLACED", gather.mirrored)]),
             *constants_of(
                 config, "whole_images tma_operands pixels pixel_blocks resident loader_groups stages cluster wgmma"
             ),

@@ -14,7 +14,13 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
-from polyphase.program.program import Program, Transposed, reading_source_channels_last, reading_source_halves
+from polyphase.program.program import (
+    Program,
+    Transposed,
+    reading_source_channels_last,
+    reading_source_halves,
+    unless_exact,
+)
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import halves_seconds, transpose_seconds
@@ -23,7 +29,9 @@ from polyphase.schedules.implicit_gemm.families import SCALED_CHANNELS, Layer
 from polyphase.schedules.implicit_gemm.schedule import ImplicitGemm
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import parts_of
+from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed
 
+_GRADIENT = WindowDgradTransposed()  # knows what replaces an input gradient of inexact copies
 _LEAST_STAGE = 16  # channels of float16 that an instruction multiplies
 
 
@@ -63,13 +71,15 @@ class ImplicitGemmTransposed(ImplicitGemm):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost | None:
-        """The cost of the kernel and of the transpose before it."""
+        """The cost of the kernel and of the transpose before it; None if nothing replaces an inexact gradient."""
         found = super().cost(problem, pass_, device, layouts, config)
         if found is None:
             return None
         copy = _copy(problem, pass_, layouts)
         moved = math.prod(copy.shape) * DTYPE_BYTES[problem.dtype] + copy.elements * config.operand_bytes(problem.dtype)
         if config.scaled:
+            if pass_ is Pass.INPUT_GRAD and _GRADIENT.replacement(problem, device, layouts) is None:
+                return None
             return found[0] + halves_seconds(moved, device, problem.channels_last), found[1]
         return found[0] + transpose_seconds(moved, device), found[1]
 
@@ -79,7 +89,13 @@ class ImplicitGemmTransposed(ImplicitGemm):
         inner, copy = super().program(problem, pass_, device, layouts, config), _copy(problem, pass_, layouts)
         if not config.scaled:
             return reading_source_channels_last(inner, problem.dtype, copy)
-        return reading_source_halves(inner, copy, grouped=problem.groups > 1)
+        program = reading_source_halves(inner, copy, grouped=problem.groups > 1)
+        if pass_ is Pass.FORWARD:
+            return program
+        replacement = _GRADIENT.replacement(problem, device, layouts)
+        assert replacement is not None
+        schedule, of_schedule = replacement
+        return unless_exact(program, schedule.program(problem, pass_, device, layouts, of_schedule))
 
     def _as_forward(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts

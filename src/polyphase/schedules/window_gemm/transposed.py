@@ -102,7 +102,7 @@ class _Transposed(Gradient):
     ) -> Cost | None:
         """The cost of the TMA kernel and the transposes around it; None if nothing replaces inexact copies."""
         last = _last(problem, pass_)
-        if problem.dtype == "float32" and self._replacement(problem, device, layouts) is None:
+        if problem.dtype == "float32" and self.replacement(problem, device, layouts) is None:
             return None
         transposes = self._copies(problem, last, device) + self._back(problem, last, device, config)
         lie = self._layouts(problem, pass_, layouts)
@@ -151,12 +151,12 @@ class _Transposed(Gradient):
         program = between_transposes(inner, problem, pass_, layouts, last, back=back)
         if problem.dtype != "float32":
             return program
-        replacement = self._replacement(problem, device, layouts)
+        replacement = self.replacement(problem, device, layouts)
         assert replacement is not None
         schedule, of_schedule = replacement
         return unless_exact(program, schedule.program(problem, pass_, device, layouts, of_schedule))
 
-    def _replacement(
+    def replacement(
         self, problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts
     ) -> tuple[Gradient, Any] | None:
         """The kernel for inexact copies, and its config; None if there is none for these layouts."""
