@@ -122,6 +122,26 @@ def test_halves_of_channels_last(shape: tuple[int, ...], how: str, by_channels: 
         assert bool(copies.view(torch.int32)[0]) == (broken is not None), broken
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_inputs_of_forward_passes_may_have_outliers(channels_last: bool) -> None:
+    """A hundred times as large as all samples."""
+    shape = (1, 64, 5, 7)
+    strides = dense_strides(shape, channels_last)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    values[0, 40, 3, 3] = 300.0
+    for forward in (False, True):
+        step = to_halves(shape, strides, 1, 64, measures=forward)
+        assert step.source.kernel == ("halve" if channels_last else "transpose")
+        src = Buffer(shape, strides, torch.float32, torch.device("cpu"), values)
+        dst = torch.empty((1, 5, 7, 64), dtype=torch.float16)
+        copies = torch.zeros(HALF_COPIES_BYTES, dtype=torch.uint8)
+        copies.view(torch.float32)[8 + 5] = 3.0  # the largest of the samples
+        Emulator()(step, [src.tensor, copies, dst])
+        assert bool(copies.view(torch.int32)[0]) is not forward
+        if forward:
+            assert torch.equal(dst, (values * 2.0**6).half().movedim(1, -1))
+
+
 # Layers in float32, whose copies are float16.
 HALVES = {
     "two-dimensional": make((2, 24, 9, 10), 16, 3, 2, 1, tf32=True),

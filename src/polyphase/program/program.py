@@ -190,14 +190,14 @@ def reading_source_channels_last(inner: Program, dtype: str, how: Transposed) ->
     return _with_spares(writing_source(inner, *_transpose(dtype, SRC, how)), transpose_sources(dtype))
 
 
-def reading_source_halves(inner: Program, how: Transposed, grouped: bool) -> Program:
+def reading_source_halves(inner: Program, how: Transposed, grouped: bool, forward: bool) -> Program:
     """A program whose main step reads a copy in float16 of the float32 source, and may read the source.
 
     It is written after the packing of the weights. The main step waits before it reads. ``grouped``: for `to_halves`.
     """
     buffer, scales = Buffer(f"{SRC}_halves", "float16", how.elements), Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
     sample = replace(sample_magnitudes((how.shape, how.strides)), operands=(SRC, HALF_COPIES), overlaps=True)
-    step = to_halves(how.shape, how.strides, 1, how.padded, measures=True, grouped=grouped)
+    step = to_halves(how.shape, how.strides, 1, how.padded, measures=forward, grouped=grouped)
     step = replace(step, operands=(SRC, HALF_COPIES, buffer.name), overlaps=True)
     main = replace(inner.main, operands=(SRC, buffer.name, HALF_COPIES, *inner.main.operands[1:]))
     before, behind = inner.steps[: inner.main_index], inner.steps[inner.main_index + 1 :]

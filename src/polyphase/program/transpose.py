@@ -124,9 +124,9 @@ def to_halves(
     """The step from float32 ``(N, C, *spatial)`` of any strides to a copy in float16, channels innermost.
 
     It checks the copy by units of numbers (kernels/operand/half_copies.cuh). With ``by_channels`` these are pixels of a
-    channel, so far apart along d, h and w; else channels of a pixel, which it also ``measures``. If it is ``grouped``,
-    not all of a pixel's channels are added up. ``which``: of the tensors of `sample_magnitudes`; ``groups`` and
-    ``padded`` as for `to_channels_last`.
+    channel, so far apart along d, h and w; else channels of a pixel. If it is ``grouped``, not all channels of a pixel
+    are added up. ``measures``: the source is the input of a forward pass, whose magnitudes are told, too. ``which``: of
+    the tensors of `sample_magnitudes`; ``groups`` and ``padded`` as for `to_channels_last`.
     """
     if channels_innermost(shape[1], strides):
         return _halve(shape, strides, groups, padded, which, by_channels, measures, grouped)

@@ -39,14 +39,14 @@ __device__ __forceinline__ unsigned nonzero_in(unsigned found) { return found >>
 // Whether a channel has other numbers than zero, but no large one.
 __device__ __forceinline__ bool lacks(unsigned found) { return (nonzero_in(found) & ~large_in(found)) != 0; }
 
-// A tensor's power of two, from the parts of its samples; every warp finds it.
-__device__ __forceinline__ float find_scale(const HalfCopies& copies, int which) {
+// A tensor's power of two, from the parts of its samples; every warp finds it. `input`: of a forward pass.
+__device__ __forceinline__ float find_scale(const HalfCopies& copies, int which, bool input) {
   static_assert(HalfCopies::PARTS_OF_TENSOR == 4 * 32, "four parts for each lane");
   const Vector<unsigned, 4> parts = *(const Vector<unsigned, 4>*)(copies.largest[which] + threadIdx.x % 32 * 4);
   unsigned largest = max(max(parts.value[0], parts.value[1]), max(parts.value[2], parts.value[3]));
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, by));
-  return scale_of_samples(largest);
+  return scale_of_samples(largest, input ? 7 : 11);
 }
 
 // Adds what all threads of a warp have measured to `of_all`.

@@ -1,7 +1,8 @@
 // Copies of float32 tensors in float16, for kernels that multiply these instead of TF32: both keep 11 significant
 // bits, and tensor cores multiply float16 twice as fast, but float16 has a smaller exponent range. So a tensor is
 // multiplied by a power of two, which is exact. It follows from the largest magnitude among samples
-// (steps/sample_magnitudes.cu), which becomes at least 2^11 and less than 2^12.
+// (steps/sample_magnitudes.cu), which becomes at least 2^11 and less than 2^12, or 2^7 and 2^8 for the input of a
+// forward pass: activations have outliers, gradients have regions of small numbers.
 //
 // The step that writes a copy also checks it, by units of numbers that one sum has: of 32 neighbouring pixels of a
 // channel (channels innermost: 60) those that one tap meets, if they are several, or a group's channels of a pixel (128
@@ -30,9 +31,10 @@ struct HalfCopies {
   alignas(16) unsigned largest[2][PARTS_OF_TENSOR];
 };
 
-// The power of two of a tensor whose largest sample has these bits. If there is none but zero, others are inexact.
-__device__ __forceinline__ float scale_of_samples(unsigned largest) {
-  return power_of_two(265 - max((int)(largest >> 23), 26));
+// The power of two of a tensor whose largest sample has these bits, and becomes at least 2^`exponent`. If there is none
+// but zero, others are inexact.
+__device__ __forceinline__ float scale_of_samples(unsigned largest, int exponent) {
+  return power_of_two(254 + exponent - max((int)(largest >> 23), 26));
 }
 
 // What a sum of products of both copies is multiplied by: two normal numbers whose product may be none.

@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     if (done == 0) {
       griddepcontrol_wait();  // for the samples; the tensor is read before
-      scale = find_scale(*copies, params.which);
+      scale = find_scale(*copies, params.which, MEASURES);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {

@@ -21,7 +21,8 @@
 // A prologue is applied to every element that exists, when a thread has its channel: before it is split into parts.
 //
 // SCALED: the result is a checked copy in float16 (operand/half_copies.cuh). Units are pixels of a channel with
-// BY_CHANNELS, else channels of a pixel, eight of them if there are groups; MEASURES tells their magnitudes.
+// BY_CHANNELS, else channels of a pixel, eight of them if there are groups; MEASURES, for the input of a forward pass,
+// tells their magnitudes.
 //
 // SUMS: the source has partial planes in the accumulator's type, which are added in their order and narrowed (a
 // split-K reduction that writes the weight's order).
@@ -419,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   units.begin();
   const auto find = [&]() {
     griddepcontrol_wait();  // for the samples; the tensor is read before
-    return units.scale = find_scale(*copies, params.which);
+    return units.scale = find_scale(*copies, params.which, MEASURES);
   };
   transpose_pixels(src, PROLOGUE_OPERANDS, find, units, dst, params, tile);
   units.end(copies->measured);

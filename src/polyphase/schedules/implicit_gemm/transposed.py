@@ -89,7 +89,7 @@ class ImplicitGemmTransposed(ImplicitGemm):
         inner, copy = super().program(problem, pass_, device, layouts, config), _copy(problem, pass_, layouts)
         if not config.scaled:
             return reading_source_channels_last(inner, problem.dtype, copy)
-        program = reading_source_halves(inner, copy, grouped=problem.groups > 1)
+        program = reading_source_halves(inner, copy, problem.groups > 1, pass_ is Pass.FORWARD)
         if pass_ is Pass.FORWARD:
             return program
         replacement = _GRADIENT.replacement(problem, device, layouts)
