@@ -28,6 +28,7 @@ LAYERS = (
     "2x256x20x20 -> 128, k=4, s=2, p=1, tf32, channels_last",
     "2x64x20x20 -> 3, k=4, s=2, p=1, bfloat16",
     "2x64x400 -> 1, k=64, s=16, tf32",
+    "16x32x128x256 -> 64, k=3x5, s=2x3, p=1x2, d=2x1, g=4, tf32",
 )
 
 
@@ -67,6 +68,7 @@ def read_as_constants(ptx: str, kernel: str) -> set[int]:
     return set().union(*(of.get(each[1], set()) for each in found if each))
 
 
+@pytest.mark.slow
 @pytest.mark.nvrtc
 def test_what_an_earlier_step_writes_is_no_constant() -> None:
     kernels = set()
