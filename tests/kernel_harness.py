@@ -315,6 +315,13 @@ def strange_layouts(problem: ConvTransposeProblem) -> Iterator[Layouts]:
 H200, A100 = DeviceInfo.for_arch("sm_90a"), DeviceInfo.for_arch("sm_80")
 
 
+def unguarded(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """Steps that replace the result of inexact copies, as steps that always run."""
+    return tuple(
+        replace(step, source=step.source.with_constants(GUARDED=False), operands=step.operands[:-1]) for step in steps
+    )
+
+
 def offers(
     schedule: Schedule,
     problem: ConvTransposeProblem,

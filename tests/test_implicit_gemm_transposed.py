@@ -20,6 +20,7 @@ from kernel_harness import (
     reference,
     run,
     strange_layouts,
+    unguarded,
 )
 from polyphase.plan import planner
 from polyphase.plan.shortlist import refusal
@@ -175,10 +176,7 @@ def test_inexact_gradients_are_computed_again(number: float, channels_last: bool
     generator = torch.Generator().manual_seed(2)
     first, second = (torch.randn(shape, generator=generator) for shape in operand_shapes(problem, Pass.INPUT_GRAD))
     first[0, :, 2, 3] *= number
-    behind = program.steps[program.main_index + 1 :]
-    free = tuple(
-        replace(step, source=step.source.with_constants(GUARDED=False), operands=step.operands[:-1]) for step in behind
-    )
+    free = unguarded(program.steps[program.main_index + 1 :])
     dense = Layouts.dense(problem)
     found = run(problem, Pass.INPUT_GRAD, program, dense, (first, second))
     alone = run(problem, Pass.INPUT_GRAD, replace(program, steps=free, main_index=0), dense, (first, second))

@@ -23,6 +23,7 @@ from kernel_harness import (
     reference,
     run,
     strange_layouts,
+    unguarded,
 )
 from polyphase.plan import planner as plan
 from polyphase.plan.shortlist import candidates, refusal
@@ -204,9 +205,7 @@ def assert_inexact_copies_are_not_used(pass_: Pass, name: str, how: str, second:
     _change(operands[second], how, of_pixels=pass_ is Pass.INPUT_GRAD)
     candidate, program = offers(SCHEDULES[pass_], problem, pass_)[0]
     guarded = [step for step in program.steps if _is_guarded(step)]
-    free = tuple(
-        replace(step, source=step.source.with_constants(GUARDED=False), operands=step.operands[:-1]) for step in guarded
-    )
+    free = unguarded(guarded)
     dense = Layouts.dense(problem)
     found = run(problem, pass_, program, dense, operands, executor=executor)
     alone = run(problem, pass_, replace(program, steps=free, main_index=0), dense, operands, executor=executor)

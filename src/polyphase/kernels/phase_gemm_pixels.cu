@@ -402,7 +402,7 @@ struct Terms {
                                        const EpilogueOperands& operands, int group, int chunk) {
     const int column = chunk * COLUMNS + (int)threadIdx.x % COLUMNS;
     const float* const factors = (const float*)(packed + (long long)params.groups * CHUNKS * CHUNK_BYTES);
-    if (SCALED) next[0] = factors[group * (CHUNKS * COLUMNS) + column];  // packing wrote it: no constant
+    if (SCALED) next[0] = factors[group * (CHUNKS * COLUMNS) + column];  // not `read`: packing writes them
     const EpilogueOperands of_group = operands + group * OUT_CHANNELS;
     if (HAS_BIAS) next[TERMS - 1] = channel_terms(of_group, min(column / TAPS, OUT_CHANNELS - 1)).bias;
   }

@@ -193,7 +193,8 @@ def reading_source_channels_last(inner: Program, dtype: str, how: Transposed) ->
 def reading_source_halves(inner: Program, how: Transposed, grouped: bool, forward: bool) -> Program:
     """A program whose main step reads a copy in float16 of the float32 source, and may read the source.
 
-    It is written after the packing of the weights. The main step waits before it reads. ``grouped``: for `to_halves`.
+    It is written after the packing of the weights. The main step waits before it reads. ``grouped``: for
+    `to_halves`. ``forward``: whether the source is the input of a forward pass.
     """
     buffer, scales = Buffer(f"{SRC}_halves", "float16", how.elements), Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
     sample = replace(sample_magnitudes((how.shape, how.strides)), operands=(SRC, HALF_COPIES), overlaps=True)

@@ -19,7 +19,6 @@ from polyphase.program.program import (
     Transposed,
     reading_source_channels_last,
     reading_source_halves,
-    unless_exact,
 )
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cells import Gather, Side
@@ -90,12 +89,7 @@ class ImplicitGemmTransposed(ImplicitGemm):
         if not config.scaled:
             return reading_source_channels_last(inner, problem.dtype, copy)
         program = reading_source_halves(inner, copy, problem.groups > 1, pass_ is Pass.FORWARD)
-        if pass_ is Pass.FORWARD:
-            return program
-        replacement = _GRADIENT.replacement(problem, device, layouts)
-        assert replacement is not None
-        schedule, of_schedule = replacement
-        return unless_exact(program, schedule.program(problem, pass_, device, layouts, of_schedule))
+        return program if pass_ is Pass.FORWARD else _GRADIENT.computed_again(program, problem, device, layouts)
 
     def _as_forward(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts

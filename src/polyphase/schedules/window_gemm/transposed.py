@@ -151,10 +151,16 @@ class _Transposed(Gradient):
         program = between_transposes(inner, problem, pass_, layouts, last, back=back)
         if problem.dtype != "float32":
             return program
+        return self.computed_again(program, problem, device, layouts)
+
+    def computed_again(
+        self, program: Program, problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts
+    ) -> Program:
+        """A program that multiplies copies in float16, followed by the kernel for inexact ones, which must exist."""
         replacement = self.replacement(problem, device, layouts)
         assert replacement is not None
-        schedule, of_schedule = replacement
-        return unless_exact(program, schedule.program(problem, pass_, device, layouts, of_schedule))
+        schedule, config = replacement
+        return unless_exact(program, schedule.program(problem, self.pass_, device, layouts, config))
 
     def replacement(
         self, problem: ConvTransposeProblem, device: DeviceInfo, layouts: Layouts
