@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import emulator
-from kernel_harness import H200, Emulator, assert_exact, cases, choices, offers
+from kernel_harness import H200, Emulator, assert_exact, cases, choices, offers, strange_layouts
 from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -66,6 +66,52 @@ CELLS = {
     "empty batch": make((0, 16, 4), 3, 32, 16),
 }
 
+# Kernels that leave gaps between them, of any number of channels.
+GAPS = {
+    "2-D": make((2, 40, 5, 9), 37, 2, 4, 1, bias=True),
+    "one tap": make((1, 20, 7, 11), 9, 1, 6, 2, 3, bias=True),
+    "dilation": make((2, 33, 3, 4, 5), 5, 2, 5, 1, 2, dilation=4, bias=True),
+    "dilation, prime": make((1, 24, 6, 7), 11, 3, (5, 7), (0, 3), dilation=(3, 5)),
+    "dilation, common factor": make((1, 16, 6, 9), 3, 2, 6, dilation=4, bias=True),
+    "grouped": make((2, 36, 33), 24, 3, 10, 4, 7, groups=3, bias=True),
+    "gaps along one dimension": make((1, 30, 4, 9), 70, (3, 1), (3, 2), bias=True),
+    "cropped": make((1, 17, 6, 7), 40, 2, 5, 7),
+    "rows of one vector": make((3, 16, 5, 2), 3, 1, 7, tf32=True),
+    "short rows": make((1, 32, 9, 1), 6, (2, 1), 3, tf32=True),
+    "empty batch": make((0, 32, 4, 4), 3, 2, 4),
+}
+
+
+@pytest.mark.sampled(11)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", GAPS)
+def test_gaps_between_kernels(name: str, dtype: str) -> None:
+    problem = replace(GAPS[name], dtype=dtype)
+    order = zlib.crc32(str(problem).encode())
+    found = offers(Col2im(), problem)
+    candidate, program = found[order % len(found)]
+    assert program.steps[-1].source.kernel == ("col2im" if name == "short rows" else "spread")
+    assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(order))
+
+
+def test_gaps_between_sums_of_planes() -> None:
+    """Vectors of two rows, of two channels and of two images, and a last one that is not whole."""
+    problem = make((2, 2100, 1, 3), 3, 2, (3, 5), 0, 1, bias=True, dtype="bfloat16")
+    planes = [each for each in offers(Col2im(), problem) if each[1].buffers[-1].elements > 2 * 12 * 3]
+    assert problem.elements[2] % 8
+    assert_exact(problem, Pass.FORWARD, *(planes or offers(Col2im(), problem))[0], executor=Emulator(order=None))
+
+
+def test_outputs_with_gaps_that_are_not_contiguous() -> None:
+    """They are written by col2im."""
+    problem = GAPS["2-D"]
+    written = set()
+    for layouts in strange_layouts(problem):
+        candidate, program = offers(Col2im(), problem, layouts=layouts)[0]
+        written.add(program.steps[-1].source.kernel)
+        assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(1))
+    assert written == {"col2im", "spread"}
+
 
 @pytest.mark.sampled(20, 5)
 @pytest.mark.parametrize("problem", list(cases(CELLS)))
@@ -108,7 +154,7 @@ def test_sizes_of_few_positions_share_kernels() -> None:
 def test_layers(problem: ConvTransposeProblem, schedule: Schedule) -> None:
     order = zlib.crc32(str(problem).encode())
     for layouts, candidate, program in choices(schedule, problem):
-        assert program.steps[-1].source.kernel == "col2im"
+        assert program.steps[-1].source.kernel in ("col2im", "spread")
         assert_exact(problem, Pass.FORWARD, candidate, program, layouts, Emulator(order))
 
 
@@ -134,7 +180,7 @@ def test_where_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             replace(layer, out_channels=80): "are many",
             replace(layer, out_channels=40): "at most 32",
             replace(layer, in_channels=24): "are few",
-            replace(layer, kernel_size=(1, 1)): "several taps",
+            replace(layer, kernel_size=(1, 1), stride=(1, 1)): "several taps",
             replace(layer, dtype="float64"): "tensor cores for float64",
         }
         for problem, reason in wanted.items():

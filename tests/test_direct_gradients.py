@@ -98,6 +98,9 @@ CHANNELS = {
     "many small images": make((37, 8, 2, 3), 8, 4, 2, 1, groups=8, channels_last=True),
     "3-D": make((2, 16, 3, 4, 5), 16, (3, 2, 3), (2, 1, 2), 1, groups=16, channels_last=True),
     "3-D, dilated": make((1, 8, 4, 3, 6), 8, 3, (1, 2, 1), 2, dilation=(2, 1, 2), groups=4, channels_last=True),
+    "rows of whole runs": make((2, 6, 5, 9), 6, (3, 8), (2, 4), (1, 2), groups=6, channels_last=True),
+    "runs begin before": make((1, 8, 3, 30), 16, (2, 24), (1, 8), (0, 5), (0, 2), groups=8, channels_last=True),
+    "runs of dilated taps": make((1, 8, 4, 12), 8, (3, 5), 4, (1, 8), 3, dilation=(1, 4), groups=4, channels_last=True),
     "empty batch": make((0, 8, 4, 4), 8, 3, groups=8, channels_last=True),
 }
 
@@ -171,7 +174,8 @@ def versions(schedule: Schedule, layer: ConvTransposeProblem) -> list[ConvTransp
     if schedule is WINDOWS_WGRAD:  # which is not asked here what it refuses: that ranks every layer at collection
         return formats(layer)[: 1 if layer is WINDOWS["dilated"] or layer.groups > 1 else None]
     if schedule is CHANNELS_WGRAD:
-        ways = ("float32", True), ("bfloat16", True), ("bfloat16", False), ("float64", False)
+        ways = [("float32", True), ("bfloat16", True), ("bfloat16", False), ("float64", False)]
+        ways += [("float32", False)] if layer.output_size[-1] % 4 == 0 else []
         return [replace(layer, dtype=dtype, channels_last=last) for dtype, last in ways]
     return [replace(layer, dtype=dtype) for dtype in ("float32", "bfloat16", "float64")]
 
@@ -426,6 +430,7 @@ def test_layers_of_few_channels_take_every_path() -> None:
                     "a part of the input channels": config.in_held < problem.in_channels_per_group,
                     "input channels in vectors": constants["X_VECTOR"] > 1,
                     "output channels one by one": constants["GRAD_VECTOR"] < config.vector,
+                    "runs along the width": constants["GRAD_RUN"] > 1,
                     "several shares of rows": config.rows < depth * height,
                     "rows left over": depth * height % config.rows > 0,
                     "several shares of columns": config.columns < width,
@@ -441,10 +446,11 @@ def test_layers_of_few_channels_take_every_path() -> None:
                     **{f"several walkers along {axis}": count > 1 for axis, count in zip("ndhw", walkers)},
                     **{f"several tiles along {axis}": count > 1 for axis, count in zip("ndhw", tiles)},
                 }
-                taken |= set(facts.items()) | {("vector", config.vector)}
+                taken |= set(facts.items()) | {("vector", config.vector), ("run", constants["GRAD_RUN"])}
     missing = {(fact, value) for fact in facts for value in (False, True)} - taken
     assert not missing
     assert {value for fact, value in taken if fact == "vector"} == {1, 2, 4, 8}
+    assert {value for fact, value in taken if fact == "run"} == {1, 2, 4, 8}
 
 
 def test_long_sums_of_few_channels(monkeypatch: pytest.MonkeyPatch) -> None:

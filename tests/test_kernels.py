@@ -26,6 +26,7 @@ from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program
 from polyphase.schedules import tiles as tiling
 from polyphase.schedules.cells import Gather
+from polyphase.schedules.direct.general import DirectGeneral
 from polyphase.schedules.direct.tiled import DirectTiled, legal_configs
 from polyphase.schedules.schedule import Candidate
 from test_implicit_gemm import tf32
@@ -244,6 +245,45 @@ def test_sums_in_two_levels_are_accurate(name: str, slices: int) -> None:
     expected = reference(problem, Pass.FORWARD, (x, w))
     error = float((out - expected).norm() / expected.norm())
     assert error < most
+
+
+RUNS = {  # of `direct_general`: layers, and neighbours of a thread along the width
+    "overlapping": (make((2, 6, 37), 16, 16, 8, 4, groups=2, bias=True), 4),
+    "bfloat16": (make((1, 3, 3, 18), 5, (3, 24), (2, 8), (1, 8), dtype="bfloat16", bias=True), 8),
+    "pairs": (make((1, 4, 9), 6, 10, 10, dtype="float64"), 2),
+    "gaps": (make((2, 2, 2, 3, 5), 4, (1, 2, 4), (2, 2, 8), output_padding=(0, 0, 4)), 4),
+    "one cell": (make((1, 3, 2, 1), 8, (2, 64), (1, 64)), 4),
+}
+
+
+@pytest.mark.sampled(6, 2)
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_of_direct_general(name: str) -> None:
+    """Every config whose threads own neighbours along the width, and the cells that share weights."""
+    problem, run = RUNS[name]
+    layouts = Layouts.dense(problem)
+    configs = [each.config for each in candidates(DirectGeneral(), problem, Pass.FORWARD, H200, layouts)]
+    assert {config.run for config in configs} == {1, run}
+    for number, config in enumerate(configs):
+        program = DirectGeneral().program(problem, Pass.FORWARD, H200, layouts, config)
+        candidate = Candidate("direct_general", config, 0.0, "")
+        assert_exact(problem, Pass.FORWARD, candidate, program, executor=Emulator(number))
+
+
+def test_runs_need_aligned_rows() -> None:
+    """No neighbours where a vector of them, or of their weights, could lie across 16 bytes, or with dilation."""
+    for problem in (
+        make((1, 2, 9), 4, 9, 8),
+        make((1, 2, 9), 4, 8, 8, output_padding=1),
+        make((1, 2, 9), 4, 8, 8, 1),
+        make((1, 2, 9), 4, 8, 8, dilation=3),
+        make((1, 2, 3, 9), 4, (8, 8), 8, channels_last=True),
+    ):
+        for candidate in candidates(DirectGeneral(), problem, Pass.FORWARD, H200, Layouts.dense(problem)):
+            assert candidate.config.run == 1
+    aligned = make((1, 2, 9), 4, 8, 8)
+    unaligned = replace(Layouts.dense(aligned), aligned=False)
+    assert all(each.config.run == 1 for each in candidates(DirectGeneral(), aligned, Pass.FORWARD, H200, unaligned))
 
 
 def test_short_rows() -> None:

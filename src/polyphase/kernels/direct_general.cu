@@ -3,8 +3,10 @@
 //
 //   destination[n, cd, o] = bias[cd] + Σ source[n, cs, (position of o) + …] · w[cs, cd, tap]
 //
-// Index mapping. A thread owns DST_PER_THREAD destination channels of one group at one destination element.
-// Neighbouring threads own neighbouring elements along w (channels first) or neighbouring channels (channels last).
+// Index mapping. A thread owns DST_PER_THREAD destination channels of one group. For each of them it owns RUN
+// neighbours along w that read the same source elements, with neighbouring taps, in CELLS cells that are `apart`
+// elements from one another: a weight in a register serves all cells, and a source element all channels and neighbours.
+// Neighbouring threads own neighbouring runs along w (channels first) or neighbouring channels (channels last).
 // core/taps.cuh has the taps that meet an element.
 
 #include "specialisation.cuh"
@@ -17,10 +19,13 @@
 struct Params {
   Tensor5 src, dst;
   int batch, groups;
+  int columns, apart;  // threads along w; elements from one of a thread's cells to the next
 };
 
 constexpr int THREADS = 256;
 constexpr int DST_BLOCKS = ceil_div(DST_CHANNELS, DST_PER_THREAD);
+// Taps of a row that meet an element, at most. If there are few, their loop is unrolled.
+constexpr int ROW_TAPS = ceil_div(AXIS_W.kernel, TapsW::TAP_STEP), UNROLLED = ROW_TAPS < 4 ? ROW_TAPS : 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_general(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
@@ -28,14 +33,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                    const Params params) {
   const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
   long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
-  int block = 0, group = 0;
+  int block = 0;
   const int blocks = DST_BLOCKS * params.groups;
   if (DST_CHANNELS_LAST) {
     block = (int)(index % blocks);
     index /= blocks;
   }
-  const int w = (int)(index % params.dst.size[2]);
-  index /= params.dst.size[2];
+  const int w = (int)(index % params.columns) * RUN;
+  index /= params.columns;
   const int h = (int)(index % params.dst.size[1]);
   index /= params.dst.size[1];
   const int d = (int)(index % params.dst.size[0]);
@@ -46,13 +51,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   const long long n = index;
   if (n >= params.batch) return;
-  group = block / DST_BLOCKS;
+  const int group = block / DST_BLOCKS;
   const int first_dst = block % DST_BLOCKS * DST_PER_THREAD;
 
   const Progression at_d = TapsD::at(d), at_h = TapsH::at(h), at_w = TapsW::at(w);
+  const int src_apart = INPUT_GRAD ? params.apart * AXIS_W.stride : params.apart / AXIS_W.stride;
   src += n * params.src.stride[0] + (long long)group * SRC_CHANNELS * params.src.stride[1];
   weight += (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS;
-  accum_t sum[DST_PER_THREAD] = {};
+  accum_t sum[CELLS][DST_PER_THREAD][RUN] = {};
 #pragma unroll 1
   for (int channel = 0; channel < SRC_CHANNELS; ++channel, src += params.src.stride[1]) {
     int src_d = at_d.src;
@@ -64,18 +70,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int kh = at_h.tap; kh < AXIS_H.kernel; kh += TapsH::TAP_STEP, src_h += TapsH::SRC_STEP) {
         if ((unsigned)src_h >= (unsigned)params.src.size[1]) continue;
         const scalar_t* const row = src + src_d * params.src.stride[2] + src_h * params.src.stride[3];
-        int src_w = at_w.src;
-#pragma unroll 4
-        for (int kw = at_w.tap; kw < AXIS_W.kernel; kw += TapsW::TAP_STEP, src_w += TapsW::SRC_STEP) {
-          if ((unsigned)src_w >= (unsigned)params.src.size[2]) continue;
-          const accum_t value = operand(widen(read(row + src_w * params.src.stride[4])));
+#pragma unroll UNROLLED
+        for (int i = 0; i < ROW_TAPS; ++i) {
+          const int kw = at_w.tap + i * TapsW::TAP_STEP, src_w = at_w.src + i * TapsW::SRC_STEP;
+          if (kw >= AXIS_W.kernel) break;
+          accum_t value[CELLS];
+          bool any = false;
+#pragma unroll
+          for (int cell = 0; cell < CELLS; ++cell) {
+            const int place = src_w + cell * src_apart;
+            const bool exists = (unsigned)place < (unsigned)params.src.size[2];
+            value[cell] = exists ? operand(widen(read(row + place * params.src.stride[4]))) : 0;
+            any |= exists;
+          }
+          if (!any) continue;
           const int tap = (kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw;
 #pragma unroll
-          for (int i = 0; i < DST_PER_THREAD; ++i) {
+          for (int j = 0; j < DST_PER_THREAD; ++j) {
             const int dst_channel =
-                DST_CHANNELS % DST_PER_THREAD == 0 ? first_dst + i : min(first_dst + i, DST_CHANNELS - 1);
-            sum[i] += value * operand(widen(read(weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
-                                                                      : weight_offset(channel, dst_channel, tap)))));
+                DST_CHANNELS % DST_PER_THREAD == 0 ? first_dst + j : min(first_dst + j, DST_CHANNELS - 1);
+            const scalar_t* const from = weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
+                                                              : weight_offset(channel, dst_channel, tap));
+            const Vector<scalar_t, RUN> weights = *(const Vector<scalar_t, RUN>*)from;
+#pragma unroll
+            for (int k = 0; k < RUN; ++k) {
+              const accum_t factor = operand(widen(weights.value[k]));
+#pragma unroll
+              for (int cell = 0; cell < CELLS; ++cell) sum[cell][j][k] += value[cell] * factor;
+            }
           }
         }
       }
@@ -86,9 +108,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   dst += n * params.dst.stride[0] + first_channel * params.dst.stride[1] + d * params.dst.stride[2] +
          h * params.dst.stride[3] + w * params.dst.stride[4];
 #pragma unroll
-  for (int i = 0; i < DST_PER_THREAD; ++i)
-    if (first_dst + i < DST_CHANNELS) {
-      scalar_t* const to = dst + i * params.dst.stride[1];
-      narrow(finish(sum[i], channel_terms(operands, first_channel + i), to), *to);
+  for (int j = 0; j < DST_PER_THREAD; ++j) {
+    if (first_dst + j >= DST_CHANNELS) break;
+    const ChannelTerms terms = channel_terms(operands, first_channel + j);
+#pragma unroll
+    for (int cell = 0; cell < CELLS; ++cell) {
+      if (w + cell * params.apart >= params.dst.size[2]) break;
+      scalar_t* const to = dst + j * params.dst.stride[1] + cell * params.apart * params.dst.stride[4];
+      Vector<scalar_t, RUN> results;
+#pragma unroll
+      for (int k = 0; k < RUN; ++k) narrow(finish(sum[cell][j][k], terms, to + k), results.value[k]);
+      *(Vector<scalar_t, RUN>*)to = results;
     }
+  }
 }

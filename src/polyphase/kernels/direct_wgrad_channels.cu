@@ -15,7 +15,8 @@
 // result does not depend on timing.
 //
 // That is with channels last. With channels first a thread has one channel on either side (LANES, VECTOR and IN_HELD
-// are 1), so that neighbouring threads are at neighbouring positions.
+// are 1), so that neighbouring threads are at neighbouring positions. It loads the output gradient in aligned runs of
+// GRAD_RUN neighbours along w, from SKEW elements before the first that it needs; a row has whole runs.
 //
 // X_PIXEL and GRAD_PIXEL are the elements from a pixel to its neighbour along w.
 //
@@ -49,21 +50,27 @@ constexpr int THREADS = round_up(SLOTS * WALKERS, 32);
 constexpr int OF_ROW = COLUMNS * IN_HELD * VECTOR;  // sums of a thread
 constexpr int PITCH = ROWS_AT_ONCE * OF_ROW | 1;
 constexpr int WINDOW = (POSITIONS - 1) * AXIS_W.stride + (COLUMNS - 1) * AXIS_W.dilation + 1;
+constexpr int SKEW = (GRAD_RUN - AXIS_W.padding % GRAD_RUN) % GRAD_RUN, RUNS = ceil_div(SKEW + WINDOW, GRAD_RUN);
 
 static_assert(VECTOR % OUT_CHANNELS == 0 || OUT_CHANNELS % VECTOR == 0, "a vector is of whole groups, or of one");
-static_assert(IN_CHANNELS % IN_HELD == 0 && X_HELD % X_VECTOR == 0 && VECTOR % GRAD_VECTOR == 0, "whole vectors");
+static_assert(IN_CHANNELS % IN_HELD == 0 && X_HELD % X_VECTOR == 0 && VECTOR * GRAD_RUN % GRAD_VECTOR == 0,
+              "whole vectors");
+static_assert(GRAD_RUN == 1 || (VECTOR == 1 && POSITIONS * AXIS_W.stride % GRAD_RUN == 0 &&
+                                (COLUMN_SHARES == 1 || COLUMNS * AXIS_W.dilation % GRAD_RUN == 0)),
+              "every thread's runs are aligned");
 static_assert(GROUPS_HELD == 1 || IN_HELD == IN_CHANNELS, "input channels of several groups are neighbours");
 
-// Whether a position reads column `column` of a row's window at any tap.
-__host__ __device__ constexpr bool is_met(int column) {
-  for (int tap = 0; tap < COLUMNS; ++tap) {
-    const int rest = column - tap * AXIS_W.dilation;
-    if (rest >= 0 && rest % AXIS_W.stride == 0 && rest / AXIS_W.stride < POSITIONS) return true;
-  }
+// Whether a position reads an element of run `run` of a row's window at any tap.
+__host__ __device__ constexpr bool is_met(int run) {
+  for (int column = run * GRAD_RUN - SKEW; column < (run + 1) * GRAD_RUN - SKEW; ++column)
+    for (int tap = 0; tap < COLUMNS; ++tap) {
+      const int rest = column - tap * AXIS_W.dilation;
+      if (rest >= 0 && rest % AXIS_W.stride == 0 && rest / AXIS_W.stride < POSITIONS) return true;
+    }
   return false;
 }
 
-// COUNT neighbouring channels of a pixel as loaded, WIDTH by one load.
+// COUNT neighbouring elements as loaded, channels of a pixel or columns of a row; WIDTH by one load.
 template <class T, int COUNT, int WIDTH, bool PAIRS = sizeof(T) == 2 && COUNT % 2 == 0>
 struct Held {
   T value[COUNT];
@@ -120,7 +127,8 @@ struct Positions {
   // Whether all elements that the kernel's rows and the share's columns read exist.
   __device__ __forceinline__ bool is_whole(const Tensor5& g) const {
     return count >= POSITIONS && d >= 0 && d + (AXIS_D.kernel - 1) * AXIS_D.dilation < g.size[0] && h >= 0 &&
-           h + (AXIS_H.kernel - 1) * AXIS_H.dilation < g.size[1] && w >= 0 && w + WINDOW <= g.size[2];
+           h + (AXIS_H.kernel - 1) * AXIS_H.dilation < g.size[1] && w >= SKEW &&
+           w - SKEW + RUNS * GRAD_RUN <= g.size[2];
   }
 };
 
@@ -146,12 +154,14 @@ struct Sums {
       const bool exists =
           WHOLE || ((unsigned)(at.d + d) < (unsigned)g.size[0] && (unsigned)(at.h + h) < (unsigned)g.size[1]);
       const scalar_t* const line = at.grad + d * g.stride[2] + h * g.stride[3];
-      Held<scalar_t, VECTOR, GRAD_VECTOR> grad[WINDOW];
+      Held<scalar_t, VECTOR * GRAD_RUN, GRAD_VECTOR> grad[RUNS];
 #pragma unroll
-      for (int column = 0; column < WINDOW; ++column)
-        if (is_met(column))
-          grad[column].load(line + column * GRAD_PIXEL,
-                            WHOLE || (exists && (unsigned)(at.w + column) < (unsigned)g.size[2]));
+      for (int run = 0; run < RUNS; ++run) {
+        const int column = run * GRAD_RUN - SKEW;
+        if (is_met(run))
+          grad[run].load(line + column * GRAD_PIXEL,
+                         WHOLE || (exists && (unsigned)(at.w + column) < (unsigned)g.size[2]));
+      }
 #pragma unroll
       for (int i = 0; i < POSITIONS; ++i) {
         if (!WHOLE && i >= at.count) continue;
@@ -160,9 +170,11 @@ struct Sums {
 #pragma unroll
           for (int in = 0; in < IN_HELD; ++in)
 #pragma unroll
-            for (int j = 0; j < VECTOR; ++j)
+            for (int j = 0; j < VECTOR; ++j) {
+              const int column = SKEW + i * AXIS_W.stride + tap * AXIS_W.dilation;
               of[r][tap][in][j] += x[i][(GROUPS_HELD > 1 ? j / OUT_CHANNELS : 0) * IN_HELD + in] *
-                                   grad[i * AXIS_W.stride + tap * AXIS_W.dilation][j];
+                                   grad[column / GRAD_RUN][column % GRAD_RUN * VECTOR + j];
+            }
       }
     }
   }

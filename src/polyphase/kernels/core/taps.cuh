@@ -40,7 +40,8 @@ struct Taps {
     // tap·DILATION ≡ dst + PADDING modulo STRIDE
     const int reach = dst + PADDING;
     if (reach % GCD != 0) return {KERNEL, 0};
-    const int tap = (int)((long long)(reach / GCD % PERIOD) * INVERSE % PERIOD);
+    const int place = reach / GCD % PERIOD;
+    const int tap = INVERSE == 1 ? place : (int)((long long)place * INVERSE % PERIOD);
     // A multiple of STRIDE, perhaps negative; arbitrary for a tap that the kernel does not have.
     const int distance = (int)((unsigned)reach - (unsigned)tap * (unsigned)DILATION);
     return {tap, distance / STRIDE};

@@ -254,13 +254,14 @@ struct Epilogue {
     if constexpr (LINE + 1 < OWNED_LINES) add_lines<LINE + 1>(cell, first_channel);
   }
 
-  // Stores lines that own no taps. One work tile does.
+  // Stores the work tile's share of the lines that own no taps.
   __device__ __forceinline__ void fill_lines(const Cell& cell, int first_channel) const {
+    int line = 0;  // index among these
 #pragma unroll 1
     for (int phase = 0; phase < DST_D * DST_H; ++phase) {
       const int depth = phase / DST_H, height = phase % DST_H;
-      const bool owned = has_taps(AXIS_D, depth) && has_taps(AXIS_H, height);
-      if (owned || height >= cell.rows || depth >= cell.slabs) continue;
+      if (has_taps(AXIS_D, depth) && has_taps(AXIS_H, height)) continue;
+      if (line++ % LINE_GROUPS != work.line_group || height >= cell.rows || depth >= cell.slabs) continue;
 #pragma unroll 1
       for (int channel = first_channel; channel < channels_behind(first_channel); channel += CHANNELS) {
         float value[CHANNELS][DST_W] = {};
@@ -288,7 +289,7 @@ struct Epilogue {
       if (!locate(i, here)) continue;
       here.from -= begin;
       add_lines(here, first_channel);
-      if (OWNED_LINES < DST_D * DST_H && work.line_group == 0) fill_lines(here, first_channel);
+      if (OWNED_LINES < DST_D * DST_H) fill_lines(here, first_channel);
     }
   }
 

@@ -559,18 +559,18 @@ struct Epilogue {
     if constexpr (LINE + 1 < LINE_BLOCKS) store_lines<COUNT, LINE + 1>(piece);
   }
 
-  // Stores the work tile's lines. One work tile also stores the lines that own no taps.
+  // Stores the work tile's lines, and its share of those that own no taps.
   template <int COUNT>
   __device__ __forceinline__ void store_all() const {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
       store_lines<COUNT>(piece);
-      if (OWNED_LINES < DST_D * DST_H * WIDTH_PARTS && work.line_group == 0 &&
-          (DST_CHANNELS_LAST || line_of_row(16 * warp()) == 0)) {
+      if (OWNED_LINES < DST_D * DST_H * WIDTH_PARTS && (DST_CHANNELS_LAST || line_of_row(16 * warp()) == 0)) {
+        int line = 0;  // index among the lines that own no taps
 #pragma unroll 1
         for (int phase = 0; phase < DST_D * DST_H; ++phase)
           if (!has_taps(AXIS_D, phase / DST_H) || !has_taps(AXIS_H, phase % DST_H))
-            store_line<COUNT, -1>(piece, phase / DST_H, phase % DST_H, 0);
+            if (line++ % LINE_GROUPS == work.line_group) store_line<COUNT, -1>(piece, phase / DST_H, phase % DST_H, 0);
       }
     }
   }

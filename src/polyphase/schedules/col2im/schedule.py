@@ -51,8 +51,10 @@ class _Col2im(Schedule):
     _last: bool  # whether the product's columns are innermost in both formats
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
+        if self._spreads(problem):
+            return self._gemm.supports(self._of_one_tap(problem), pass_, device)
         if problem.taps == 1:
-            return "needs several taps"
+            return "needs several taps, or a stride"
         most = _MOST_CHANNELS if problem.taps >= _FEW_TAPS else _MOST_CHANNELS // 2
         channels, inputs = problem.out_channels_per_group, problem.in_channels_per_group
         if channels > most and inputs * _positions_beside(problem) < _SAVED_INPUTS:
@@ -112,7 +114,8 @@ class _Col2im(Schedule):
         moved = product + inner.bytes - inner.elements[2] * size
         seconds, bound = slower_of(cost[0], moved / device.copy_bytes_per_second)
         terms, moved = costs("col2im", device), product + problem.elements[2] * size
-        return seconds + terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second), bound
+        share = terms.spread_bandwidth if self._spreads(problem, layouts) else terms.bandwidth
+        return seconds + terms.launch + moved / (share * device.copy_bytes_per_second), bound
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: Any
@@ -133,7 +136,15 @@ class _Col2im(Schedule):
 
     def _step(self, problem: ConvTransposeProblem, layouts: Layouts, inner: ConvTransposeProblem, splits: int) -> Step:
         lies = dense_strides((problem.batch, inner.out_channels, *problem.input_size), inner.channels_last)
-        return col2im_step(problem, layouts, inner.out_channels, lies, splits)
+        step = _spread_step if self._spreads(problem, layouts) else col2im_step
+        return step(problem, layouts, inner.out_channels, lies, splits)
+
+    def _spreads(self, problem: ConvTransposeProblem, layouts: Layouts | None = None) -> bool:
+        """Whether the step is ``kernels/steps/spread.cu``, which reads products whose columns are outermost.
+
+        Without layouts: in those of a problem.
+        """
+        return False
 
     def _of_one_tap(self, problem: ConvTransposeProblem) -> ConvTransposeProblem:
         """The layer whose output channels are the columns; each image is one row."""
@@ -180,6 +191,16 @@ class Col2im(_Col2im):
     ) -> Cost | None:
         """None also for configs with taps in rows: their results are narrowed."""
         return None if config.taps_in_rows else super().cost(problem, pass_, device, layouts, config)
+
+    def _spreads(self, problem: ConvTransposeProblem, layouts: Layouts | None = None) -> bool:
+        """Where an output meets one product at most, and some meet none; and where the output is contiguous."""
+        alone = all(axis.kernel <= axis.tap_step for axis in problem.axes)
+        gaps = problem.taps < math.prod(problem.stride)
+        long = problem.output_size[-1] >= 16 // DTYPE_BYTES[problem.dtype]  # a vector is in two rows at most
+        lies = not problem.channels_last
+        if layouts is not None:
+            lies = layouts.aligned and layouts.output == dense_strides(problem.output_shape, False)
+        return alone and gaps and long and lies
 
 
 class Col2imTma(_Col2im):
@@ -231,6 +252,30 @@ def col2im_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, l
         plane=batch * columns * math.prod(sizes),
     )
     return plain_step(source, -(-threads // _THREADS), _THREADS, params, (PRODUCT, BIAS, DST))
+
+
+def _spread_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, lies: Strides, splits: int) -> Step:
+    """The step that writes the output from products of which an output meets one at most."""
+    gather = Gather.of(problem, Pass.FORWARD, layouts)
+    constants = dict(gather.constants(THREADS=_THREADS, MIN_BLOCKS=1))
+    del constants["SRC_CHANNELS"], constants["DST_CHANNELS_LAST"]  # the product has no channels
+    source = KernelSource("spread", problem.dtype, True, tuple(constants.items()), folder="steps")
+    depth, height, width = gather.dst.shape[2:]
+    params = params_of(source).pack(
+        sample_stride=gather.dst.strides[0],
+        channels=problem.out_channels,
+        slabs=depth,
+        rows=height,
+        columns=width,
+        outputs=problem.elements[2],
+        product=lies,
+        product_size=gather.src.shape[2:],
+        splits=splits,
+        plane=problem.batch * columns * math.prod(problem.input_size),
+    )
+    vector = 16 // DTYPE_BYTES[problem.dtype]
+    blocks = -(-problem.elements[2] // (vector * _THREADS))
+    return plain_step(source, blocks, _THREADS, params, (PRODUCT, BIAS, DST))
 
 
 def _in_runs(problem: ConvTransposeProblem, gather: Gather, lies: Strides) -> bool:

@@ -1,4 +1,8 @@
-"""The direct gather kernel without limits, ``kernels/direct_general.cu``: a thread computes one destination element."""
+"""The direct gather kernel without limits, ``kernels/direct_general.cu``.
+
+A thread computes a few destination elements. It serves layers of long kernels and strides with few source channels,
+whose forward pass is bound by writing: neighbours of one cell share source elements, cells share weights.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,25 @@ from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 
 _DST_TOGETHER = 4  # channels of a thread, if there are as many
+_MOST_CELLS = 8
+_SUMS = (16, 32)  # accumulators of a thread that owns several elements of a channel
 
 
 class GeneralConfig(NamedTuple):
-    """The compile-time shape of ``direct_general.cu``."""
+    """The compile-time shape of ``direct_general.cu``: channels, neighbours and cells of a thread."""
 
     dst_per_thread: int
+    run: int = 1
+    cells: int = 1
+
+    @property
+    def sums(self) -> int:
+        """Accumulators of a thread."""
+        return self.dst_per_thread * self.run * self.cells
 
 
 class DirectGeneral(Schedule):
-    """One destination element a thread: any layer."""
+    """A few destination elements a thread: any layer."""
 
     name = "direct_general"
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
@@ -38,7 +51,7 @@ class DirectGeneral(Schedule):
     def ranked_at(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
     ) -> tuple[ConvTransposeProblem, Layouts]:
-        return problem, layouts  # there are two configs: the actual size can have the better one
+        return problem, layouts  # there are few configs: the actual size can have the best one
 
     def configs(
         self, at: tuple[ConvTransposeProblem, Layouts], pass_: Pass, device: DeviceInfo
@@ -47,6 +60,10 @@ class DirectGeneral(Schedule):
         if not gather.dst.channels_last and gather.dst_channels >= _DST_TOGETHER:
             yield GeneralConfig(_DST_TOGETHER)
         yield GeneralConfig(1)
+        run, powers = _run(gather), (1, 2, 4, 8)
+        if run > 1:
+            shapes = (GeneralConfig(dst, run, cells) for dst in powers for cells in powers if cells <= _cells(gather))
+            yield from (each for each in shapes if each.sums in _SUMS and each.dst_per_thread <= gather.dst_channels)
 
     def seconds(
         self, at: tuple[ConvTransposeProblem, Layouts], pass_: Pass, device: DeviceInfo, config: GeneralConfig
@@ -56,14 +73,19 @@ class DirectGeneral(Schedule):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralConfig
     ) -> Cost:
-        gather, dst = Gather.of(problem, pass_, layouts), config.dst_per_thread
+        gather, (dst, run, cells) = Gather.of(problem, pass_, layouts), config
         terms = costs("direct_general", device)
-        steps = gather.src_channels * gather.taps / gather.phases
-        threads = math.prod(gather.dst.shape) / dst
-        # Per step: the loop, one source element and `dst` weights; neighbouring lanes' weights are not adjacent.
+        steps, distinct = float(gather.src_channels * gather.taps), gather.cell_axes[2].dst // run
+        if gather.forward:  # lanes of a warp own different phases of the width, and wait for those with most taps
+            depth, height, width = gather.axes
+            steps *= math.ceil(width.kernel / width.tap_step) / (width.kernel * depth.stride * height.stride)
+        threads = math.prod(gather.dst.shape) / config.sums
+        # Per step: the loop, source elements and weights, which lanes of one phase share.
         rows = 0.0 if gather.forward else steps / gather.axes[2].kernel  # rows of forward passes have few taps
-        instructions = 150 + steps * (14 + 4 * dst) + rows * terms.input_grad_row
-        wavefronts = steps * (_lines(gather) + 3 * dst)
+        instructions = 100 + dst * cells * (12 + 3 * run) + rows * terms.input_grad_row
+        instructions += steps * (14 + 3 * cells + dst * (1 + run) + config.sums)
+        lines = max(1.0, min(32, distinct) * run * DTYPE_BYTES[gather.dtype] / 128) if run > 1 else 3.0
+        wavefronts = steps * (cells * (1 if run > 1 else _lines(gather)) + lines * dst)
         cycles = threads / 32 * max(instructions / 4, wavefronts)
         if problem.channels_last and not gather.forward:
             cycles *= terms.input_grad_last
@@ -73,25 +95,51 @@ class DirectGeneral(Schedule):
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralConfig
     ) -> Program:
-        gather = Gather.of(problem, pass_, layouts)
+        gather, (dst, run, cells) = Gather.of(problem, pass_, layouts), config
         source = KernelSource(
             kernel=self.name,
             dtype=gather.dtype,
             wide_offsets=True,
-            constants=gather.constants(ROUNDED=gather.rounded, DST_PER_THREAD=config.dst_per_thread, MIN_BLOCKS=4),
+            constants=gather.constants(
+                ROUNDED=gather.rounded,
+                DST_PER_THREAD=dst,
+                RUN=run,
+                CELLS=cells,
+                MIN_BLOCKS=4 if config.sums <= _SUMS[0] else 3,
+            ),
         )
-        blocks = math.ceil(gather.dst_channels / config.dst_per_thread) * gather.groups
-        threads = problem.batch * blocks * math.prod(gather.dst.shape[2:])
-        grid = math.ceil(threads / self._THREADS)
-        params = params_of(source).pack(src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups)
+        _, _, depth, height, width = gather.dst.shape
+        cell = gather.cell_axes[2].dst
+        apart = math.ceil(math.ceil(width / cell) / cells) * cell if cells > 1 else 0
+        columns = (apart or width) // run
+        blocks = math.ceil(gather.dst_channels / dst) * gather.groups
+        threads = problem.batch * blocks * depth * height * columns
+        params = params_of(source).pack(
+            src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups, columns=columns, apart=apart
+        )
         main = Step(
             source=source,
-            grid=(grid, 1, 1),
+            grid=(math.ceil(threads / self._THREADS), 1, 1),
             block=self._THREADS,
             shared_bytes=0,
             params=params,
         )
         return assemble(problem, pass_, main)
+
+
+def _run(gather: Gather) -> int:
+    """Most neighbours along the width that are in one cell, of one vector, and whose taps are neighbours, too."""
+    axis, dst = gather.axes[2], gather.dst
+    contiguous = dst.strides[4] == 1 and not dst.channels_last and not gather.weight_channels_last and gather.aligned
+    if not gather.forward or not contiguous or axis.dilation > 1:
+        return 1
+    vector = 16 // DTYPE_BYTES[gather.dtype]
+    return math.gcd(vector, axis.kernel, axis.stride, axis.padding, dst.shape[4], dst.apart(4))
+
+
+def _cells(gather: Gather) -> int:
+    """Most cells of a thread that a row of the image has."""
+    return min(_MOST_CELLS, math.ceil(gather.dst.shape[4] / gather.cell_axes[2].dst))
 
 
 def _lines(gather: Gather) -> float:

@@ -12,7 +12,7 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import equal_parts, parted, round_up
-from polyphase.problem.layouts import Layouts, five
+from polyphase.problem.layouts import Layouts, Strides, dense_strides, five
 from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
@@ -127,6 +127,7 @@ class DirectWgradChannels(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsConfig
     ) -> Program:
         x, grad = sides_of(problem, layouts)
+        run = _run(problem, config, grad.strides) if layouts.aligned else 1
         source = KernelSource(
             kernel=self.name,
             dtype=problem.dtype,
@@ -137,7 +138,8 @@ class DirectWgradChannels(Schedule):
                 ("WALKERS", config.walkers),
                 ("ROWS_AT_ONCE", _rows_at_once(problem, config)),
                 ("X_VECTOR", _at_once(x, config.x_held(problem), problem, layouts)),
-                ("GRAD_VECTOR", _at_once(grad, config.vector, problem, layouts)),
+                ("GRAD_VECTOR", run if run > 1 else _at_once(grad, config.vector, problem, layouts)),
+                ("GRAD_RUN", run),
                 ("X_PIXEL", _pixel(problem, x)),
                 ("GRAD_PIXEL", _pixel(problem, grad)),
             ),
@@ -186,10 +188,27 @@ def _window(problem: ConvTransposeProblem, config: ChannelsConfig) -> int:
     return (config.positions - 1) * width.stride + (config.columns - 1) * width.dilation + 1
 
 
-def _columns_met(problem: ConvTransposeProblem, positions: int, columns: int) -> int:
-    """Distinct columns of a row of the output gradient that ``positions`` read at ``columns`` taps."""
+def _run(problem: ConvTransposeProblem, config: ChannelsConfig, strides: Strides | None = None) -> int:
+    """Neighbours along the width of an aligned load of the output gradient; 1 with channels last.
+
+    ``strides`` are the output gradient's; by default it is dense.
+    """
     width = problem.axes3[2]
-    return len({i * width.stride + tap * width.dilation for i in range(positions) for tap in range(columns)})
+    batch, channel, depth, height, pixel = strides or dense_strides(problem.output_shape, problem.channels_last)
+    if problem.channels_last or pixel != 1:
+        return 1
+    shares = 0 if config.columns >= width.kernel else config.columns * width.dilation
+    apart = (batch, channel, depth, height, problem.output_size[-1], config.positions * width.stride, shares)
+    return widest_piece(DTYPE_BYTES[problem.dtype], 16 // DTYPE_BYTES[problem.dtype], *apart)
+
+
+def _runs_met(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[int, int]:
+    """Runs of a row of the output gradient that a thread's positions read at its taps, and elements of a run."""
+    width, run = problem.axes3[2], _run(problem, config)
+    columns = (
+        i * width.stride + tap * width.dilation for i in range(config.positions) for tap in range(config.columns)
+    )
+    return len({(column - width.padding) // run for column in columns}), run
 
 
 def _tiles(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[Four, Four]:
@@ -269,8 +288,8 @@ def _held(problem: ConvTransposeProblem, channels: int) -> int:
 
 def _registers(problem: ConvTransposeProblem, config: ChannelsConfig) -> int:
     """Estimated registers of a thread: sums, input, a row of the output gradient, and part of further rows."""
-    met = _columns_met(problem, config.positions, config.columns)
-    held = config.positions * _held(problem, config.x_held(problem)) + met * _held(problem, config.vector)
+    met, run = _runs_met(problem, config)
+    held = config.positions * _held(problem, config.x_held(problem)) + met * _held(problem, run * config.vector)
     others = 8 * min(3, config.rows - 1) if DTYPE_BYTES[problem.dtype] == 2 and config.positions > 2 else 0
     return 48 + others + (config.sums + held) * accumulator_bytes(problem.dtype) // 4
 
@@ -280,13 +299,13 @@ def _estimate(problem: ConvTransposeProblem, config: ChannelsConfig, device: Dev
     terms = costs("direct_wgrad_channels", device)
     size, words = DTYPE_BYTES[problem.dtype], accumulator_bytes(problem.dtype) // 4
     x_held = config.x_held(problem)
-    met = _columns_met(problem, config.positions, config.columns)
+    met, run = _runs_met(problem, config)
     loads = config.positions * _loads(problem, x_held) + config.rows * met * _loads(problem, config.vector)
     instructions = terms.issue * words * config.sums * config.positions + terms.load * loads
     if size == 2:  # large inputs are widened again for each tap
         x_elements = config.positions * x_held
         x_widened = x_elements * (config.rows * config.columns if x_elements > 32 else 1)
-        instructions += terms.issue * (x_widened + config.rows * met * config.vector)
+        instructions += terms.issue * (x_widened + config.rows * met * run * config.vector)
     cycles = instructions * (1 + terms.borders * _at_borders(problem, config)) / 4
     if not problem.channels_last:  # neighbouring threads read apart: the lines that a warp's load touches
         cycles += terms.line * config.positions * max(1, config.positions * size / 4)
@@ -295,7 +314,7 @@ def _estimate(problem: ConvTransposeProblem, config: ChannelsConfig, device: Dev
     # A thread loads as many rows as it has registers for, then waits.
     limit = device.registers_of(config.threads * config.min_blocks)
     spare = limit - 32 - words * (config.sums + config.positions * _held(problem, x_held))
-    rows_at_once = max(1, spare // (words * met * _held(problem, config.vector)))
+    rows_at_once = max(1, spare // (words * met * _held(problem, run * config.vector)))
     waits = math.ceil(config.rows / rows_at_once)
 
     splits = _splits(problem, config, device)

@@ -1,0 +1,102 @@
+// The second step of a forward pass as GEMM + col2im where kernels do not overlap and leave gaps: an output is finished
+// from the one product that meets it, or from none.
+//
+//   product[n, (co, tap), i]  =  Σ over ci of   x[n, ci, i] · w[ci, co, tap]            (a layer of one tap)
+//   y[n, co, o]               =  finish(product[n, (co, tap), i] if tap and i meet o, otherwise 0)
+//
+// Products are accum_t, in `splits` partial planes, which are added in order. The output is contiguous, channels first.
+//
+// Index mapping. A thread owns VECTOR neighbours in memory, whatever the length of rows: 16 aligned bytes, from one row
+// or from the end of one and the begin of the next. Neighbouring threads store neighbouring vectors. No shared memory,
+// no barrier.
+
+#include "specialisation.cuh"
+#include "core/divisor.cuh"
+#include "core/geometry.cuh"
+#include "core/taps.cuh"
+#include "core/types.cuh"
+#include "epilogue/finish.cuh"
+
+struct Params {
+  long long sample_stride;                 // of the output
+  Divisor channels, slabs, rows, columns;  // sizes of the output
+  int outputs;                             // of all images
+  int product[5];                          // strides of the product, whose channels are columns (co, tap)
+  int product_size[3];
+  int splits, plane;  // partial planes of the product, and elements from one to the next
+};
+
+constexpr int VECTOR = 16 / (int)sizeof(scalar_t);
+
+// A row of the output: its products, null if it meets none, and the operands of its channel.
+struct Row {
+  const accum_t* from;
+  ChannelTerms terms;
+};
+
+// The first tap of the progression if it and its source element exist, or no place.
+struct Met {
+  bool exists;
+  int tap, src;
+
+  __device__ __forceinline__ Met(const Progression& at, int kernel, int size)
+      : exists(at.tap < kernel && (unsigned)at.src < (unsigned)size), tap(at.tap), src(at.src) {}
+};
+
+__device__ __forceinline__ Row find_row(const Params& params, const EpilogueOperands& operands, const accum_t* product,
+                                        int index) {
+  int rest = index / params.rows;
+  const int h = index - rest * params.rows.value;
+  const int line = rest / params.slabs, d = rest - line * params.slabs.value;
+  const int n = line / params.channels, channel = line - n * params.channels.value;
+  const Met at_d(TapsD::at(d), AXIS_D.kernel, params.product_size[0]);
+  const Met at_h(TapsH::at(h), AXIS_H.kernel, params.product_size[1]);
+  const int column = channel / DST_CHANNELS * (DST_CHANNELS * TAPS) + weight_offset(0, channel % DST_CHANNELS, 0) +
+                     (at_d.tap * AXIS_H.kernel + at_h.tap) * AXIS_W.kernel * WEIGHT_STRIDE_TAP;
+  product +=
+      n * params.product[0] + column * params.product[1] + at_d.src * params.product[2] + at_h.src * params.product[3];
+  return {at_d.exists && at_h.exists ? product : nullptr, channel_terms(operands, channel)};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    spread(const accum_t* __restrict__ product, const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS,
+           scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.sample_stride);
+  const int first = (int)(blockIdx.x * THREADS + threadIdx.x) * VECTOR;
+  if (first >= params.outputs) return;
+  const int row = first / params.columns, w = first - row * params.columns.value;
+  const int count = min(VECTOR, params.outputs - first);
+  const Row here = find_row(params, operands, product, row);
+  const bool two = w + count > params.columns.value;
+  const Row behind = two ? find_row(params, operands, product, row + 1) : here;
+
+  accum_t value[VECTOR] = {};
+  if (here.from != nullptr || behind.from != nullptr) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      const bool next = w + i >= params.columns.value;
+      const Met at(TapsW::at(next ? w + i - params.columns.value : w + i), AXIS_W.kernel, params.product_size[2]);
+      const accum_t* from = next ? behind.from : here.from;
+      if (from == nullptr || !at.exists || i >= count) continue;
+      from += at.tap * params.product[1] * WEIGHT_STRIDE_TAP + at.src * params.product[4];
+      value[i] = read(from);
+#pragma unroll 1
+      for (int split = 1; split < params.splits; ++split) value[i] += read(from += params.plane);
+    }
+  }
+
+  dst += first;
+  Vector<scalar_t, VECTOR> results;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    const bool next = w + i >= params.columns.value;
+    narrow(finish(value[i], next ? behind.terms : here.terms, i < count ? dst + i : nullptr), results.value[i]);
+  }
+  if (count == VECTOR) {
+    *(Vector<scalar_t, VECTOR>*)dst = results;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i)
+    if (i < count) dst[i] = results.value[i];
+}
