@@ -10,19 +10,32 @@
 // core/taps.cuh has the taps that meet an element.
 
 #include "specialisation.cuh"
+#include "core/divisor.cuh"
 #include "core/geometry.cuh"
 #include "core/taps.cuh"
 #include "core/types.cuh"
 #include "epilogue/finish.cuh"
+#include "epilogue/read_if.cuh"
 #include "operand/rounding.cuh"
 
 struct Params {
   Tensor5 src, dst;
-  int batch, groups;
-  int columns, apart;  // threads along w; elements from one of a thread's cells to the next
+  Divisor blocks, slabs, rows, columns;  // threads along channels, d, h and w
+  int batch;
+  int apart;  // elements from one of a thread's cells to the next
 };
 
 constexpr int THREADS = 256;
+// Of all threads: 64 bits if there are more than 31 bits count.
+template <bool>
+struct IndexOf {
+  typedef int Type;
+};
+template <>
+struct IndexOf<true> {
+  typedef long long Type;
+};
+typedef IndexOf<WIDE_INDEX>::Type Index;
 constexpr int DST_BLOCKS = ceil_div(DST_CHANNELS, DST_PER_THREAD);
 // Taps of a row that meet an element, at most. If there are few, their loop is unrolled.
 constexpr int ROW_TAPS = ceil_div(AXIS_W.kernel, TapsW::TAP_STEP), UNROLLED = ROW_TAPS < 4 ? ROW_TAPS : 4;
@@ -32,30 +45,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                    const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
                    const Params params) {
   const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
-  long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
-  int block = 0;
-  const int blocks = DST_BLOCKS * params.groups;
-  if (DST_CHANNELS_LAST) {
-    block = (int)(index % blocks);
-    index /= blocks;
-  }
-  const int w = (int)(index % params.columns) * RUN;
-  index /= params.columns;
-  const int h = (int)(index % params.dst.size[1]);
-  index /= params.dst.size[1];
-  const int d = (int)(index % params.dst.size[0]);
-  index /= params.dst.size[0];
-  if (!DST_CHANNELS_LAST) {
-    block = (int)(index % blocks);
-    index /= blocks;
-  }
-  const long long n = index;
+  Index rest = (Index)blockIdx.x * THREADS + threadIdx.x;
+  const auto next = [&rest](const Divisor& size) {  // index along the fastest remaining dimension
+    Index outer;
+    if constexpr (WIDE_INDEX)
+      outer = rest / size.value;
+    else
+      outer = rest / size;
+    const int place = (int)(rest - outer * size.value);
+    rest = outer;
+    return place;
+  };
+  int block = DST_CHANNELS_LAST ? next(params.blocks) : 0;
+  const int w = next(params.columns) * RUN, h = next(params.rows), d = next(params.slabs);
+  if (!DST_CHANNELS_LAST) block = next(params.blocks);
+  const long long n = rest;
   if (n >= params.batch) return;
   const int group = block / DST_BLOCKS;
   const int first_dst = block % DST_BLOCKS * DST_PER_THREAD;
 
   const Progression at_d = TapsD::at(d), at_h = TapsH::at(h), at_w = TapsW::at(w);
   const int src_apart = INPUT_GRAD ? params.apart * AXIS_W.stride : params.apart / AXIS_W.stride;
+  const long long cell_stride = src_apart * params.src.stride[4];
   src += n * params.src.stride[0] + (long long)group * SRC_CHANNELS * params.src.stride[1];
   weight += (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS;
   accum_t sum[CELLS][DST_PER_THREAD][RUN] = {};
@@ -74,13 +85,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int i = 0; i < ROW_TAPS; ++i) {
           const int kw = at_w.tap + i * TapsW::TAP_STEP, src_w = at_w.src + i * TapsW::SRC_STEP;
           if (kw >= AXIS_W.kernel) break;
+          const scalar_t* const from = row + src_w * params.src.stride[4];
           accum_t value[CELLS];
           bool any = false;
 #pragma unroll
           for (int cell = 0; cell < CELLS; ++cell) {
-            const int place = src_w + cell * src_apart;
-            const bool exists = (unsigned)place < (unsigned)params.src.size[2];
-            value[cell] = exists ? operand(widen(read(row + place * params.src.stride[4]))) : 0;
+            const bool exists = (unsigned)(src_w + cell * src_apart) < (unsigned)params.src.size[2];
+            value[cell] = operand(read_if(exists, from + cell * cell_stride));
             any |= exists;
           }
           if (!any) continue;
@@ -89,9 +100,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           for (int j = 0; j < DST_PER_THREAD; ++j) {
             const int dst_channel =
                 DST_CHANNELS % DST_PER_THREAD == 0 ? first_dst + j : min(first_dst + j, DST_CHANNELS - 1);
-            const scalar_t* const from = weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
+            const scalar_t* const taps = weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
                                                               : weight_offset(channel, dst_channel, tap));
-            const Vector<scalar_t, RUN> weights = *(const Vector<scalar_t, RUN>*)from;
+            const Vector<scalar_t, RUN> weights = *(const Vector<scalar_t, RUN>*)taps;
 #pragma unroll
             for (int k = 0; k < RUN; ++k) {
               const accum_t factor = operand(widen(weights.value[k]));

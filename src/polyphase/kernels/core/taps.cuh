@@ -41,7 +41,9 @@ struct Taps {
     const int reach = dst + PADDING;
     if (reach % GCD != 0) return {KERNEL, 0};
     const int place = reach / GCD % PERIOD;
-    const int tap = INVERSE == 1 ? place : (int)((long long)place * INVERSE % PERIOD);
+    const int tap = INVERSE == 1       ? place
+                    : PERIOD < 1 << 15 ? place * INVERSE % PERIOD
+                                       : (int)((long long)place * INVERSE % PERIOD);
     // A multiple of STRIDE, perhaps negative; arbitrary for a tap that the kernel does not have.
     const int distance = (int)((unsigned)reach - (unsigned)tap * (unsigned)DILATION);
     return {tap, distance / STRIDE};

@@ -16,6 +16,7 @@
 #include "core/taps.cuh"
 #include "core/types.cuh"
 #include "epilogue/finish.cuh"
+#include "epilogue/read_if.cuh"
 
 struct Params {
   long long sample_stride;                 // of the output
@@ -51,11 +52,14 @@ __device__ __forceinline__ Row find_row(const Params& params, const EpilogueOper
   const int n = line / params.channels, channel = line - n * params.channels.value;
   const Met at_d(TapsD::at(d), AXIS_D.kernel, params.product_size[0]);
   const Met at_h(TapsH::at(h), AXIS_H.kernel, params.product_size[1]);
-  const int column = channel / DST_CHANNELS * (DST_CHANNELS * TAPS) + weight_offset(0, channel % DST_CHANNELS, 0) +
-                     (at_d.tap * AXIS_H.kernel + at_h.tap) * AXIS_W.kernel * WEIGHT_STRIDE_TAP;
-  product +=
-      n * params.product[0] + column * params.product[1] + at_d.src * params.product[2] + at_h.src * params.product[3];
-  return {at_d.exists && at_h.exists ? product : nullptr, channel_terms(operands, channel)};
+  Row row = {nullptr, channel_terms(operands, channel)};
+  if (at_d.exists && at_h.exists) {
+    const int column = channel / DST_CHANNELS * (DST_CHANNELS * TAPS) + weight_offset(0, channel % DST_CHANNELS, 0) +
+                       (at_d.tap * AXIS_H.kernel + at_h.tap) * AXIS_W.kernel * WEIGHT_STRIDE_TAP;
+    row.from = product + n * params.product[0] + column * params.product[1] + at_d.src * params.product[2] +
+               at_h.src * params.product[3];
+  }
+  return row;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -77,11 +81,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const bool next = w + i >= params.columns.value;
       const Met at(TapsW::at(next ? w + i - params.columns.value : w + i), AXIS_W.kernel, params.product_size[2]);
       const accum_t* from = next ? behind.from : here.from;
-      if (from == nullptr || !at.exists || i >= count) continue;
+      const bool exists = from != nullptr && at.exists && i < count;
       from += at.tap * params.product[1] * WEIGHT_STRIDE_TAP + at.src * params.product[4];
-      value[i] = read(from);
+      value[i] = read_if(exists, from);
 #pragma unroll 1
-      for (int split = 1; split < params.splits; ++split) value[i] += read(from += params.plane);
+      for (int split = 1; split < params.splits; ++split) value[i] += read_if(exists, from += params.plane);
     }
   }
 

@@ -73,20 +73,21 @@ class DirectGeneral(Schedule):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralConfig
     ) -> Cost:
-        gather, (dst, run, cells) = Gather.of(problem, pass_, layouts), config
+        gather, (dst, run, _) = Gather.of(problem, pass_, layouts), config
         terms = costs("direct_general", device)
-        steps, distinct = float(gather.src_channels * gather.taps), gather.cell_axes[2].dst // run
+        steps = float(gather.src_channels * gather.taps)
         if gather.forward:  # lanes of a warp own different phases of the width, and wait for those with most taps
             depth, height, width = gather.axes
             steps *= math.ceil(width.kernel / width.tap_step) / (width.kernel * depth.stride * height.stride)
         threads = math.prod(gather.dst.shape) / config.sums
-        # Per step: the loop, source elements and weights, which lanes of one phase share.
-        rows = 0.0 if gather.forward else steps / gather.axes[2].kernel  # rows of forward passes have few taps
-        instructions = 100 + dst * cells * (12 + 3 * run) + rows * terms.input_grad_row
-        instructions += steps * (14 + 3 * cells + dst * (1 + run) + config.sums)
-        lines = max(1.0, min(32, distinct) * run * DTYPE_BYTES[gather.dtype] / 128) if run > 1 else 3.0
-        wavefronts = steps * (cells * (1 if run > 1 else _lines(gather)) + lines * dst)
-        cycles = threads / 32 * max(instructions / 4, wavefronts)
+        if run > 1:
+            cycles = threads / 32 * terms.runs * _slots(gather, config, steps)
+        else:
+            # Per step: the loop, one source element and `dst` weights; neighbouring lanes' weights are not adjacent.
+            rows = 0.0 if gather.forward else steps / gather.axes[2].kernel  # rows of forward passes have few taps
+            instructions = 150 + steps * (14 + 4 * dst) + rows * terms.input_grad_row
+            wavefronts = steps * (_lines(gather) + 3 * dst)
+            cycles = threads / 32 * max(instructions / 4, wavefronts)
         if problem.channels_last and not gather.forward:
             cycles *= terms.input_grad_last
         seconds, bound = cost_seconds(problem, device, cycles)
@@ -96,6 +97,12 @@ class DirectGeneral(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralConfig
     ) -> Program:
         gather, (dst, run, cells) = Gather.of(problem, pass_, layouts), config
+        _, _, depth, height, width = gather.dst.shape
+        cell = gather.cell_axes[2].dst
+        apart = math.ceil(math.ceil(width / cell) / cells) * cell if cells > 1 else 0
+        columns = (apart or width) // run
+        blocks = math.ceil(gather.dst_channels / dst) * gather.groups
+        threads = problem.batch * blocks * depth * height * columns
         source = KernelSource(
             kernel=self.name,
             dtype=gather.dtype,
@@ -105,17 +112,19 @@ class DirectGeneral(Schedule):
                 DST_PER_THREAD=dst,
                 RUN=run,
                 CELLS=cells,
+                WIDE_INDEX=threads > 2**31 - self._THREADS,
                 MIN_BLOCKS=4 if config.sums <= _SUMS[0] else 3,
             ),
         )
-        _, _, depth, height, width = gather.dst.shape
-        cell = gather.cell_axes[2].dst
-        apart = math.ceil(math.ceil(width / cell) / cells) * cell if cells > 1 else 0
-        columns = (apart or width) // run
-        blocks = math.ceil(gather.dst_channels / dst) * gather.groups
-        threads = problem.batch * blocks * depth * height * columns
         params = params_of(source).pack(
-            src=gather.src, dst=gather.dst, batch=problem.batch, groups=gather.groups, columns=columns, apart=apart
+            src=gather.src,
+            dst=gather.dst,
+            blocks=blocks,
+            slabs=depth,
+            rows=height,
+            columns=columns,
+            batch=problem.batch,
+            apart=apart,
         )
         main = Step(
             source=source,
@@ -140,6 +149,19 @@ def _run(gather: Gather) -> int:
 def _cells(gather: Gather) -> int:
     """Most cells of a thread that a row of the image has."""
     return min(_MOST_CELLS, math.ceil(gather.dst.shape[4] / gather.cell_axes[2].dst))
+
+
+def _slots(gather: Gather, config: GeneralConfig, steps: float) -> float:
+    """Cycles of a warp of threads with runs: issue slots of its instructions, or wavefronts of its loads."""
+    dst, run, cells = config
+    size, width = DTYPE_BYTES[gather.dtype], gather.axes[2]
+    rows = steps / math.ceil(width.kernel / width.tap_step)
+    widened = run if size == 2 else 0
+    step = 25 + 8 * cells + dst * (3 + widened) + config.sums
+    instructions = 110 + rows * 35 + steps * step + dst * cells * (6 + 2 * run)
+    distinct = min(32, width.stride // run)  # lanes of one phase share its weights
+    wavefronts = steps * (cells + dst * max(1.0, distinct * run * size / 128))
+    return max(instructions / 4, wavefronts)
 
 
 def _lines(gather: Gather) -> float:

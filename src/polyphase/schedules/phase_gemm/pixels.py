@@ -304,6 +304,8 @@ def _estimate(problem: ConvTransposeProblem, config: PixelsConfig, device: Devic
     products = terms.product * _tile(problem) * steps * config.columns / 128
     width = 16 / (_vector(problem, layouts) * size)
     stores = terms.store * _tile(problem) * config.columns * size * width**terms.narrow
+    if size == 2 and problem.axes3[2].stride > 8:  # four lanes store half a sector of a cell
+        stores *= terms.half_sectors
     storing = (products + stores + terms.stage * steps / config.stage_steps) / 2  # one of two warpgroups
     chunk = (products**terms.overlap + storing**terms.overlap) ** (1 / terms.overlap)
     chunk += terms.hand_over
