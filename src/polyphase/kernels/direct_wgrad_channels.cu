@@ -15,9 +15,8 @@
 // result does not depend on timing.
 //
 // That is with channels last. With channels first a thread has one channel on either side (LANES, VECTOR and IN_HELD
-// are 1), and neighbouring threads are walkers of one share, at neighbouring positions. A thread loads the output
-// gradient in aligned runs of GRAD_RUN neighbours along w, from SKEW elements before the first that it needs; a row has
-// whole runs.
+// are 1), so that neighbouring threads are at neighbouring positions. It loads the output gradient in aligned runs of
+// GRAD_RUN neighbours along w, from SKEW elements before the first that it needs; a row has whole runs.
 //
 // X_PIXEL and GRAD_PIXEL are the elements from a pixel to its neighbour along w.
 //
@@ -47,7 +46,6 @@ constexpr int ROW_SHARES = ceil_div(KERNEL_ROWS, ROWS), COLUMN_SHARES = ceil_div
 constexpr int SHARES = ROW_SHARES * COLUMN_SHARES * (IN_CHANNELS / IN_HELD);
 constexpr int SHARE_BLOCKS = ceil_div(SHARES, BLOCK_SHARES);
 constexpr int SLOTS = LANES * BLOCK_SHARES;  // threads at the same positions
-constexpr int SLOT_STEP = LANES > 1 ? 1 : WALKERS, WALKER_STEP = LANES > 1 ? SLOTS : 1;  // threads between neighbours
 constexpr int THREADS = round_up(SLOTS * WALKERS, 32);
 constexpr int OF_ROW = COLUMNS * IN_HELD * VECTOR;  // sums of a thread
 constexpr int PITCH = ROWS_AT_ONCE * OF_ROW | 1;
@@ -200,12 +198,12 @@ struct Sums {
         const int vector = first_vector + slot % LANES, of_all = first_share + slot / LANES;
         const Share share(of_all);
         const int own = first + index / COLUMNS % ROWS_AT_ONCE, row = share.row + own, column = share.column + tap;
-        const accum_t* const from = shared + slot * SLOT_STEP * PITCH + index % AT_ONCE;
+        const accum_t* const from = shared + slot * PITCH + index % AT_ONCE;
         if (vector >= vectors || of_all >= SHARES || own >= ROWS || row >= KERNEL_ROWS || column >= AXIS_W.kernel)
           continue;
         accum_t total = from[0];
 #pragma unroll 8
-        for (int walker = 1; walker < WALKERS; ++walker) total += from[walker * (WALKER_STEP * PITCH)];
+        for (int walker = 1; walker < WALKERS; ++walker) total += from[walker * (SLOTS * PITCH)];
         const int out = vector * VECTOR + pair % VECTOR;
         const long long in = (long long)(out / OUT_CHANNELS) * IN_CHANNELS + share.in + pair / VECTOR;
         accum_t* const to = plane + (in * OUT_CHANNELS + out % OUT_CHANNELS) * TAPS + row * AXIS_W.kernel + column;
@@ -223,16 +221,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int first_vector = blockIdx.x % params.vector_blocks * LANES;
   const int first_share = blockIdx.x / params.vector_blocks % SHARE_BLOCKS * BLOCK_SHARES;
   const int split = blockIdx.x / params.vector_blocks / SHARE_BLOCKS;
-  const int slot = LANES > 1 ? threadIdx.x % SLOTS : threadIdx.x / WALKERS;
-  const int vector = first_vector + slot % LANES, of_all = first_share + slot / LANES;
+  const int vector = first_vector + threadIdx.x % LANES, of_all = first_share + threadIdx.x / LANES % BLOCK_SHARES;
   const Share share(of_all);
   x += (vector * VECTOR / OUT_CHANNELS * IN_CHANNELS + share.in) * params.x.stride[1];
   grad += vector * VECTOR * params.g.stride[1] + (long long)share.column * AXIS_W.dilation * GRAD_PIXEL;
   partial += split * params.plane;
 
   int walker[4], tile[4];
-  decode(params.walkers, (int)(LANES > 1 ? threadIdx.x / SLOTS : threadIdx.x % WALKERS), walker);
-  const bool owns = slot < SLOTS && vector < params.vectors && of_all < SHARES && walker[0] < params.walkers[0];
+  decode(params.walkers, (int)threadIdx.x / SLOTS, walker);
+  const bool owns = vector < params.vectors && of_all < SHARES && walker[0] < params.walkers[0];
   int first = split * params.split_length;
   const int end = min(first + params.split_length, params.all_tiles);
   decode(params.tiles, first, tile);

@@ -29,11 +29,12 @@ struct Params {
 
 constexpr int VECTOR = 16 / (int)sizeof(scalar_t);
 
-// A row of the output: its products, null if it meets none, and the operands of its channel.
+// A row of the output: the place of its first product, NONE if it meets none, and the operands of its channel.
 struct Row {
-  const accum_t* from;
+  int first;
   ChannelTerms terms;
 };
+constexpr int NONE = -1;
 
 // The first tap of the progression if it and its source element exist, or no place.
 struct Met {
@@ -44,20 +45,19 @@ struct Met {
       : exists(at.tap < kernel && (unsigned)at.src < (unsigned)size), tap(at.tap), src(at.src) {}
 };
 
-__device__ __forceinline__ Row find_row(const Params& params, const EpilogueOperands& operands, const accum_t* product,
-                                        int index) {
+__device__ __forceinline__ Row find_row(const Params& params, const EpilogueOperands& operands, int index) {
   int rest = index / params.rows;
   const int h = index - rest * params.rows.value;
   const int line = rest / params.slabs, d = rest - line * params.slabs.value;
   const int n = line / params.channels, channel = line - n * params.channels.value;
   const Met at_d(TapsD::at(d), AXIS_D.kernel, params.product_size[0]);
   const Met at_h(TapsH::at(h), AXIS_H.kernel, params.product_size[1]);
-  Row row = {nullptr, channel_terms(operands, channel)};
+  Row row = {NONE, channel_terms(operands, channel)};
   if (at_d.exists && at_h.exists) {
     const int column = channel / DST_CHANNELS * (DST_CHANNELS * TAPS) + weight_offset(0, channel % DST_CHANNELS, 0) +
                        (at_d.tap * AXIS_H.kernel + at_h.tap) * AXIS_W.kernel * WEIGHT_STRIDE_TAP;
-    row.from = product + n * params.product[0] + column * params.product[1] + at_d.src * params.product[2] +
-               at_h.src * params.product[3];
+    row.first = n * params.product[0] + column * params.product[1] + at_d.src * params.product[2] +
+                at_h.src * params.product[3];
   }
   return row;
 }
@@ -70,23 +70,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (first >= params.outputs) return;
   const int row = first / params.columns, w = first - row * params.columns.value;
   const int count = min(VECTOR, params.outputs - first);
-  const Row here = find_row(params, operands, product, row);
-  const bool two = w + count > params.columns.value;
-  const Row behind = two ? find_row(params, operands, product, row + 1) : here;
+  const Row here = find_row(params, operands, row);
+  const Row behind = w + count > params.columns.value ? find_row(params, operands, row + 1) : here;
 
   accum_t value[VECTOR] = {};
-  if (here.from != nullptr || behind.from != nullptr) {
+  if (here.first != NONE || behind.first != NONE) {
+    int place[VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
       const bool next = w + i >= params.columns.value;
       const Met at(TapsW::at(next ? w + i - params.columns.value : w + i), AXIS_W.kernel, params.product_size[2]);
-      const accum_t* from = next ? behind.from : here.from;
-      const bool exists = from != nullptr && at.exists && i < count;
-      from += at.tap * params.product[1] * WEIGHT_STRIDE_TAP + at.src * params.product[4];
-      value[i] = read_if(exists, from);
-#pragma unroll 1
-      for (int split = 1; split < params.splits; ++split) value[i] += read_if(exists, from += params.plane);
+      place[i] = next ? behind.first : here.first;
+      if (!at.exists || i >= count) place[i] = NONE;
+      if (place[i] != NONE) place[i] += at.tap * (params.product[1] * WEIGHT_STRIDE_TAP) + at.src * params.product[4];
     }
+#pragma unroll 1
+    for (int split = 0; split < params.splits; ++split, product += params.plane)
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) value[i] += read_if(place[i] != NONE, product + place[i]);
   }
 
   dst += first;
