@@ -35,7 +35,10 @@ _TYPES = {
 _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "bf16")}
 
 #: Constants that the preprocessor must know: code or an include depends on them by ``#if``.
-MACROS = ("WGMMA", "CLUSTER", "BY_THREADS", "SCALED", "COPIED", "GUARDED", "TAPS_IN_ROWS", "TENSORS", "SPLIT")
+MACROS = (
+    *("WGMMA", "CLUSTER", "BY_THREADS", "SCALED", "COPIED", "GUARDED", "TAPS_IN_ROWS", "TENSORS", "SPLIT"),
+    "SRC_WRITTEN",
+)
 
 Constant = bool | int | Axis
 

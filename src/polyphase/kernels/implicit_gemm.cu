@@ -500,9 +500,14 @@ __device__ __forceinline__ void prefetch_residuals(const Params& params, const W
 #define COPIES nullptr
 #define BOXED(src) src
 #endif
+#if SRC_WRITTEN
+#define SRC_RESTRICT
+#else
+#define SRC_RESTRICT __restrict__
+#endif
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
-    implicit_gemm(const scalar_t* __restrict__ src COPIES_PARAMETER, const unsigned char* __restrict__ packed,
+    implicit_gemm(const scalar_t* SRC_RESTRICT src COPIES_PARAMETER, const unsigned char* __restrict__ packed,
                   const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS PROLOGUE_PARAMETERS, result_t* __restrict__ dst,
                   const __grid_constant__ Params params) {
   extern __shared__ __align__(TMA_OPERANDS ? 1024 : 128) unsigned char shared_memory[];
@@ -559,8 +564,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
+  if (SCALED || SRC_WRITTEN) griddepcontrol_wait();
 #if SCALED
-  griddepcontrol_wait();
   take_bands(scheduler, scales, COPIES);
 #endif
 

@@ -35,6 +35,7 @@ constexpr int MIN_BLOCKS = 1;  // resident blocks of a multiprocessor, for which
 #define SCALED 0        // float32 is multiplied as float16
 #define COPIED 0        // the source is also there as a checked copy in float16 (operand/half_copies.cuh)
 #define GUARDED 0       // returns at once if copies in float16 are exact (operand/half_copies.cuh)
+#define SRC_WRITTEN 0   // by a step before, for which all warps wait
 #define TENSORS 1       // that are sampled
 #define SPLIT 0         // 1: writes partial moments; 2: reads them
 #define TAPS_IN_ROWS 0  // rows of the product are taps (col2im follows), not channels of one phase

@@ -186,8 +186,9 @@ def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed
 
 
 def reading_source_channels_last(inner: Program, dtype: str, how: Transposed) -> Program:
-    """The same of the source alone, for a main step that reads pixels before it waits."""
-    return _with_spares(writing_source(inner, *_transpose(dtype, SRC, how)), transpose_sources(dtype))
+    """The same of the source alone, for a main step that waits before it reads the copy."""
+    program = writing_source(inner, *_transpose(dtype, SRC, how), waits=True)
+    return _with_spares(program, transpose_sources(dtype))
 
 
 def reading_source_halves(inner: Program, how: Transposed, grouped: bool, forward: bool) -> Program:
@@ -253,15 +254,15 @@ def _guarded(source: KernelSource) -> KernelSource:
     return source.with_constants(GUARDED=True)
 
 
-def writing_source(inner: Program, step: Step, buffer: Buffer) -> Program:
+def writing_source(inner: Program, step: Step, buffer: Buffer, waits: bool = False) -> Program:
     """A program whose source is the ``buffer`` that ``step`` writes, complete with its operands.
 
     The step comes before the first that reads the source: after the packing of weights, beside which it runs, unless
-    that measures pixels. The reader is launched after both: implicit_gemm reads pixels before it waits.
+    that measures pixels. Unless the reader ``waits`` by itself, it is launched after both.
     """
     place = next(i for i, each in enumerate(inner.steps) if SRC in each.operands)
     written = prepared(inner, (), {SRC: buffer})
-    reader = replace(written.steps[place], overlaps=False)
+    reader = replace(written.steps[place], overlaps=waits)
     steps = (*written.steps[:place], replace(step, overlaps=place > 0), reader, *written.steps[place + 1 :])
     return replace(written, steps=steps, main_index=inner.main_index + (place <= inner.main_index))
 

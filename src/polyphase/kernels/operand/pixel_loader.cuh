@@ -208,6 +208,16 @@ __device__ __forceinline__ void transpose_boxes(const Params& params, const unsi
   }
 }
 
+// An element of the source: a constant unless a step before the kernel writes it.
+template <class T>
+__device__ __forceinline__ T read_source(const T* address) {
+#if SRC_WRITTEN
+  return *address;
+#else
+  return read(address);
+#endif
+}
+
 struct Loader {
   const Params& params;
   const unsigned* pixel_table;  // position of each copied run of pixels, or NOWHERE
@@ -292,7 +302,7 @@ struct Loader {
         for (int i = 0; i < ROWS; ++i) {
           const bool exists =
               offset != PADDING && (SRC_CHANNELS % STAGE_CHANNELS == 0 || channel + i * WARPS < SRC_CHANNELS);
-          elements[run][i] = exists ? read(from) : zero<scalar_t>();
+          elements[run][i] = exists ? read_source(from) : zero<scalar_t>();
           from += WARPS * params.src.stride[1];
         }
       }
@@ -317,7 +327,7 @@ struct Loader {
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) {
         const bool exists = offset != PADDING && channel + i < SRC_CHANNELS;
-        elements.value[i] = exists ? read(from + i) : zero<scalar_t>();
+        elements.value[i] = exists ? read_source(from + i) : zero<scalar_t>();
       }
       *(Vector<scalar_t, CHUNK>*)(to + pixel * 16) = elements;
     }

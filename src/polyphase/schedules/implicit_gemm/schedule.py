@@ -82,6 +82,7 @@ class ImplicitGemm(Schedule):
     compared = 64
     best = 3
     prunes = True
+    _reads_copies = False  # of the source, which a step before the kernel writes
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         if pass_ is Pass.INPUT_GRAD and problem.mirrored() is None:
@@ -233,11 +234,11 @@ class ImplicitGemm(Schedule):
         layouts = replace(layouts, input=layouts.output, output=layouts.input)
         return mirrored, Gather.of(mirrored, Pass.FORWARD, layouts, mirrored=True)
 
-    @staticmethod
-    def _constants(gather: Gather, config: GemmConfig, product: Product) -> tuple[tuple[str, Constant], ...]:
+    def _constants(self, gather: Gather, config: GemmConfig, product: Product) -> tuple[tuple[str, Constant], ...]:
         return (
             *packing_constants(gather, config, product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
+            ("SRC_WRITTEN", self._reads_copies),
             *([] if gather.original is None else [("REPLACED", gather.mirrored)]),
             *constants_of(
                 config, "whole_images tma_operands pixels pixel_blocks resident loader_groups stages cluster wgmma"

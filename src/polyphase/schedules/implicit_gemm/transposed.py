@@ -42,6 +42,7 @@ class ImplicitGemmTransposed(ImplicitGemm):
     """
 
     name = "implicit_gemm_transposed"
+    _reads_copies = True
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
         shape = problem.input_shape if pass_ is Pass.FORWARD else problem.output_shape
