@@ -27,6 +27,7 @@
 #include "core/axis.cuh"
 #include "core/geometry.cuh"
 #include "core/types.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 struct Params {
   Tensor5 x, g;
@@ -217,6 +218,7 @@ struct Sums {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_wgrad_channels(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* partial,
                           const Params params) {
+  griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const int first_vector = blockIdx.x % params.vector_blocks * LANES;
   const int first_share = blockIdx.x / params.vector_blocks % SHARE_BLOCKS * BLOCK_SHARES;

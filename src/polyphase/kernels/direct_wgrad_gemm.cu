@@ -26,6 +26,7 @@
 #include "core/axis.cuh"
 #include "core/geometry.cuh"
 #include "core/types.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 struct Params {
   Tensor5 x, g;
@@ -255,6 +256,7 @@ __device__ __forceinline__ void flush(accum_t (&sum)[THREAD_ROWS][THREAD_COLUMNS
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_wgrad_gemm(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* __restrict__ partial,
                       const Params params) {
+  griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
   int row_block = block % params.row_shares;

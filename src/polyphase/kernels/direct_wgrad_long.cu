@@ -26,6 +26,7 @@
 #include "core/divisor.cuh"
 #include "core/geometry.cuh"
 #include "core/types.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 struct Params {
   Tensor5 x, g;
@@ -215,6 +216,7 @@ struct Sums {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_wgrad_long(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, accum_t* partial,
                       const __grid_constant__ Params params) {
+  griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const Block block(params);
   const int lane = threadIdx.x % LANES, walker = threadIdx.x / LANES;

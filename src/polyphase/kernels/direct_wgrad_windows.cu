@@ -26,6 +26,7 @@
 #include "core/geometry.cuh"
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/cp_async.cuh"
 
 struct Params {
@@ -226,6 +227,7 @@ struct Sums {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_wgrad_windows(const float* __restrict__ x, const float* __restrict__ grad, float* __restrict__ partial,
                          const Params params) {
+  griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) unsigned char shared_memory[];
   float* const buffers = (float*)shared_memory;
   int block = blockIdx.x;

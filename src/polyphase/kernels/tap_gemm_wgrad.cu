@@ -26,6 +26,7 @@
 #include "core/geometry.cuh"
 #include "core/phase.cuh"
 #include "core/types.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "mainloop/tap_mma.cuh"
 #include "ptx/cp_async.cuh"
 
@@ -129,6 +130,7 @@ __device__ __forceinline__ void multiply_stage(const char* from, Sums& sums) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     tap_gemm_wgrad(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, float* __restrict__ partial,
                    const __grid_constant__ Params params) {
+  griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) unsigned char shared_memory[];
   __shared__ CellEntry entries[STAGES][DEPTH];
   int block = blockIdx.x;

@@ -308,6 +308,7 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     tap_gemm_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad, void* __restrict__ partial,
                        const __grid_constant__ Params params) {
+  griddepcontrol_launch_dependents();
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) PipelineBarriers<STAGES> ring;
   if (threadIdx.x == 0) ring.init(32, CONSUMER_THREADS / 32);

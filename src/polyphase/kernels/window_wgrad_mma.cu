@@ -14,6 +14,7 @@
 
 #include "specialisation.cuh"
 #include "core/geometry.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "operand/half_copies.cuh"
 #include "operand/window.cuh"
 #include "mainloop/multistage.cuh"
@@ -40,6 +41,7 @@ static_assert(CHUNK_TAPS <= COLUMNS, "a block computes all taps of its channels"
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_wgrad_mma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad,
                      float* __restrict__ partial GUARD_PARAMETER, const Params params) {
+  griddepcontrol_launch_dependents();
   RETURN_IF_EXACT;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;

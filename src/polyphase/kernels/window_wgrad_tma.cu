@@ -29,6 +29,7 @@
 #include "operand/half_copies.cuh"
 #include "operand/tap_windows.cuh"
 #include "epilogue/exchange.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "mainloop/box_product.cuh"
 
 struct Params {
@@ -163,6 +164,7 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_wgrad_tma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad SCALES_PARAMETER,
                      void* __restrict__ partial GUARD_PARAMETER, const __grid_constant__ Params params) {
+  griddepcontrol_launch_dependents();
   RETURN_IF_EXACT;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) PipelineBarriers<STAGES> ring;

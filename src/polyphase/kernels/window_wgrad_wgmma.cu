@@ -19,6 +19,7 @@
 #include "core/geometry.cuh"
 #include "core/pipeline.cuh"
 #include "core/shared_address.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
@@ -111,6 +112,7 @@ __device__ __forceinline__ void flush(const Sums& sums, void* partial, long long
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     window_wgrad_wgmma(const scalar_t* __restrict__ x, const scalar_t* __restrict__ grad,
                        void* __restrict__ partial GUARD_PARAMETER, const __grid_constant__ Params params) {
+  griddepcontrol_launch_dependents();
   RETURN_IF_EXACT;
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   __shared__ __align__(8) WindowBarriers ring;

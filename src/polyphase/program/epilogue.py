@@ -39,7 +39,7 @@ def with_epilogue(
         strides = dense_strides(problem.output_shape, True) if last else layouts.output
         elements = problem.elements[2]
         reduction = finish_splits(problem.dtype, elements, program.splits, reduced, problem.out_channels, strides)
-        steps[behind] = replace(reduction, operands=steps[behind].operands)
+        steps[behind] = replace(reduction, operands=steps[behind].operands, overlaps=steps[behind].overlaps)
     else:
         behind = max(i for i, step in enumerate(steps) if BIAS in step.operands)
         steps[behind] = _fused(steps[behind], of_kernel)

@@ -137,7 +137,8 @@ def assemble(
     if reduces:
         sums = problem.dtype if sums_bytes == DTYPE_BYTES[problem.dtype] else "float32"
         buffers.append(Buffer(PARTIALS, sums, splits * elements))
-        behind.append(replace(reduce_splits(problem.dtype, elements, splits), operands=(PARTIALS, DST)))
+        adds = reduce_splits(problem.dtype, elements, splits)
+        behind.append(replace(adds, operands=(PARTIALS, DST), overlaps=True))
     written = PARTIALS if reduces else DST
     weight = WORKSPACE if packs else WEIGHT
     operands = (X, GRAD, written) if pass_ is Pass.WEIGHT_GRAD else (SRC, weight, BIAS, written)

@@ -6,6 +6,7 @@
 
 #include "specialisation.cuh"
 #include "core/types.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "operand/half_copies.cuh"
 
 #if EPILOGUE
@@ -24,8 +25,9 @@ struct Params {
 constexpr int TOGETHER = 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    reduce_splits(const accum_t* __restrict__ partial EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst GUARD_PARAMETER,
+    reduce_splits(const accum_t* partial EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst GUARD_PARAMETER,
                   const __grid_constant__ Params params) {
+  griddepcontrol_wait();
   RETURN_IF_EXACT;
   __shared__ Vector<accum_t, TOGETHER> others[THREADS];
   const int lanes = THREADS / params.groups, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
