@@ -52,6 +52,31 @@ def volumes(seed: int) -> list[ConvTransposeProblem]:
     return found
 
 
+def of_few_channels(seed: int) -> list[ConvTransposeProblem]:
+    """Layers of one group and few channels on one side, without a stride or volumes; and volumes with a stride of 3."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(120):
+        dims, kernel = draw.choice((1, 2, 2)), draw.choice((1, 2, 3, 3, 4, 5, 7, 9))
+        size = draw.choice((4000, 16384, 65536) if dims == 1 else (33, 64, 128, 167))
+        shape = draw.choice((1, 2, 4, 8, 16)), draw.choice((1, 2, 3, 4, 8, 12, 15)), *(size,) * dims
+        padding, dilation = draw.choice((0, kernel // 2)), draw.choice((1, 1, 1, 2))
+        outputs = draw.choice((16, 64, 100, 256, 512))
+        found.append(ConvTransposeProblem.make(shape, outputs, kernel, padding=padding, dilation=dilation))
+    for _ in range(60):
+        shape = (
+            draw.choice((1, 2, 4, 8)),
+            draw.choice((16, 64, 96, 256)),
+            *(draw.choice((4, 6, 8, 12, 16, 24, 32)),) * 3,
+        )
+        kernel, padding = draw.choice((3, 3, 3, 4, 5)), draw.choice((0, 0, 1))
+        found.append(ConvTransposeProblem.make(shape, draw.choice((16, 32, 128, 300)), kernel, 3, padding))
+    for named in random_layers(1500, seed, 3, least_seconds=2e-6):
+        if named.problem.groups == 1 and min(named.problem.in_channels, named.problem.out_channels) < FEW_CHANNELS:
+            found.append(named.problem)
+    return [replace(each, tf32=True) for each in found if each.flops < 1e9 * MOST_GFLOP / 3]
+
+
 def errors(problem: ConvTransposeProblem) -> Iterator[tuple[Pass, float]]:
     """PyTorch's relative error in the first image, of the forward pass and the input gradient."""
     call = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}[problem.dims]
@@ -79,6 +104,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--volumes", action="store_true", help="only those of which few are known")
+    parser.add_argument("--few-channels", action="store_true", help="only those of few channels, and of stride 3")
     parser.add_argument("--seconds", type=float, default=60)
     options = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = True
@@ -86,7 +112,8 @@ def main() -> None:
     with options.csv.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["gpu", "problem", "layout", "pass", "dtype", "torch_error"])
-        for problem in volumes(options.seed) if options.volumes else layers(options.seed):
+        chosen = volumes if options.volumes else of_few_channels if options.few_channels else layers
+        for problem in chosen(options.seed):
             if time.monotonic() - start > options.seconds:
                 break
             for pass_, error in errors(problem):
