@@ -76,13 +76,14 @@ GAPS = {
     "grouped": make((2, 36, 33), 24, 3, 10, 4, 7, groups=3, bias=True),
     "gaps along one dimension": make((1, 30, 4, 9), 70, (3, 1), (3, 2), bias=True),
     "cropped": make((1, 17, 6, 7), 40, 2, 5, 7),
-    "rows of one vector": make((3, 16, 5, 2), 3, 1, 7, tf32=True),
+    "rows of a few vectors": make((3, 16, 5, 4), 3, 1, 7, tf32=True),
+    "long rows": make((1, 16, 3, 301), 5, (1, 2), (2, 5), tf32=True),
     "short rows": make((1, 32, 9, 1), 6, (2, 1), 3, tf32=True),
-    "empty batch": make((0, 32, 4, 4), 3, 2, 4),
+    "empty batch": make((0, 32, 4, 8), 3, 2, 4),
 }
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", GAPS)
 def test_gaps_between_kernels(name: str, dtype: str) -> None:
@@ -96,7 +97,7 @@ def test_gaps_between_kernels(name: str, dtype: str) -> None:
 
 def test_gaps_between_sums_of_planes() -> None:
     """Vectors of two rows, of two channels and of two images, and a last one that is not whole."""
-    problem = make((2, 2100, 1, 3), 3, 2, (3, 5), 0, 1, bias=True, dtype="bfloat16")
+    problem = make((2, 2100, 1, 5), 3, 2, (3, 5), 0, 1, bias=True, dtype="bfloat16")
     planes = [each for each in offers(Col2im(), problem) if each[1].buffers[-1].elements > 2 * 12 * 3]
     assert problem.elements[2] % 8
     assert_exact(problem, Pass.FORWARD, *(planes or offers(Col2im(), problem))[0], executor=Emulator(order=None))

@@ -19,7 +19,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 
 HERE = Path(__file__).parent
 RECORDS = HERE.parent.parent / "results"
-PROBES = "h200-random.csv", "probe.csv", "volumes.csv"
+PROBES = "h200-random.csv", "probe.csv", "volumes.csv", "few.csv"
 #: A float32 result that is further from float64 than this was rounded to TF32: 2.9e-4 where it was, 2e-6 where not.
 ROUNDED = 3e-5
 

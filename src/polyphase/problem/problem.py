@@ -195,9 +195,9 @@ class ConvTransposeProblem:
 
         cuDNN's algorithms differ by pass and by size. It computes forward passes in full float32 if they have few
         channels, narrow groups or little work, or are volumes with large strides or paddings (but not stride-1 layers
-        in groups); fewer input gradients, and still fewer weight gradients. Measurements, and where these rules err:
-        benchmarks/experiments/011-where-pytorch-rounds; for weight gradients of few output channels,
-        020-gradients-that-lose.
+        in groups or of few input channels); fewer input gradients, and still fewer weight gradients. Measurements, and
+        where these rules err: benchmarks/experiments/011-where-pytorch-rounds; for weight gradients of few output
+        channels, 020-gradients-that-lose.
         """
         if not self.tf32:
             return False
@@ -207,21 +207,25 @@ class ConvTransposeProblem:
         if pass_ is Pass.FORWARD:
             if self.groups > 1:
                 return few >= 64
-            return few >= FEW_CHANNELS and (self._rounds_in_3d() if self.dims == 3 else self._rounds_by_size())
-        volume = self.dims == 3 and self.taps > (8 if pass_ is Pass.INPUT_GRAD else 1)
+            return self._rounds_in_3d(few) if self.dims == 3 else few >= FEW_CHANNELS and self._rounds_by_size()
+        if pass_ is Pass.INPUT_GRAD:
+            volume = self.dims == 3 and self.taps > 8
+            if self.groups == 1:
+                return self.out_channels >= 12 or (volume and self.in_channels >= FEW_CHANNELS)
+            return few >= (64 if volume else 8)
+        volume = self.dims == 3 and self.taps > 1
         if self.groups == 1:
-            wide = pass_ is Pass.WEIGHT_GRAD and self.out_channels * self.taps > FEW_COLUMNS
-            return volume or wide or self.out_channels >= 12
-        if volume:
-            return few >= (64 if pass_ is Pass.INPUT_GRAD else 2)
-        return few >= 8
+            return volume or self.out_channels >= 12 or self.out_channels * self.taps > FEW_COLUMNS
+        return few >= (2 if volume else 8)
 
-    def _rounds_in_3d(self) -> bool:
-        """`uses_tf32` for a forward pass of volumes with many channels."""
+    def _rounds_in_3d(self, few: int) -> bool:
+        """`uses_tf32` for a forward pass of volumes in one group."""
+        if few < FEW_CHANNELS:
+            return set(self.stride) == {1} and self.in_channels < FEW_CHANNELS <= self.out_channels
         padding = max((axis.padding for axis in self.axes if axis.stride > 1), default=0)
         if max(self.stride) > 3 or padding > 1:
             return False
-        return math.prod(self.stride) <= 12 or (padding == 1 and self.taps <= 27)
+        return math.prod(self.stride) <= 12 or (self.taps <= 27 and (padding == 1 or self.out_channels <= 64))
 
     def _rounds_in_groups(self, pass_: Pass, few: int) -> bool:
         """`uses_tf32` for a forward pass or an input gradient of volumes in groups, with stride 1."""

@@ -7,8 +7,8 @@
 // Products are accum_t, in `splits` partial planes, which are added in order. The output is contiguous, channels first.
 //
 // Index mapping. A thread owns VECTOR neighbours in memory, whatever the length of rows: 16 aligned bytes, from one row
-// or from the end of one and the begin of the next. Neighbouring threads store neighbouring vectors. No shared memory,
-// no barrier.
+// or from the end of one and the begin of the next. Neighbouring threads store neighbouring vectors, a thread VECTORS
+// of them. What a block needs to know of its rows is found once for each row and kept in shared memory.
 
 #include "specialisation.cuh"
 #include "core/divisor.cuh"
@@ -28,6 +28,8 @@ struct Params {
 };
 
 constexpr int VECTOR = 16 / (int)sizeof(scalar_t);
+
+constexpr int OF_BLOCK = THREADS * VECTORS * VECTOR;  // outputs
 
 // A row of the output: the place of its first product, NONE if it meets none, and the operands of its channel.
 struct Row {
@@ -62,17 +64,9 @@ __device__ __forceinline__ Row find_row(const Params& params, const EpilogueOper
   return row;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    spread(const accum_t* __restrict__ product, const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS,
-           scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
-  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.sample_stride);
-  const int first = (int)(blockIdx.x * THREADS + threadIdx.x) * VECTOR;
-  if (first >= params.outputs) return;
-  const int row = first / params.columns, w = first - row * params.columns.value;
-  const int count = min(VECTOR, params.outputs - first);
-  const Row here = find_row(params, operands, row);
-  const Row behind = w + count > params.columns.value ? find_row(params, operands, row + 1) : here;
-
+// Writes the first `count` of VECTOR outputs, from column `w` of the row `here` on; others are in the row behind it.
+__device__ __forceinline__ void write(const Params& params, const Row& here, const Row& behind, int w, int count,
+                                      const accum_t* product, scalar_t* dst) {
   accum_t value[VECTOR] = {};
   if (here.first != NONE || behind.first != NONE) {
     int place[VECTOR];
@@ -90,7 +84,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int i = 0; i < VECTOR; ++i) value[i] += read_if(place[i] != NONE, product + place[i]);
   }
 
-  dst += first;
   Vector<scalar_t, VECTOR> results;
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) {
@@ -104,4 +97,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i)
     if (i < count) dst[i] = results.value[i];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    spread(const accum_t* __restrict__ product, const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS,
+           scalar_t* __restrict__ dst, const __grid_constant__ Params params) {
+  __shared__ Row rows[MOST_ROWS];
+  const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.sample_stride);
+  const int begin = blockIdx.x * OF_BLOCK, end = min(begin + OF_BLOCK, params.outputs);
+  const int first_row = begin / params.columns, last_row = (end - 1) / params.columns;
+  for (int row = first_row + threadIdx.x; row <= last_row; row += THREADS)
+    rows[row - first_row] = find_row(params, operands, row);
+  __syncthreads();
+#pragma unroll 1
+  for (int first = begin + threadIdx.x * VECTOR; first < end; first += THREADS * VECTOR) {
+    const int row = first / params.columns, w = first - row * params.columns.value;
+    const int count = min(VECTOR, end - first);
+    const Row here = rows[row - first_row], behind = rows[min(row + 1, last_row) - first_row];
+    write(params, here, behind, w, count, product, dst + first);
+  }
 }

@@ -30,6 +30,7 @@ from polyphase.schedules.tap_gemm.tma import TapGemmTma
 
 PRODUCT = "product"
 _THREADS = 256
+_SPREAD_ROWS = 128  # most rows that a block of the step `spread` writes
 _LINES = 4  # outputs of a thread, if a layer has more than one dimension
 _RUN = 4  # neighbours along the width of each of these outputs, if they read neighbouring columns
 MOST_BYTES = 1 << 30  # most bytes of the product
@@ -196,7 +197,7 @@ class Col2im(_Col2im):
         """Where an output meets one product at most, and some meet none; and where the output is contiguous."""
         alone = all(axis.kernel <= axis.tap_step for axis in problem.axes)
         gaps = problem.taps < math.prod(problem.stride)
-        long = problem.output_size[-1] >= 16 // DTYPE_BYTES[problem.dtype]  # a vector is in two rows at most
+        long = _vectors(problem) > 0
         lies = not problem.channels_last
         if layouts is not None:
             lies = layouts.aligned and layouts.output == dense_strides(problem.output_shape, False)
@@ -254,10 +255,18 @@ def col2im_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, l
     return plain_step(source, -(-threads // _THREADS), _THREADS, params, (PRODUCT, BIAS, DST))
 
 
+def _vectors(problem: ConvTransposeProblem) -> int:
+    """Vectors of a thread of the step `spread`; 0 if a block would write too many rows."""
+    of_threads = _THREADS * 16 // DTYPE_BYTES[problem.dtype]
+    fitting = (n for n in (4, 2, 1) if n * of_threads <= (_SPREAD_ROWS - 2) * problem.output_size[-1])
+    return next(fitting, 0)
+
+
 def _spread_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, lies: Strides, splits: int) -> Step:
     """The step that writes the output from products of which an output meets one at most."""
     gather = Gather.of(problem, Pass.FORWARD, layouts)
-    constants = dict(gather.constants(THREADS=_THREADS, MIN_BLOCKS=1))
+    vectors, vector = _vectors(problem), 16 // DTYPE_BYTES[problem.dtype]
+    constants = dict(gather.constants(THREADS=_THREADS, VECTORS=vectors, MOST_ROWS=_SPREAD_ROWS, MIN_BLOCKS=1))
     del constants["SRC_CHANNELS"], constants["DST_CHANNELS_LAST"]  # the product has no channels
     source = KernelSource("spread", problem.dtype, True, tuple(constants.items()), folder="steps")
     depth, height, width = gather.dst.shape[2:]
@@ -273,8 +282,7 @@ def _spread_step(problem: ConvTransposeProblem, layouts: Layouts, columns: int, 
         splits=splits,
         plane=problem.batch * columns * math.prod(problem.input_size),
     )
-    vector = 16 // DTYPE_BYTES[problem.dtype]
-    blocks = -(-problem.elements[2] // (vector * _THREADS))
+    blocks = -(-problem.elements[2] // (vector * vectors * _THREADS))
     return plain_step(source, blocks, _THREADS, params, (PRODUCT, BIAS, DST))
 
 
