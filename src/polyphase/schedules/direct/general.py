@@ -24,6 +24,7 @@ from polyphase.schedules.schedule import Cost, Schedule
 
 _DST_TOGETHER = 4  # channels of a thread, if there are as many
 _MOST_CELLS = 8
+_MOST_SOURCES = 32  # source channels of a group, for threads with neighbours: their sums have one level
 _SUMS = (16, 32)  # accumulators of a thread that owns several elements of a channel
 
 
@@ -140,7 +141,8 @@ def _run(gather: Gather) -> int:
     """Most neighbours along the width that are in one cell, of one vector, and whose taps are neighbours, too."""
     axis, dst = gather.axes[2], gather.dst
     contiguous = dst.strides[4] == 1 and not dst.channels_last and not gather.weight_channels_last and gather.aligned
-    if not gather.forward or not contiguous or axis.dilation > 1:
+    few = gather.src_channels <= _MOST_SOURCES and gather.dtype != "float64"
+    if not gather.forward or not contiguous or axis.dilation > 1 or not few:
         return 1
     vector = 16 // DTYPE_BYTES[gather.dtype]
     return math.gcd(vector, axis.kernel, axis.stride, axis.padding, dst.shape[4], dst.apart(4))
