@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import struct
@@ -209,6 +210,38 @@ def test_a_model_of_several_layers() -> None:
 
 
 @needs_emulator
+def test_neighbours_of_a_thread_are_those_of_the_tensor_at_hand() -> None:
+    """Of other output paddings, and of a weight that is not aligned."""
+    module = load(emitted_layer("1x1x64 -> 16, k=16, s=8, p=4", "sm_90a"))
+    on_the_emulator(module, "sm_90a")
+    choice = module.LAYERS[0].choices["sm_90a"][module.Pass.FORWARD]
+    assert (choice.schedule.name, choice.config.run) == ("direct_general", 4)
+    x, weight = torch.randn(2, 1, 6), torch.randn(1, 16, 16)
+    beside = torch.empty(weight.numel() + 1)[1:].view(1, 16, 16).copy_(weight)
+    for w, extra in itertools.product((weight, beside), range(8)):
+        found = module.run(module.Pass.FORWARD, 0, (2, 1, 6), (extra,), x, w)
+        expected = torch.conv_transpose1d(x, weight, None, 8, 4, extra)
+        assert torch.allclose(found, expected, atol=1e-5), (extra, w is weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layer",
+    ["1x32x56x56 -> 32, k=3, s=1, p=1, g=32, float16", "1x32x56x56 -> 32, k=4, s=2, g=32", "1x16x40 -> 16, k=5, g=16"],
+)
+def test_it_has_kernels_for_rows_of_any_length(layer: str) -> None:
+    """A depthwise weight gradient loads runs of elements, as long as rows have whole ones."""
+    module = load(emitted_layer(layer, "sm_90a"))
+    on_the_emulator(module, "sm_90a")
+    of_layer = module.LAYERS[0]
+    _, channels, *_ = of_layer.problem.input_shape
+    for width, extra in itertools.product(range(40, 57), range(max(of_layer.problem.stride))):
+        shape = (1, channels, *(8, width)[-of_layer.problem.dims :])
+        padding = (0, extra)[-of_layer.problem.dims :]
+        for pass_ in module.Pass:
+            module.prepare(pass_, of_layer, shape, padding, torch.device("cpu"), True)
+
+
 def test_boxes_are_those_of_the_tensor_at_hand() -> None:
     """On sm_90a the extension is told what boxes to take, and tensors that boxes cannot be taken of are copied."""
     module: Any = load(emitted(BY_BOXES))

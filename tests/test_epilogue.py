@@ -218,6 +218,27 @@ def test_gelu_of_fractions() -> None:
         check(problem, *found[0])
 
 
+@emulated
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("last", "problem"),
+    [
+        ("spread", make((2, 36, 3, 5), 3, 2, (3, 5), 0, (0, 2), bias=True)),  # vectors of two rows, channels and images
+        ("direct_general", make((2, 3, 5), 6, 16, 8, 4, bias=True)),  # neighbours and cells
+    ],
+    ids=["spread", "direct_general"],
+)
+def test_operands_of_neighbouring_outputs(last: str, problem: ConvTransposeProblem, dtype: str) -> None:
+    """Residuals and values of samples, where a thread owns several outputs."""
+    operations = Epilogue((ALONE["scale and shift per sample"], RESIDUAL))
+    fused = replace(problem, dtype=dtype, epilogue=operations)
+    found = [each for each in programs(fused, Pass.FORWARD, H200) if each[1].steps[-1].source.kernel == last]
+    assert found
+    for candidate, program in found:
+        check(fused, candidate, program)
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer in a memory format, planned for a device: every schedule with an epilogue, by turns."""

@@ -272,6 +272,16 @@ def test_runs_of_direct_general(name: str) -> None:
 
 def test_runs_need_aligned_rows() -> None:
     """No neighbours where a vector of them, or of their weights, could lie across 16 bytes, or where sums are long."""
+
+    def runs(problem: ConvTransposeProblem, **changes: bool) -> set[int]:
+        layouts = replace(Layouts.dense(problem), **changes)
+        found = candidates(DirectGeneral(), problem, Pass.FORWARD, H200, layouts)
+        programs = (DirectGeneral().program(problem, Pass.FORWARD, H200, layouts, each.config) for each in found)
+        return {dict(program.main.source.constants)["RUN"] for program in programs}
+
+    aligned = make((1, 2, 9), 4, 8, 8)
+    assert runs(aligned) == {1, 4}
+    assert runs(aligned, aligned=False) == runs(aligned, weight_channels_last=True) == {1}
     for problem in (
         make((1, 2, 9), 4, 9, 8),
         make((1, 2, 9), 4, 8, 8, output_padding=1),
@@ -281,11 +291,31 @@ def test_runs_need_aligned_rows() -> None:
         make((1, 2, 9), 4, 8, 8, dtype="float64"),
         make((1, 33, 9), 4, 8, 8),
     ):
-        for candidate in candidates(DirectGeneral(), problem, Pass.FORWARD, H200, Layouts.dense(problem)):
-            assert candidate.config.run == 1
-    aligned = make((1, 2, 9), 4, 8, 8)
-    unaligned = replace(Layouts.dense(aligned), aligned=False)
-    assert all(each.config.run == 1 for each in candidates(DirectGeneral(), aligned, Pass.FORWARD, H200, unaligned))
+        assert runs(problem) == {1}
+    assert runs(make((1, 2, 9), 4, 8, 8, output_padding=2)) == {1, 2}
+
+
+def test_a_weight_of_a_forward_pass_need_not_be_aligned() -> None:
+    problem = make((2, 3, 9), 4, 8, 8)
+    layouts = Layouts.dense(problem)
+    x, weight = torch.randn(problem.input_shape), torch.randn(problem.weight_shape)
+    beside = torch.empty(weight.numel() + 1)[1:].view(weight.shape).copy_(weight)
+    for candidate in candidates(DirectGeneral(), problem, Pass.FORWARD, H200, layouts):
+        program = DirectGeneral().program(problem, Pass.FORWARD, H200, layouts, candidate.config)
+        found = [run(problem, Pass.FORWARD, program, layouts, (x, each)) for each in (weight, beside)]
+        assert torch.equal(*found)
+
+
+def test_a_missing_source_element_does_not_meet_a_weight() -> None:
+    """Of several cells of a thread: zero times infinity would be no number."""
+    problem = make((1, 1, 5), 4, 16, 8, 4)
+    layouts = Layouts.dense(problem)
+    x, weight = torch.ones(problem.input_shape), torch.ones(problem.weight_shape)
+    weight[0, 0, 3] = torch.inf
+    expected = torch.conv_transpose1d(x, weight, None, 8, 4)
+    for candidate in candidates(DirectGeneral(), problem, Pass.FORWARD, H200, layouts):
+        program = DirectGeneral().program(problem, Pass.FORWARD, H200, layouts, candidate.config)
+        assert torch.equal(run(problem, Pass.FORWARD, program, layouts, (x, weight)), expected), candidate.config
 
 
 def test_short_rows() -> None:

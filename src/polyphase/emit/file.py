@@ -34,7 +34,7 @@ from polyphase.jit.compiler import settled
 from polyphase.jit.includes import without_includes
 from polyphase.jit.source import KernelSource, read
 from polyphase.plan.planner import Selection, plan
-from polyphase.plan.shortlist import candidates
+from polyphase.plan.shortlist import refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
@@ -164,8 +164,8 @@ def _collected(model: Model, roots: set[Key]) -> tuple[Found, dict[Key, str]]:
 def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> tuple[Selection, list[KernelSource]]:
     """What the planner selects at a typical size, and its kernels at that and the layer's, with any output padding.
 
-    Of a layer's two kernels it is the one that serves any size. How even rows of the output or the input are, and how
-    tensors are aligned, decides about some.
+    Of a layer's two kernels it is the one that serves any size. What the lengths of rows of the output and the input
+    are multiples of, up to eight elements, and how tensors are aligned, decides about some.
     """
     given, problem = problem, problem.of_pass(pass_)
     at_typical = replace(typical(problem), epilogue=given.epilogue) if pass_ is Pass.FORWARD else typical(problem)
@@ -183,25 +183,25 @@ def _choose(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> t
         if other.main.source == chosen.program.main.source:  # and those of which another kernel reads unaligned ones
             programs.append(other)
     *others, width = typical(problem).input_size
-    for wider in (width + 1, width + 2):
+    for wider in range(width + 1, width + 8):
         programs.append(program(replace(typical(problem), input_size=(*others, wider))))
     *others, last = problem.output_padding
-    for padding in (last, last ^ 1):
+    for padding in (last, last ^ 1, last ^ 2, last ^ 4):
         if padding >= max(problem.stride[-1], problem.dilation[-1]):
             continue
         padded = replace(problem, output_padding=(*others, padding))
         layouts = Layouts.of_call(padded, pass_)
-        if padding == last or _offered(chosen, padded, pass_, device, layouts):
+        if padding == last or _takes(chosen, padded, pass_, device, layouts):
             programs.append(program(padded, layouts))
     sources = (source for program in programs for source in program.sources)
     return chosen, list(dict.fromkeys(sources))
 
 
-def _offered(
-    chosen: Selection, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-) -> bool:
-    offers = candidates(chosen.schedule, problem, pass_, device, layouts)
-    return any(each.config == chosen.candidate.config for each in offers)
+def _takes(chosen: Selection, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts) -> bool:
+    """Whether the chosen config computes a layer of another output padding."""
+    schedule, config = chosen.schedule, chosen.candidate.config
+    reason = refusal(schedule, problem, pass_, device, layouts)
+    return reason is None and schedule.cost(problem, pass_, device, layouts, config) is not None
 
 
 def _settled(sources: list[KernelSource], arch: str, remarks: list[str]) -> list[KernelSource]:

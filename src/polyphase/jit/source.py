@@ -36,8 +36,16 @@ _OPERANDS = {"float32": (8, "tf32"), "float16": (16, "f16"), "bfloat16": (16, "b
 
 #: Constants that the preprocessor must know: code or an include depends on them by ``#if``.
 MACROS = (
-    *("WGMMA", "CLUSTER", "BY_THREADS", "SCALED", "COPIED", "GUARDED", "TAPS_IN_ROWS", "TENSORS", "SPLIT"),
+    "WGMMA",
+    "CLUSTER",
+    "BY_THREADS",
+    "SCALED",
+    "COPIED",
     "SRC_WRITTEN",
+    "GUARDED",
+    "TAPS_IN_ROWS",
+    "TENSORS",
+    "SPLIT",
 )
 
 Constant = bool | int | Axis

@@ -1,5 +1,5 @@
-// Direct kernel of the forward pass and the input gradient for every layer that direct_tiled does not unroll: kernels
-// of thousands of taps, large strides. No limits, no shared memory, no barrier.
+// Direct kernel of the forward pass and the input gradient for every layer: kernels of thousands of taps, large strides.
+// No limits, no shared memory, no barrier.
 //
 //   destination[n, cd, o] = bias[cd] + Σ source[n, cs, (position of o) + …] · w[cs, cd, tap]
 //
@@ -7,6 +7,7 @@
 // neighbours along w that read the same source elements, with neighbouring taps, in CELLS cells that are `apart`
 // elements from one another: a weight in a register serves all cells, and a source element all channels and neighbours.
 // Neighbouring threads own neighbouring runs along w (channels first) or neighbouring channels (channels last).
+// Threads with neighbours or several cells are for few source channels; such passes are bound by their stores.
 // core/taps.cuh has the taps that meet an element.
 
 #include "specialisation.cuh"
@@ -26,40 +27,45 @@ struct Params {
 };
 
 constexpr int THREADS = 256;
-// Of all threads: 64 bits if there are more than 31 bits count.
-template <bool>
-struct IndexOf {
-  typedef int Type;
-};
-template <>
-struct IndexOf<true> {
-  typedef long long Type;
-};
-typedef IndexOf<WIDE_INDEX>::Type Index;
 constexpr int DST_BLOCKS = ceil_div(DST_CHANNELS, DST_PER_THREAD);
 // Taps of a row that meet an element, at most. If there are few, their loop is unrolled.
 constexpr int ROW_TAPS = ceil_div(AXIS_W.kernel, TapsW::TAP_STEP), UNROLLED = ROW_TAPS < 4 ? ROW_TAPS : 4;
+
+// What a thread owns: the first element, and a block of channels.
+struct Place {
+  int block, w, h, d;
+  long long n;
+
+  template <class Index>
+  __device__ __forceinline__ void find(const Params& params, Index rest) {
+    const auto next = [&rest](const Divisor& size) {  // index along the fastest remaining dimension
+      Index outer;
+      if constexpr (sizeof(Index) > sizeof(int))
+        outer = rest / size.value;
+      else
+        outer = rest / size;
+      const int place = (int)(rest - outer * size.value);
+      rest = outer;
+      return place;
+    };
+    if (DST_CHANNELS_LAST) block = next(params.blocks);
+    w = next(params.columns) * RUN, h = next(params.rows), d = next(params.slabs);
+    if (!DST_CHANNELS_LAST) block = next(params.blocks);
+    n = rest;
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_general(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
                    const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
                    const Params params) {
   const EpilogueOperands operands = EPILOGUE_OPERANDS(bias, dst, params.dst.stride[0]);
-  Index rest = (Index)blockIdx.x * THREADS + threadIdx.x;
-  const auto next = [&rest](const Divisor& size) {  // index along the fastest remaining dimension
-    Index outer;
-    if constexpr (WIDE_INDEX)
-      outer = rest / size.value;
-    else
-      outer = rest / size;
-    const int place = (int)(rest - outer * size.value);
-    rest = outer;
-    return place;
-  };
-  int block = DST_CHANNELS_LAST ? next(params.blocks) : 0;
-  const int w = next(params.columns) * RUN, h = next(params.rows), d = next(params.slabs);
-  if (!DST_CHANNELS_LAST) block = next(params.blocks);
-  const long long n = rest;
+  Place at;
+  if (gridDim.x < (1u << 31) / THREADS)
+    at.find<int>(params, (int)(blockIdx.x * THREADS + threadIdx.x));
+  else
+    at.find<long long>(params, (long long)blockIdx.x * THREADS + threadIdx.x);
+  const auto [block, w, h, d, n] = at;
   if (n >= params.batch) return;
   const int group = block / DST_BLOCKS;
   const int first_dst = block % DST_BLOCKS * DST_PER_THREAD;
@@ -69,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const long long cell_stride = src_apart * params.src.stride[4];
   src += n * params.src.stride[0] + (long long)group * SRC_CHANNELS * params.src.stride[1];
   weight += (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS;
+  const bool whole = (unsigned long long)weight % sizeof(Vector<scalar_t, RUN>) == 0;  // weights of neighbours
   accum_t sum[CELLS][DST_PER_THREAD][RUN] = {};
 #pragma unroll 1
   for (int channel = 0; channel < SRC_CHANNELS; ++channel, src += params.src.stride[1]) {
@@ -87,12 +94,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           if (kw >= AXIS_W.kernel) break;
           const scalar_t* const from = row + src_w * params.src.stride[4];
           accum_t value[CELLS];
-          bool any = false;
+          bool exists[CELLS], any = false;
 #pragma unroll
           for (int cell = 0; cell < CELLS; ++cell) {
-            const bool exists = (unsigned)(src_w + cell * src_apart) < (unsigned)params.src.size[2];
-            value[cell] = operand(read_if(exists, from + cell * cell_stride));
-            any |= exists;
+            exists[cell] = (unsigned)(src_w + cell * src_apart) < (unsigned)params.src.size[2];
+            value[cell] = operand(read_if(exists[cell], from + cell * cell_stride));
+            any |= exists[cell];
           }
           if (!any) continue;
           const int tap = (kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw;
@@ -102,12 +109,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 DST_CHANNELS % DST_PER_THREAD == 0 ? first_dst + j : min(first_dst + j, DST_CHANNELS - 1);
             const scalar_t* const taps = weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
                                                               : weight_offset(channel, dst_channel, tap));
-            const Vector<scalar_t, RUN> weights = *(const Vector<scalar_t, RUN>*)taps;
+            Vector<scalar_t, RUN> weights;
+            if (whole) {
+              weights = *(const Vector<scalar_t, RUN>*)taps;
+            } else {
+#pragma unroll
+              for (int k = 0; k < RUN; ++k) weights.value[k] = read(taps + k);
+            }
 #pragma unroll
             for (int k = 0; k < RUN; ++k) {
               const accum_t factor = operand(widen(weights.value[k]));
 #pragma unroll
-              for (int cell = 0; cell < CELLS; ++cell) sum[cell][j][k] += value[cell] * factor;
+              for (int cell = 0; cell < CELLS; ++cell)
+                if (exists[cell]) sum[cell][j][k] += value[cell] * factor;  // not zero times infinity
             }
           }
         }

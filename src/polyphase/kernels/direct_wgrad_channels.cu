@@ -51,7 +51,8 @@ constexpr int THREADS = round_up(SLOTS * WALKERS, 32);
 constexpr int OF_ROW = COLUMNS * IN_HELD * VECTOR;  // sums of a thread
 constexpr int PITCH = ROWS_AT_ONCE * OF_ROW | 1;
 constexpr int WINDOW = (POSITIONS - 1) * AXIS_W.stride + (COLUMNS - 1) * AXIS_W.dilation + 1;
-constexpr int SKEW = (GRAD_RUN - AXIS_W.padding % GRAD_RUN) % GRAD_RUN, RUNS = ceil_div(SKEW + WINDOW, GRAD_RUN);
+constexpr int SKEW = round_up(AXIS_W.padding, GRAD_RUN) - AXIS_W.padding;
+constexpr int RUNS = ceil_div(SKEW + WINDOW, GRAD_RUN);
 
 static_assert(VECTOR % OUT_CHANNELS == 0 || OUT_CHANNELS % VECTOR == 0, "a vector is of whole groups, or of one");
 static_assert(IN_CHANNELS % IN_HELD == 0 && X_HELD % X_VECTOR == 0 && VECTOR * GRAD_RUN % GRAD_VECTOR == 0,

@@ -256,12 +256,13 @@ struct Epilogue {
 
   // Stores the work tile's share of the lines that own no taps.
   __device__ __forceinline__ void fill_lines(const Cell& cell, int first_channel) const {
-    int line = 0;  // index among these
+    int ordinal = 0;  // among these
 #pragma unroll 1
     for (int phase = 0; phase < DST_D * DST_H; ++phase) {
       const int depth = phase / DST_H, height = phase % DST_H;
       if (has_taps(AXIS_D, depth) && has_taps(AXIS_H, height)) continue;
-      if (line++ % LINE_GROUPS != work.line_group || height >= cell.rows || depth >= cell.slabs) continue;
+      const bool ours = ordinal++ % LINE_GROUPS == work.line_group;
+      if (!ours || height >= cell.rows || depth >= cell.slabs) continue;
 #pragma unroll 1
       for (int channel = first_channel; channel < channels_behind(first_channel); channel += CHANNELS) {
         float value[CHANNELS][DST_W] = {};

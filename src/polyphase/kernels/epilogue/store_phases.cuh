@@ -565,11 +565,11 @@ struct Epilogue {
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) store_lines<COUNT>(piece);
     if (OWNED_LINES < DST_D * DST_H * WIDTH_PARTS && (DST_CHANNELS_LAST || line_of_row(16 * warp()) == 0)) {
-      int line = 0;  // index among the lines that own no taps
+      int ordinal = 0;  // among the lines that own no taps
 #pragma unroll 1
       for (int phase = 0; phase < DST_D * DST_H; ++phase) {
         if (has_taps(AXIS_D, phase / DST_H) && has_taps(AXIS_H, phase % DST_H)) continue;
-        if (line++ % LINE_GROUPS != work.line_group) continue;
+        if (ordinal++ % LINE_GROUPS != work.line_group) continue;
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) store_line<COUNT, -1>(piece, phase / DST_H, phase % DST_H, 0);
       }

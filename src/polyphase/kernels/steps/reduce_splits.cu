@@ -27,7 +27,7 @@ constexpr int TOGETHER = 4;
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     reduce_splits(const accum_t* partial EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst GUARD_PARAMETER,
                   const __grid_constant__ Params params) {
-  griddepcontrol_wait();
+  griddepcontrol_wait();  // for the planes: the step is launched before the kernel that writes them has ended
   RETURN_IF_EXACT;
   __shared__ Vector<accum_t, TOGETHER> others[THREADS];
   const int lanes = THREADS / params.groups, lane = threadIdx.x % lanes, group = threadIdx.x / lanes;

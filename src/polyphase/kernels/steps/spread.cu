@@ -28,7 +28,6 @@ struct Params {
 };
 
 constexpr int VECTOR = 16 / (int)sizeof(scalar_t);
-
 constexpr int OF_BLOCK = THREADS * VECTORS * VECTOR;  // outputs
 
 // A row of the output: the place of its first product, NONE if it meets none, and the operands of its channel.

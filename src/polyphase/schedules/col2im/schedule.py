@@ -143,7 +143,8 @@ class _Col2im(Schedule):
     def _spreads(self, problem: ConvTransposeProblem, layouts: Layouts | None = None) -> bool:
         """Whether the step is ``kernels/steps/spread.cu``, which reads products whose columns are outermost.
 
-        Without layouts: in those of a problem.
+        Without layouts: for dense tensors. A layer for which it is so has no other limits (`limits`), and col2im.cu
+        serves its tensors of other layouts.
         """
         return False
 

@@ -61,7 +61,7 @@ class DirectGeneral(Schedule):
         if not gather.dst.channels_last and gather.dst_channels >= _DST_TOGETHER:
             yield GeneralConfig(_DST_TOGETHER)
         yield GeneralConfig(1)
-        run, powers = _run(gather), (1, 2, 4, 8)
+        run, powers = _most_neighbours(gather), (1, 2, 4, 8)
         if run > 1:
             shapes = (GeneralConfig(dst, run, cells) for dst in powers for cells in powers if cells <= _cells(gather))
             yield from (each for each in shapes if each.sums in _SUMS and each.dst_per_thread <= gather.dst_channels)
@@ -74,14 +74,15 @@ class DirectGeneral(Schedule):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralConfig
     ) -> Cost:
-        gather, (dst, run, _) = Gather.of(problem, pass_, layouts), config
-        terms = costs("direct_general", device)
+        gather, dst = Gather.of(problem, pass_, layouts), config.dst_per_thread
+        terms, run = costs("direct_general", device), _neighbours(gather, config)
+        config = config._replace(run=run)
         steps = float(gather.src_channels * gather.taps)
         if gather.forward:  # lanes of a warp own different phases of the width, and wait for those with most taps
             depth, height, width = gather.axes
             steps *= math.ceil(width.kernel / width.tap_step) / (width.kernel * depth.stride * height.stride)
         threads = math.prod(gather.dst.shape) / config.sums
-        if run > 1:
+        if config.run > 1 or config.cells > 1:
             cycles = threads / 32 * terms.runs * _slots(gather, config, steps)
         else:
             # Per step: the loop, one source element and `dst` weights; neighbouring lanes' weights are not adjacent.
@@ -97,8 +98,9 @@ class DirectGeneral(Schedule):
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GeneralConfig
     ) -> Program:
-        gather, (dst, run, cells) = Gather.of(problem, pass_, layouts), config
+        gather, (dst, _, cells) = Gather.of(problem, pass_, layouts), config
         _, _, depth, height, width = gather.dst.shape
+        run = _neighbours(gather, config)
         cell = gather.cell_axes[2].dst
         apart = math.ceil(math.ceil(width / cell) / cells) * cell if cells > 1 else 0
         columns = (apart or width) // run
@@ -113,7 +115,6 @@ class DirectGeneral(Schedule):
                 DST_PER_THREAD=dst,
                 RUN=run,
                 CELLS=cells,
-                WIDE_INDEX=threads > 2**31 - self._THREADS,
                 MIN_BLOCKS=4 if config.sums <= _SUMS[0] else 3,
             ),
         )
@@ -137,15 +138,21 @@ class DirectGeneral(Schedule):
         return assemble(problem, pass_, main)
 
 
-def _run(gather: Gather) -> int:
-    """Most neighbours along the width that are in one cell, of one vector, and whose taps are neighbours, too."""
-    axis, dst = gather.axes[2], gather.dst
-    contiguous = dst.strides[4] == 1 and not dst.channels_last and not gather.weight_channels_last and gather.aligned
+def _most_neighbours(gather: Gather) -> int:
+    """Neighbours along the width that are in one cell, whose taps are neighbours, too; by the layer's constants."""
+    axis = gather.axes[2]
     few = gather.src_channels <= _MOST_SOURCES and gather.dtype != "float64"
-    if not gather.forward or not contiguous or axis.dilation > 1 or not few:
+    if not gather.forward or gather.dst.channels_last or axis.dilation > 1 or not few:
         return 1
-    vector = 16 // DTYPE_BYTES[gather.dtype]
-    return math.gcd(vector, axis.kernel, axis.stride, axis.padding, dst.shape[4], dst.apart(4))
+    return math.gcd(16 // DTYPE_BYTES[gather.dtype], axis.kernel, axis.stride, axis.padding)
+
+
+def _neighbours(gather: Gather, config: GeneralConfig) -> int:
+    """Neighbours of a thread, which lie side by side in whole vectors: as the config says, or fewer."""
+    dst = gather.dst
+    if dst.strides[4] != 1 or gather.weight_channels_last or not gather.aligned:
+        return 1
+    return math.gcd(config.run, dst.shape[4], dst.apart(4))
 
 
 def _cells(gather: Gather) -> int:
@@ -161,7 +168,7 @@ def _slots(gather: Gather, config: GeneralConfig, steps: float) -> float:
     widened = run if size == 2 else 0
     step = 25 + 8 * cells + dst * (3 + widened) + config.sums
     instructions = 110 + rows * 35 + steps * step + dst * cells * (6 + 2 * run)
-    distinct = min(32, width.stride // run)  # lanes of one phase share its weights
+    distinct = min(32, max(1, width.stride // run))  # lanes of one phase share its weights
     wavefronts = steps * (cells + dst * max(1.0, distinct * run * size / 128))
     return max(instructions / 4, wavefronts)
 

@@ -260,23 +260,23 @@ class _Tilings:
         size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
         weights = pass_ is Pass.WEIGHT_GRAD
         steps = config.out_chunk * problem.taps * size // OPERATION_BYTES
-        reads = 4 * _reads(problem, pass_)
+        reads, joined = 4 * _reads(problem, pass_), _joined(problem)
         for each, boxed in zip(self._tile_extents, self._by_tma):
             positions = math.prod(each)
             if weights:
                 steps = positions * size // OPERATION_BYTES
             loads = 0.0 if boxed else _copied(pass_, config, least_extent(problem, each), terms)
             fewest = reads if positions >= FOUND else reads / 4  # some of four reads may have no row
-            cycles = steps * _operation(config, fewest, terms) + terms.stage + loads + self._stored(each)
+            cycles = steps * _operation(config, fewest, joined, terms) + terms.stage + loads + self._stored(each)
             yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
 
 
 _tilings = lru_cache(maxsize=64)(_Tilings)  # each has up to hundreds of kilobytes
 
 
-def _operation(config: WgmmaConfig, reads: float, terms: Costs) -> float:
-    """Predicted cycles of a k-step whose fragments take ``reads`` wavefronts of shared memory."""
-    product = terms.product + terms.read * reads + terms.column * config.columns
+def _operation(config: WgmmaConfig, reads: float, joined: int, terms: Costs) -> float:
+    """Predicted cycles of a k-step whose fragments take ``reads`` wavefronts of shared memory; words are ``joined``."""
+    product = terms.product + terms.read * reads + terms.join * joined + terms.column * config.columns
     return CONSUMER_GROUPS * config.row_tiles * product + terms.operation
 
 
@@ -400,7 +400,7 @@ def stage_cycles(
     else:
         rows += config.out_chunk * window.rows * math.ceil(window.extent[3] * size / 128)
         copies = 0.0
-    return tiling.steps * _operation(config, reads, terms) + rows * terms.row + terms.stage + copies
+    return tiling.steps * _operation(config, reads, _joined(problem), terms) + rows * terms.row + terms.stage + copies
 
 
 def _copy_cycles(
@@ -426,3 +426,8 @@ def _reads(problem: ConvTransposeProblem, pass_: Pass) -> int:
     if in_pairs(problem):
         return 2 if single and pass_ is Pass.WEIGHT_GRAD else 4
     return 4 if single else 8
+
+
+def _joined(problem: ConvTransposeProblem) -> int:
+    """Words of a thread's A fragment that it joins from two elements of 16 bits."""
+    return 0 if DTYPE_BYTES[problem.dtype] == 4 or in_pairs(problem) else 4
