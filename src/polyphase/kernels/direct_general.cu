@@ -1,5 +1,5 @@
-// Direct kernel of the forward pass and the input gradient for every layer: kernels of thousands of taps, large strides.
-// No limits, no shared memory, no barrier.
+// Direct kernel of the forward pass and the input gradient for every layer: kernels of thousands of taps, large
+// strides. No limits, no shared memory, no barrier.
 //
 //   destination[n, cd, o] = bias[cd] + Σ source[n, cs, (position of o) + …] · w[cs, cd, tap]
 //

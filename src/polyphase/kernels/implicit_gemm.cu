@@ -491,6 +491,11 @@ __device__ __forceinline__ void prefetch_residuals(const Params& params, const W
 #define CLUSTERED
 #endif
 
+// All threads wait for what they all read of earlier steps: scales, or a source that is a copy.
+__device__ __forceinline__ void wait_for_source() {
+  if (SCALED || SRC_WRITTEN) griddepcontrol_wait();
+}
+
 #if COPIED
 #define COPIES_PARAMETER , const operand_t* __restrict__ copy, const HalfCopies* copies
 #define COPIES copies
@@ -564,7 +569,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
   __syncthreads();
   if (CLUSTER > 1) cluster_sync();
-  if (SCALED || SRC_WRITTEN) griddepcontrol_wait();
+  wait_for_source();
 #if SCALED
   take_bands(scheduler, scales, COPIES);
 #endif

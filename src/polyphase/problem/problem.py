@@ -194,29 +194,20 @@ class ConvTransposeProblem:
         """Whether rounding to TF32 is allowed, and PyTorch rounds in this pass of such layers.
 
         cuDNN's algorithms differ by pass and by size. It computes forward passes in full float32 if they have few
-        channels, narrow groups or little work, or are volumes with large strides or paddings (but not stride-1 layers
-        in groups or of few input channels); fewer input gradients, and still fewer weight gradients. Measurements, and
-        where these rules err: benchmarks/experiments/011-where-pytorch-rounds; for weight gradients of few output
-        channels, 020-gradients-that-lose.
+        channels, narrow groups or little work, or are volumes with large strides or paddings (few without a stride);
+        fewer input gradients, and still fewer weight gradients. Measurements, and where these rules err:
+        benchmarks/experiments/011-where-pytorch-rounds; for weight gradients, 020-gradients-that-lose.
         """
         if not self.tf32:
             return False
         few = min(self.in_channels_per_group, self.out_channels_per_group)
-        if self.groups > 1 and self.dims == 3 and set(self.stride) == {1} and pass_ is not Pass.WEIGHT_GRAD:
+        if self.groups > 1:
             return self._rounds_in_groups(pass_, few)
         if pass_ is Pass.FORWARD:
-            if self.groups > 1:
-                return few >= 64
             return self._rounds_in_3d(few) if self.dims == 3 else few >= FEW_CHANNELS and self._rounds_by_size()
-        if pass_ is Pass.INPUT_GRAD:
-            volume = self.dims == 3 and self.taps > 8
-            if self.groups == 1:
-                return self.out_channels >= 12 or (volume and self.in_channels >= FEW_CHANNELS)
-            return few >= (64 if volume else 8)
-        volume = self.dims == 3 and self.taps > 1
-        if self.groups == 1:
-            return volume or self.out_channels >= 12 or self.out_channels * self.taps > FEW_COLUMNS
-        return few >= (2 if volume else 8)
+        many = (self.taps > 8 and self.in_channels >= FEW_CHANNELS) if pass_ is Pass.INPUT_GRAD else self.taps > 1
+        wide = pass_ is Pass.WEIGHT_GRAD and self.out_channels * self.taps > FEW_COLUMNS
+        return (self.dims == 3 and many) or wide or self.out_channels >= 12
 
     def _rounds_in_3d(self, few: int) -> bool:
         """`uses_tf32` for a forward pass of volumes in one group."""
@@ -228,10 +219,16 @@ class ConvTransposeProblem:
         return math.prod(self.stride) <= 12 or (self.taps <= 27 and (padding == 1 or self.out_channels <= 64))
 
     def _rounds_in_groups(self, pass_: Pass, few: int) -> bool:
-        """`uses_tf32` for a forward pass or an input gradient of volumes in groups, with stride 1."""
+        """`uses_tf32` for layers of several groups."""
+        volume, without_stride = self.dims == 3, set(self.stride) == {1}
+        if pass_ is Pass.WEIGHT_GRAD:
+            return few >= (2 if volume and self.taps > 1 else 8)
         if pass_ is Pass.FORWARD:
-            return few >= 64 or (self.taps >= 27 and few >= 12) or (self.taps >= 216 and few >= 4)
-        return few >= 8 and 1 < self.taps <= 27
+            longer = (self.taps >= 27 and few >= 12) or (self.taps >= 216 and few >= 4)
+            return few >= 64 or (volume and without_stride and longer)
+        if volume and without_stride:
+            return few >= 8 and 1 < self.taps <= 27
+        return few >= (64 if volume and self.taps > 8 else 8)
 
     def _rounds_by_size(self) -> bool:
         """`uses_tf32` for a forward pass of images or signals with many channels."""
