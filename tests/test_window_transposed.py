@@ -31,6 +31,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts, Strides, dense_strides
 from polyphase.program.step import Step
 from polyphase.program.transpose import HALF_COPIES_BYTES, to_channels_last, to_contiguous, to_halves
+from polyphase.schedules.implicit_gemm.transposed import ImplicitGemmTransposed
 from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
 from test_window_tma import LAYERS as BOX_LAYERS
 from test_window_tma import WITHOUT_WEIGHT
@@ -141,6 +142,24 @@ def test_inputs_of_forward_passes_may_have_outliers(channels_last: bool) -> None
         assert bool(copies.view(torch.int32)[0]) is not forward
         if forward:
             assert torch.equal(dst, (values * 2.0**6).half().movedim(1, -1))
+
+
+@pytest.mark.parametrize("channels", [65, 129, 257, 513])
+def test_small_numbers_of_a_last_channel(channels: int) -> None:
+    """A tile's channels of a pixel are a unit. The last one has several, so that a small number is no reason."""
+    shape = (1, channels, 5, 7)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(channels))
+    values[:, -1] *= 1e-8
+    padded = -(-channels // 8) * 8
+    step = to_halves(shape, dense_strides(shape, False), 1, padded, measures=True)
+    dst = torch.empty((1, 5, 7, padded), dtype=torch.float16)
+    copies = torch.zeros(HALF_COPIES_BYTES, dtype=torch.uint8)
+    copies.view(torch.float32)[8 + 5] = 3.0  # the largest of the samples
+    Emulator()(step, [values, copies, dst])
+    assert not copies.view(torch.int32)[0]
+    assert torch.equal(dst[..., :channels], (values * 2.0**6).half().movedim(1, -1))
+    layer = make((1, channels, 64, 64), 64, 4, 2, 1, tf32=True, channels_last=True)  # its copy would have such units
+    assert "needs NCHW" in (ImplicitGemmTransposed().supports(layer, Pass.FORWARD, H200) or "")
 
 
 # Layers in float32, whose copies are float16.

@@ -55,6 +55,71 @@ struct Place {
   }
 };
 
+// A thread's sums.
+struct Sums {
+  accum_t of[CELLS][DST_PER_THREAD][RUN] = {};
+
+  // Adds all products. WHOLE: the weights of neighbours are aligned vectors.
+  template <bool WHOLE>
+  __device__ __forceinline__ void add(const Params& params, const scalar_t* __restrict__ src,
+                                      const scalar_t* __restrict__ weight, int w, int h, int d, int first_dst) {
+    const Progression at_d = TapsD::at(d), at_h = TapsH::at(h), at_w = TapsW::at(w);
+    const int src_apart = INPUT_GRAD ? params.apart * AXIS_W.stride : params.apart / AXIS_W.stride;
+    const long long cell_stride = src_apart * params.src.stride[4];
+#pragma unroll 1
+    for (int channel = 0; channel < SRC_CHANNELS; ++channel, src += params.src.stride[1]) {
+      int src_d = at_d.src;
+#pragma unroll 1
+      for (int kd = at_d.tap; kd < AXIS_D.kernel; kd += TapsD::TAP_STEP, src_d += TapsD::SRC_STEP) {
+        if ((unsigned)src_d >= (unsigned)params.src.size[0]) continue;
+        int src_h = at_h.src;
+#pragma unroll 1
+        for (int kh = at_h.tap; kh < AXIS_H.kernel; kh += TapsH::TAP_STEP, src_h += TapsH::SRC_STEP) {
+          if ((unsigned)src_h >= (unsigned)params.src.size[1]) continue;
+          const scalar_t* const row = src + src_d * params.src.stride[2] + src_h * params.src.stride[3];
+#pragma unroll UNROLLED
+          for (int i = 0; i < ROW_TAPS; ++i) {
+            const int kw = at_w.tap + i * TapsW::TAP_STEP, src_w = at_w.src + i * TapsW::SRC_STEP;
+            if (kw >= AXIS_W.kernel) break;
+            const scalar_t* const from = row + src_w * params.src.stride[4];
+            accum_t value[CELLS];
+            bool exists[CELLS], any = false;
+#pragma unroll
+            for (int cell = 0; cell < CELLS; ++cell) {
+              exists[cell] = (unsigned)(src_w + cell * src_apart) < (unsigned)params.src.size[2];
+              value[cell] = operand(read_if(exists[cell], from + cell * cell_stride));
+              any |= exists[cell];
+            }
+            if (!any) continue;
+            const int tap = (kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw;
+#pragma unroll
+            for (int j = 0; j < DST_PER_THREAD; ++j) {
+              const int dst_channel =
+                  DST_CHANNELS % DST_PER_THREAD == 0 ? first_dst + j : min(first_dst + j, DST_CHANNELS - 1);
+              const scalar_t* const taps = weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
+                                                                : weight_offset(channel, dst_channel, tap));
+              Vector<scalar_t, RUN> weights;
+              if constexpr (WHOLE) {
+                weights = *(const Vector<scalar_t, RUN>*)taps;
+              } else {
+#pragma unroll
+                for (int k = 0; k < RUN; ++k) weights.value[k] = read(taps + k);
+              }
+#pragma unroll
+              for (int k = 0; k < RUN; ++k) {
+                const accum_t factor = operand(widen(weights.value[k]));
+#pragma unroll
+                for (int cell = 0; cell < CELLS; ++cell)
+                  if (exists[cell]) of[cell][j][k] += value[cell] * factor;  // not zero times infinity
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     direct_general(const scalar_t* __restrict__ src, const scalar_t* __restrict__ weight,
                    const scalar_t* __restrict__ bias EPILOGUE_PARAMETERS, scalar_t* __restrict__ dst,
@@ -70,64 +135,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int group = block / DST_BLOCKS;
   const int first_dst = block % DST_BLOCKS * DST_PER_THREAD;
 
-  const Progression at_d = TapsD::at(d), at_h = TapsH::at(h), at_w = TapsW::at(w);
-  const int src_apart = INPUT_GRAD ? params.apart * AXIS_W.stride : params.apart / AXIS_W.stride;
-  const long long cell_stride = src_apart * params.src.stride[4];
   src += n * params.src.stride[0] + (long long)group * SRC_CHANNELS * params.src.stride[1];
   weight += (long long)group * SRC_CHANNELS * DST_CHANNELS * TAPS;
-  const bool whole = (unsigned long long)weight % sizeof(Vector<scalar_t, RUN>) == 0;  // weights of neighbours
-  accum_t sum[CELLS][DST_PER_THREAD][RUN] = {};
-#pragma unroll 1
-  for (int channel = 0; channel < SRC_CHANNELS; ++channel, src += params.src.stride[1]) {
-    int src_d = at_d.src;
-#pragma unroll 1
-    for (int kd = at_d.tap; kd < AXIS_D.kernel; kd += TapsD::TAP_STEP, src_d += TapsD::SRC_STEP) {
-      if ((unsigned)src_d >= (unsigned)params.src.size[0]) continue;
-      int src_h = at_h.src;
-#pragma unroll 1
-      for (int kh = at_h.tap; kh < AXIS_H.kernel; kh += TapsH::TAP_STEP, src_h += TapsH::SRC_STEP) {
-        if ((unsigned)src_h >= (unsigned)params.src.size[1]) continue;
-        const scalar_t* const row = src + src_d * params.src.stride[2] + src_h * params.src.stride[3];
-#pragma unroll UNROLLED
-        for (int i = 0; i < ROW_TAPS; ++i) {
-          const int kw = at_w.tap + i * TapsW::TAP_STEP, src_w = at_w.src + i * TapsW::SRC_STEP;
-          if (kw >= AXIS_W.kernel) break;
-          const scalar_t* const from = row + src_w * params.src.stride[4];
-          accum_t value[CELLS];
-          bool exists[CELLS], any = false;
-#pragma unroll
-          for (int cell = 0; cell < CELLS; ++cell) {
-            exists[cell] = (unsigned)(src_w + cell * src_apart) < (unsigned)params.src.size[2];
-            value[cell] = operand(read_if(exists[cell], from + cell * cell_stride));
-            any |= exists[cell];
-          }
-          if (!any) continue;
-          const int tap = (kd * AXIS_H.kernel + kh) * AXIS_W.kernel + kw;
-#pragma unroll
-          for (int j = 0; j < DST_PER_THREAD; ++j) {
-            const int dst_channel =
-                DST_CHANNELS % DST_PER_THREAD == 0 ? first_dst + j : min(first_dst + j, DST_CHANNELS - 1);
-            const scalar_t* const taps = weight + (INPUT_GRAD ? weight_offset(dst_channel, channel, tap)
-                                                              : weight_offset(channel, dst_channel, tap));
-            Vector<scalar_t, RUN> weights;
-            if (whole) {
-              weights = *(const Vector<scalar_t, RUN>*)taps;
-            } else {
-#pragma unroll
-              for (int k = 0; k < RUN; ++k) weights.value[k] = read(taps + k);
-            }
-#pragma unroll
-            for (int k = 0; k < RUN; ++k) {
-              const accum_t factor = operand(widen(weights.value[k]));
-#pragma unroll
-              for (int cell = 0; cell < CELLS; ++cell)
-                if (exists[cell]) sum[cell][j][k] += value[cell] * factor;  // not zero times infinity
-            }
-          }
-        }
-      }
-    }
-  }
+  Sums sums;
+  if (RUN == 1 || (unsigned long long)weight % sizeof(Vector<scalar_t, RUN>) == 0)
+    sums.add<true>(params, src, weight, w, h, d, first_dst);
+  else
+    sums.add<false>(params, src, weight, w, h, d, first_dst);
 
   const long long first_channel = (long long)group * DST_CHANNELS + first_dst;
   dst += n * params.dst.stride[0] + first_channel * params.dst.stride[1] + d * params.dst.stride[2] +
@@ -142,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       scalar_t* const to = dst + j * params.dst.stride[1] + cell * params.apart * params.dst.stride[4];
       Vector<scalar_t, RUN> results;
 #pragma unroll
-      for (int k = 0; k < RUN; ++k) narrow(finish(sum[cell][j][k], terms, to + k), results.value[k]);
+      for (int k = 0; k < RUN; ++k) narrow(finish(sums.of[cell][j][k], terms, to + k), results.value[k]);
       *(Vector<scalar_t, RUN>*)to = results;
     }
   }

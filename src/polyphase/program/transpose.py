@@ -59,15 +59,18 @@ def transpose_sources(dtype: str) -> tuple[KernelSource, ...]:
     return tuple(transpose_source(dtype, rows=rows) for rows in ways)
 
 
-def _tile(channels: int, element: int, larger: bool = False) -> tuple[int, int, int]:
+def _tile(channels: int, element: int, larger: bool = False, checked: bool = False) -> tuple[int, int, int]:
     """A block's tile: pieces of a pixel, logarithm of the pixels, and channels that it shares with its neighbour.
 
-    Tiles of one row have equal widths.
+    Tiles of one row have equal widths. ``checked``: a tile's channels of a pixel are a unit of a checked copy. Then the
+    last tile has at least half as many as others: a few numbers may all be too small.
     """
     vector, widest = 16 // element, 8 if element == 2 else 16
     row, halo = math.ceil(channels / vector), 0
     if channels % vector == 0:
-        row = math.ceil(row / math.ceil(row / widest))
+        pieces, row = row, math.ceil(row / math.ceil(row / widest))
+        while checked and 2 * ((pieces - 1) % row + 1) < row:
+            row -= 1
     elif row > _WHOLE_ROWS:
         row, halo = 16 + _SECTOR // 16, _SECTOR // element
     pixels = max(_LEAST_PIXELS, _LEAST_PIXELS * widest // row)
@@ -81,8 +84,8 @@ def transpose_blocks(dtype: str, channels: int, pixels: int) -> int:
     return _blocks(DTYPE_BYTES[dtype], channels, pixels)
 
 
-def _blocks(element: int, channels: int, pixels: int, larger: bool = False) -> int:
-    pieces, pixel_bits, halo = _tile(channels, element, larger)
+def _blocks(element: int, channels: int, pixels: int, larger: bool = False, checked: bool = False) -> int:
+    pieces, pixel_bits, halo = _tile(channels, element, larger, checked)
     row = min(channels, pieces * 16 // element) if halo == 0 else pieces * 16 // element - halo
     return math.ceil(pixels / (1 << pixel_bits)) * math.ceil((channels + max(0, halo - 1)) / row)
 
@@ -178,6 +181,11 @@ def _halve(
     return plain_step(source, math.ceil(threads / _THREADS), _THREADS, params)
 
 
+def has_lone_channels(channels: int) -> bool:
+    """Whether a checked copy has units of one channel, if channels are innermost in its source, in one group."""
+    return channels % 8 == 1 and math.gcd(math.ceil(channels / 8), _MOST_UNIT) == 1
+
+
 def _pixel_pitch(shape: tuple[int, ...], strides: Strides) -> int | None:
     """Elements from a pixel to the next, of the next row or image, too; None if these differ."""
     batch, _, *sizes = five(shape)
@@ -245,8 +253,10 @@ def _by_pixels(
     batch, channels, *sizes = five(shape)
     pixels, group = batch * math.prod(sizes), channels // groups
     written, vector = groups * parts * each, 16 // element
-    larger = bool(dict(source.constants)["SCALED"]) and _blocks(element, written, pixels) >= _MANY_TILES
-    pieces, pixel_bits, halo = _tile(written, element, larger)
+    known = dict(source.constants)
+    checked = bool(known["SCALED"]) and not known["BY_CHANNELS"]
+    larger = bool(known["SCALED"]) and _blocks(element, written, pixels) >= _MANY_TILES
+    pieces, pixel_bits, halo = _tile(written, element, larger, checked)
     row = min(written, pieces * vector) if halo == 0 else pieces * vector - halo
     params = params_of(source).pack(
         stride=strides,
@@ -268,7 +278,7 @@ def _by_pixels(
         strides=apart,
         residues=math.prod(apart),
     )
-    return plain_step(source, _blocks(element, written, pixels, larger), _THREADS, params)
+    return plain_step(source, _blocks(element, written, pixels, larger, checked), _THREADS, params)
 
 
 def _by_rows(dtype: str, strides: Strides, sizes: list[int], written: int) -> bool:

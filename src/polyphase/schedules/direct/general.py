@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from polyphase.costs import costs
+from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
@@ -24,6 +24,7 @@ from polyphase.schedules.schedule import Cost, Schedule
 
 _DST_TOGETHER = 4  # channels of a thread, if there are as many
 _MOST_CELLS = 8
+_APART = 32  # least elements between a thread's cells
 _MOST_SOURCES = 32  # source channels of a group, for threads with neighbours: their sums have one level
 _SUMS = (16, 32)  # accumulators of a thread that owns several elements of a channel
 
@@ -83,7 +84,7 @@ class DirectGeneral(Schedule):
             steps *= math.ceil(width.kernel / width.tap_step) / (width.kernel * depth.stride * height.stride)
         threads = math.prod(gather.dst.shape) / config.sums
         if config.run > 1 or config.cells > 1:
-            cycles = threads / 32 * terms.runs * _slots(gather, config, steps)
+            cycles = threads / 32 * terms.runs * _slots(gather, config, steps, terms)
         else:
             # Per step: the loop, one source element and `dst` weights; neighbouring lanes' weights are not adjacent.
             rows = 0.0 if gather.forward else steps / gather.axes[2].kernel  # rows of forward passes have few taps
@@ -156,12 +157,13 @@ def _neighbours(gather: Gather, config: GeneralConfig) -> int:
 
 
 def _cells(gather: Gather) -> int:
-    """Most cells of a thread that a row of the image has."""
-    return min(_MOST_CELLS, math.ceil(gather.dst.shape[4] / gather.cell_axes[2].dst))
+    """Most cells of a thread: a row has as many, and neighbouring threads have neighbouring elements."""
+    width = gather.dst.shape[4]
+    return min(_MOST_CELLS, math.ceil(width / gather.cell_axes[2].dst), max(1, width // _APART))
 
 
-def _slots(gather: Gather, config: GeneralConfig, steps: float) -> float:
-    """Cycles of a warp of threads with runs: issue slots of its instructions, or wavefronts of its loads."""
+def _slots(gather: Gather, config: GeneralConfig, steps: float, terms: Costs) -> float:
+    """Cycles of a warp of threads with neighbours: issue slots of its instructions, and wavefronts of its loads."""
     dst, run, cells = config
     size, width = DTYPE_BYTES[gather.dtype], gather.axes[2]
     rows = steps / math.ceil(width.kernel / width.tap_step)
@@ -169,8 +171,8 @@ def _slots(gather: Gather, config: GeneralConfig, steps: float) -> float:
     step = 25 + 8 * cells + dst * (3 + widened) + config.sums
     instructions = 110 + rows * 35 + steps * step + dst * cells * (6 + 2 * run)
     distinct = min(32, max(1, width.stride // run))  # lanes of one phase share its weights
-    wavefronts = steps * (cells + dst * max(1.0, distinct * run * size / 128))
-    return max(instructions / 4, wavefronts)
+    wavefronts = steps * (cells + terms.weight_line * dst * max(1.0, distinct * run * size / 128))
+    return math.hypot(instructions / 4, wavefronts)
 
 
 def _lines(gather: Gather) -> float:

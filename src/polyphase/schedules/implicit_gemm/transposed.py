@@ -20,7 +20,7 @@ from polyphase.program.program import (
     reading_source_channels_last,
     reading_source_halves,
 )
-from polyphase.program.transpose import MOST_PIXELS
+from polyphase.program.transpose import MOST_PIXELS, has_lone_channels
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import halves_seconds, transpose_seconds
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, GemmConfig, fills_stages
@@ -106,9 +106,14 @@ class ImplicitGemmTransposed(ImplicitGemm):
 
 
 def _in_halves(problem: ConvTransposeProblem, pass_: Pass) -> bool:
-    """Whether the copy is float16. TMA alone loads such copies, so that groups have whole stages."""
+    """Whether the copy is float16. TMA alone loads such copies, so that groups have whole stages.
+
+    Not if a channel would be checked alone: it is often too small, and the source is then read instead.
+    """
     channels = problem.in_channels_per_group if pass_ is Pass.FORWARD else problem.out_channels_per_group
     scaled = problem.dtype == "float32" and parts_of(problem) == 1
+    if problem.channels_last and has_lone_channels(channels):
+        return False
     return scaled and channels >= SCALED_CHANNELS and fills_stages(problem.groups, channels, _LEAST_STAGE)
 
 
