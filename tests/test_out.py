@@ -46,7 +46,8 @@ def test_a_slice_of_channels(dims: int) -> None:
     assert torch.equal(of_fused(x, w, b, 2, 1, out=out), expected)
     assert bool((larger[:, :3] == 7).all())
     assert bool((larger[:, 7:] == 7).all())
-    assert torch.equal(function(x[0], w, b, 2, 1, out=out[0]), expected[0])
+    # Of one image: PyTorch's products of other sizes may add up in another order.
+    torch.testing.assert_close(function(x[0], w, b, 2, 1, out=out[0]), expected[0])
 
 
 def test_compiled_and_under_autocast() -> None:
