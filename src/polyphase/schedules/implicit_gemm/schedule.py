@@ -66,8 +66,8 @@ _WITH_THEIR_OWN = {
 _ALL = 2**31 - 1
 _STAGES_COST = 1.01  # at most, of stages given up for longer pieces of rows: times the prediction before
 # Pairs of GIVEN_REGISTERS and CHUNKS_AT_ONCE that are tried in turn if registers spill: registers moved from each
-# consumer thread to the producers. The last serves kernels for which NVRTC 13.0 has too few registers on either side.
-_SHARES = ((-8, 2), (16, 2), (24, 2), (16, 1))
+# consumer thread to the producers. The last two serve kernels that have too few registers on either side.
+_SHARES = ((-8, 2), (16, 2), (24, 2), (0, 1), (16, 1))
 _LEAST_PIECE = 16  # cells
 
 
