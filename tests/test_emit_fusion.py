@@ -27,7 +27,7 @@ from polyphase.problem.device import DeviceInfo
 
 LEVEL2 = Path(__file__).parent / "level2"
 MODELS = sorted(path.stem for path in LEVEL2.glob("*.py"))
-# What the layers of each file compute, in evaluation mode.
+# What the layers' kernels compute, of each file in evaluation mode, and what kernels behind them do.
 CHAINS = {
     "bias_clamp_scale": ["up → add() → clamp() → mul() → clamp() → div()"],
     "layer_norm_pool_gelu": ["up → add()"],
@@ -41,11 +41,19 @@ CHAINS = {
     "second_input": ["up → add() → hardswish() → mul()"],
     "signal_chain": ["first.0 → first.1 → first.2", "second → add() → relu()"],
     "softmax_bias_sigmoid": [],
+    "view_softmax_minimum": ["up → clamp()"],
+}
+TAILS = {
+    "layer_norm_pool_gelu": ["up → add() → norm → pool → gelu()"],
+    "leaky_factor_pool": ["up → leaky_relu() → mul() → leaky → pool"],
+    "mean_logsumexp": ["up → mean() → add() → logsumexp() → sum() → mul()"],
+    "norm_tanh_pool": ["up → norm → tanh → pool → groups"],
+    "relu_group_norm": ["up → relu → norm"],
+    "softmax_bias_sigmoid": ["up → softmax() → add() → mul() → sigmoid()"],
+    "view_softmax_minimum": ["up → clamp() → view() → softmax() → view() → mul() → min() → tanh()"],
 }
 UNFUSED = {
-    "mean_logsumexp": "up: not fused: mean() reads its output",
     "shape_decides": "emitted without fusion: torch.fx does not trace its forward (TraceError: symbolically traced",
-    "softmax_bias_sigmoid": "up: not fused: softmax(): emitted files have no kernel of all channels of a pixel",
 }
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 
@@ -75,7 +83,11 @@ class Loaded:
     def __init__(self, text: str, name: str = "emitted_file", arch: str = "sm_80") -> None:
         self.module: Any = load(text, name)
         self.extension: Extension = on_the_emulator(self.module, arch)
-        self.fused = self.module.EPILOGUES[arch]
+        kernels = [name for name, *_ in self.module.KERNELS[arch]]
+        behind = {number for number, name in enumerate(kernels) if name == "reduce_groups"}
+        operations = self.module.OPERATIONS[arch].items()
+        self.fused = {number: each[0] for number, each in operations if each[0] and number not in behind}
+        self.behind = behind
         self.numbers: list[int] = []
         launch = self.extension.launch
 
@@ -101,14 +113,20 @@ class Loaded:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         return [str(self.fused[number]) for number in self.numbers if number in self.fused]
 
+    @property
+    def reductions(self) -> int:
+        """The kernels behind layers that the last call launched."""
+        return sum(number in self.behind for number in self.numbers)
+
 
 @pytest.mark.slow
 def test_the_chains_of_every_file() -> None:
     for path in sorted(LEVEL2.glob("*.py")):
         found = emitted(path.stem)
         if path.stem in CHAINS:
-            layers = dict.fromkeys(name for name, *_ in found.plans if " → " in name)
-            assert list(layers) == CHAINS[path.stem], path.stem
+            computed = {(name, pass_) for name, _, pass_, _ in found.plans if " → " in name}
+            assert {name for name, pass_ in computed if pass_ == "forward"} == {*CHAINS[path.stem]}, path.stem
+            assert [name for name, pass_ in computed if pass_ != "forward"] == TAILS.get(path.stem, []), path.stem
         if path.stem in UNFUSED:
             assert any(remark.startswith(UNFUSED[path.stem]) for remark in found.remarks), found.remarks
 
@@ -127,7 +145,7 @@ def test_files_keep_the_rules() -> None:
 @pytest.mark.sampled(12, 2)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_computes_the_model(name: str) -> None:
-    """In both modes, without derivatives, of the file's inputs and of other sizes."""
+    """In both modes, without derivatives, of the file's inputs and of another batch."""
     loaded = Loaded(emitted(name).text)
     inputs = loaded.module.get_inputs()
     with torch.no_grad():
@@ -139,8 +157,10 @@ def test_it_computes_the_model(name: str) -> None:
         evaluating = loaded.epilogues(*inputs)
         expected = sum(len(each) > 0 for each in CHAINS.get(name, []))
         assert len(evaluating) == expected or name not in CHAINS
+        assert (loaded.reductions > 0) == (name in TAILS)
         assert len(in_training) == (0 if name == "norm_tanh_pool" else len(evaluating))
         assert len(loaded.epilogues(*(torch.cat([each, each]) for each in inputs))) == len(evaluating)
+        assert (loaded.reductions > 0) == (name in TAILS)
 
 
 @needs_emulator
@@ -166,6 +186,22 @@ def test_half_types_and_channels_last(arch: str, tmp_path: Path) -> None:
     with torch.no_grad():
         ours, theirs = loaded.new(x, skip), loaded.model.bfloat16().double()(x.double(), skip.double())
     assert any(number in loaded.fused for number in loaded.numbers)
+    torch.testing.assert_close(ours.double(), theirs, rtol=0.03, atol=0.03)
+
+
+@needs_emulator
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_tails_of_half_types(arch: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emit_file, "settled", lambda source, arch: source)
+        model = model_of_file(LEVEL2 / "norm_tanh_pool.py", "bfloat16", True)
+        found = emit_file.emit(model, [DeviceInfo.for_arch(arch)], "model.py", "this test")
+    loaded = Loaded(found.text, arch=arch)
+    loaded.model.eval(), loaded.new.eval().bfloat16()
+    (x,) = (each.bfloat16() for each in loaded.module.get_inputs())
+    with torch.no_grad():
+        ours, theirs = loaded.new(x), loaded.model.bfloat16().double()(x.double())
+    assert loaded.reductions > 0
     torch.testing.assert_close(ours.double(), theirs, rtol=0.03, atol=0.03)
 
 
@@ -199,6 +235,23 @@ def test_where_the_models_own_forward_runs() -> None:
         new.leaky = loaded.model.leaky = nn.LeakyReLU(0.2)
         assert loaded.epilogues(x) == whole
         assert torch.equal(copy.deepcopy(new)(x), new(x))
+
+
+@needs_emulator
+def test_where_pytorch_computes_a_tail() -> None:
+    """Of images of another size, of another module's numbers, and of a model that computes in another memory format."""
+    loaded = Loaded(emitted("relu_group_norm").text)
+    new: Any = loaded.new
+    (x,) = loaded.module.get_inputs()
+    with torch.no_grad():
+        assert loaded.epilogues(x) == ["relu"]
+        assert loaded.reductions > 0
+        assert loaded.epilogues(torch.randn(2, 4, 5, 6)) == ["relu"]
+        assert loaded.reductions == 0
+        for each in (new, loaded.model):
+            each.norm.eps = 1e-3
+        assert loaded.epilogues(x) == []
+        assert loaded.reductions == 0
 
 
 @needs_emulator
@@ -310,8 +363,14 @@ def test_what_cannot_be_fused_is_told(forward: str, reason: str, tmp_path: Path)
 
 
 def test_a_model_without_chains_has_no_more_text_than_before() -> None:
-    found = emitted("mean_logsumexp").text
-    for absent in ("run_chain", "with_epilogue", "runs_in_inference", 'def forward(self, x):\n        """What'):
+    found = emitted("shape_decides").text
+    for absent in (
+        "run_chain",
+        "run_tail",
+        "with_epilogue",
+        "runs_in_inference",
+        'def forward(self, x):\n        """What',
+    ):
         assert absent not in found
     assert Fusion().methods is None
 

@@ -272,6 +272,16 @@ def test_changes_in_place() -> None:
     assert block.fused == ("max_pool()", "add()", "mean()")
     with torch.no_grad():
         torch.testing.assert_close(model(X), plain(X))
+    # The layer's own output may change, if nothing else reads it.
+    model, plain, block = models(lambda m, y: m.parts[1](m.parts[0](y)), nn.ReLU(inplace=True), nn.GroupNorm(2, 4))
+    assert block.fused == ("parts.0", "parts.1")
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), plain(X))
+    behind = lambda m, y: (z := m.parts[0](y), m.parts[1](z) + y)[1]  # noqa: E731
+    model, plain, block = models(behind, nn.ReLU(inplace=True), nn.GroupNorm(2, 4))
+    assert "parts.1" not in block.fused
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), plain(X))
 
 
 @pytest.mark.parametrize(("channels", "groups", "count"), [(64, 1, 0), (65, 1, 1), (200, 1, 1), (8, 2, 1)])

@@ -141,8 +141,9 @@ def change_between(
 ) -> Any:
     """The first of the ``nodes`` after a layer's that may change in place a tensor that the layer reads; or None.
 
-    ``taken``: nodes that the layer computes; ``module_of``: the module that a node calls. Tensors that these nodes
-    create did not exist when the layer was called, and may change until a taken call reads them.
+    ``taken``: nodes that the layer computes, itself among them; they may change each other's values. ``module_of``: the
+    module that a node calls. Tensors that the ``nodes`` create did not exist when the layer was called, and may change
+    until a taken call reads them.
     """
     made: set[Any] = set()
     for node in nodes:
@@ -156,7 +157,7 @@ def change_between(
             call = node.op in ("call_function", "call_method")
             changed = may_change(node) if call else ()
             new = makes_new(node)
-        if not made.issuperset(changed):
+        if not (made.union(taken) if node in taken else made).issuperset(changed):
             return node
         if node in taken and len(node.all_input_nodes) > 1:  # its other inputs are read later
             made.clear()

@@ -5,18 +5,35 @@ It keeps the rules of `polyphase.emit.support`: Python 3.8, PyTorch 1.13, nothin
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from polyphase.emit.support import LAYERS, Layer, check, constants, memory_format, run
+from polyphase.emit.support import (
+    LAYERS,
+    Call,
+    Layer,
+    arch_of,
+    call_of,
+    check,
+    constants,
+    execute,
+    find_kernel,
+    memory_format,
+    run,
+)
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, Operand
 from polyphase.problem.layouts import ALIGNMENT, Layouts
+from polyphase.problem.reduction import Reduction
 from polyphase.program.epilogue import with_epilogue
 from polyphase.program.program import Program
+from polyphase.program.reduction import MOST_ELEMENTS, program_of
+from polyphase.program.step import SRC
 
 
 class Chain(Layer):
@@ -28,6 +45,24 @@ class Chain(Layer):
         """What computes a call of these sizes, the epilogue in the step that writes the output."""
         given = replace(problem, epilogue=self.problem.epilogue)
         return with_epilogue(super().program(problem, pass_, arch, device, layouts), given, problem, layouts)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Poolings, reductions and norms behind a layer and its epilogue, each of ``parts`` a program of its own.
+
+    ``source`` is the shape that the first reads, ``result`` that of the last one's result, ``operands`` those of what
+    the parts read, in the order of `Reduction.named_operands`; all at the size of the model's inputs.
+    """
+
+    dtype: str
+    source: tuple[int, ...]
+    parts: tuple[Reduction, ...]
+    operands: tuple[tuple[int, ...], ...]
+    result: tuple[int, ...]
+
+
+TAILS: list[Tail] = []  # filled in when a file is emitted
 
 
 def runs_in_inference(model: Any) -> bool:
@@ -62,11 +97,59 @@ def run_chain(number: int, module: Any, input: torch.Tensor, operands: list[torc
         same = tensor.dtype == input.dtype and tensor.device == input.device
         if min(size[1:]) < 1 or not same or not reads_alike(operand, tuple(tensor.shape), size):
             return None
-        tensor = tensor.contiguous(memory_format=dense) if operand.per == ELEMENT else tensor.contiguous()
-        tensors[name] = tensor.clone() if operand.per == ELEMENT and tensor.data_ptr() % ALIGNMENT else tensor
+        tensors[name] = as_read(operand, tensor, dense)
     input, weight = input.contiguous(memory_format=dense), module.weight.contiguous(memory_format=dense)
     bias = None if module.bias is None else module.bias.contiguous()
     return run(Pass.FORWARD, number, tuple(input.shape), extra, input, weight, bias, tensors)
+
+
+def as_read(operand: Operand, tensor: torch.Tensor, dense: torch.memory_format) -> torch.Tensor:
+    """The tensor of an operand as kernels read it: ``dense`` and aligned where it has an element for each result."""
+    if operand.per != ELEMENT:
+        return tensor.contiguous()
+    tensor = tensor.contiguous(memory_format=dense)
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+_calls_of_tails: dict[tuple[Any, ...], list[Call]] = {}  # none where kernels are missing
+
+
+def run_tail(number: int, value: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor | None:
+    """What follows a layer, of the ``value`` that its kernel computed.
+
+    None where the file has no kernels for tensors like these: of another size than the model's inputs give (but for the
+    batch, on which few kernels depend), dtype or memory format.
+    """
+    tail, batch = TAILS[number], value.shape[0]
+    wanted = getattr(torch, tail.dtype), value.device
+    if any((each.dtype, each.device) != wanted for each in (value, *operands)):
+        return None
+    if tuple(value.shape[1:]) != tail.source[1:] or not value.is_contiguous() or value.data_ptr() % ALIGNMENT:
+        return None
+    parts = [replace(part, shape=(batch, *part.shape[1:])) for part in tail.parts]
+    named = [each for part in parts for each in part.named_operands.items()]
+    for (_, operand), tensor, shape in zip(named, operands, tail.operands):
+        if tuple(tensor.shape) != ((batch, *shape[1:]) if operand.per == ELEMENT else shape):
+            return None
+    key = (number, batch, value.device)
+    if key not in _calls_of_tails:
+        _calls_of_tails[key] = calls_of(parts, tail.dtype, arch_of(value.device))
+    dense = torch.contiguous_format
+    read = iter([(name, as_read(operand, each, dense)) for (name, operand), each in zip(named, operands)])
+    for part, call in zip(parts, _calls_of_tails[key]):
+        value = execute(call, {SRC: value, **dict(itertools.islice(read, len(part.named_operands)))}, value)
+    return value.view(batch, *tail.result[1:]) if _calls_of_tails[key] else None
+
+
+def calls_of(parts: list[Reduction], dtype: str, arch: str) -> list[Call]:
+    """What computes a layer's tail; nothing if the file lacks a kernel of it."""
+    if not all(0 < math.prod(part.shape) <= MOST_ELEMENTS for part in parts):
+        return []
+    programs = [program_of(part, dtype) for part in parts]
+    if any(find_kernel(arch, step.source) is None for program in programs for step in program.steps):
+        return []
+    dense = torch.contiguous_format
+    return [call_of(arch, program, part.output_shape, dense) for part, program in zip(parts, programs)]
 
 
 def reads_alike(operand: Operand, shape: tuple[int, ...], size: tuple[int, ...]) -> bool:

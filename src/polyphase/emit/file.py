@@ -42,12 +42,14 @@ from polyphase.problem.sizes import typical
 from polyphase.program import params
 from polyphase.program.epilogue import with_epilogue
 from polyphase.program.program import Program
+from polyphase.program.reduction import program_of
 
 _HERE = Path(__file__).parent
 _SUPPORT, _CHAINS = support.__name__, chains.__name__
 # What runs an emitted file calls these by name, or PyTorch does.
 _CALLED = {"program", "forward", "backward"}
-_FILLED_IN = {"FILES", "KERNELS", "EPILOGUES", "BINDING", "LAUNCHER", "STRUCTS", "COSTS", "LAYERS", "CLASSES"}
+_FILLED_IN = {"FILES", "KERNELS", "OPERATIONS", "TAILS", "BINDING", "LAUNCHER", "STRUCTS", "COSTS", "LAYERS", "CLASSES"}
+_BEHIND = "behind the epilogue"  # in place of a pass, for tails
 # The structs of kernels are read in their sources by the first, and looked up by the second in an emitted file.
 _READ, _LOOKED_UP = (params.__name__, "params_of"), (_SUPPORT, "params_of")
 
@@ -89,12 +91,17 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
     settled_kernels = {arch: _settled(sources, arch, remarks) for arch, sources in kernels.items()}
     all_sources = [source for sources in settled_kernels.values() for source in sources]
     structs = {source.kernel: params.params_of(source) for source in all_sources}
-    epilogues = {
-        arch: {number: source.epilogue for number, source in enumerate(sources) if source.epilogue}
+    operations = {
+        arch: {
+            number: (source.epilogue, source.prologue)
+            for number, source in enumerate(sources)
+            if source.epilogue or source.prologue
+        }
         for arch, sources in settled_kernels.items()
     }
+    tails = list(model.fusion.tails)
     literals = _Literals()
-    literals.of([layers, structs, epilogues])  # notes what it names
+    literals.of([layers, tails, structs, operations])  # notes what it names
     found, names = _collected(model, literals.roots)
     host = _host(found, names)
     parts = [
@@ -111,11 +118,12 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         *host,
         _section("What the kernels take as their last parameter, as read in their sources"),
         f"STRUCTS = {literals.of(structs, names)}",
-        f"EPILOGUES = {literals.of(epilogues, names)}",
+        f"OPERATIONS = {literals.of(operations, names)}",
         _section("What forecasts are made of: by them launches choose tiles and splits"),
         f"COSTS = {literals.of(_costs_of(host, devices))}",
         _section("What was emitted: layers, and what computes their passes"),
         f"LAYERS = {literals.of(layers, names)}",
+        *([f"TAILS = {literals.of(tails, names)}"] if tails else []),
         _classes(model, names),
         _UNLISTED,
         _section("The model"),
@@ -144,15 +152,24 @@ def _planned(
             kernels[device.arch] += [source for source in sources if source not in kernels[device.arch]]
             plans.append((name, device.arch, pass_.value, chosen.candidate.describe()))
         layers.append(kind(problem, choices))
+    for (tail, name), (arch, listed) in itertools.product(model.fusion.tails.items(), kernels.items()):
+        programs = [program_of(part, tail.dtype) for part in tail.parts]
+        listed += [source for program in programs for source in program.sources if source not in listed]
+        steps = [step.source.kernel for program in programs for step in program.steps]
+        plans.append((name, arch, _BEHIND, ", ".join(steps)))
     return layers, kernels, plans
 
 
 def _collected(model: Model, roots: set[Key]) -> tuple[Found, dict[Key, str]]:
     """The host code that ``roots``, and all that runs, use; and what has another name in the file."""
     modules = {(_SUPPORT, f"ConvTranspose{problem.dims}d") for problem in model.layers.values()}
-    given = {_READ, *((module, name) for module in (_SUPPORT, table.__name__) for name in _FILLED_IN)}
-    used = [(_CHAINS, name) for name in ("run_chain", "runs_in_inference")] if model.fusion.chains else []
-    found = collect([*roots, *modules, (_SUPPORT, "use_kernels"), _LOOKED_UP, *used], _CALLED, given)
+    given = {_READ, *((module, name) for module in (_SUPPORT, _CHAINS, table.__name__) for name in _FILLED_IN)}
+    fusion = model.fusion
+    used = [*(["run_chain"] if fusion.chains else []), *(["run_tail"] if fusion.tails else [])]
+    used += ["runs_in_inference"] if used else []
+    found = collect(
+        [*roots, *modules, (_SUPPORT, "use_kernels"), _LOOKED_UP, *((_CHAINS, name) for name in used)], _CALLED, given
+    )
     found.imports["sys"] = "import sys"
     names = distinct_names(found, model.defined | set(model.imported))
     if _LOOKED_UP in names:
@@ -244,7 +261,10 @@ class _Literals:
         if isinstance(value, float) and not math.isfinite(value):
             return f'float("{value}")'
         if isinstance(value, tuple):
-            return "(" + ", ".join(self.of(item, names) for item in value) + ",)"[len(value) != 1 :]
+            items = [self.of(item, names, inner) for item in value]
+            if any("\n" in item for item in items):
+                return _bracketed("(", items, ")", indent)
+            return "(" + ", ".join(items) + ",)"[len(value) != 1 :]
         if value is None or isinstance(value, (bool, int, float)):
             return repr(value)
         return self._name(type(value), names) + "()"  # a schedule, which has no state
@@ -310,6 +330,7 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
             lines.append("    " + _rounding(problem))
         if problem.channels_last:
             lines.append("    channels_last: tensors of another memory format are copied")
+    lines += [f"{name}: {described} {pass_}, {arch}" for name, arch, pass_, described in plans if pass_ == _BEHIND]
     lines += ["", "It was made, and is made again, by", "", f"    {command}", ""]
     lines += [
         "Apache License 2.0, as polyphase, except for the model's own source. Not to be edited: change the package."

@@ -7,37 +7,37 @@ these before it is used, and the model's own forward comes after it.
 
 from __future__ import annotations
 
-import ast
-import builtins
-import math
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, Node
 
-from polyphase import elementwise, fuse, fused
+from polyphase import elementwise, fuse, fused, reductions
 from polyphase.bench.model_file import copied
 from polyphase.elementwise import COPIES, is_closed
+from polyphase.emit.chains import Tail
+from polyphase.emit.operations import Operation, name_of, operation_of, parted, with_values
+from polyphase.emit.traced import (
+    PLAIN,
+    NotFused,
+    attribute,
+    attributes,
+    constant,
+    lines_of,
+    reading,
+    run_on_shapes,
+    tensors_of,
+)
 from polyphase.fuse_graphs import InPlaceTracer
-from polyphase.fuse_trace import Trace, call_name, is_of_pixels, shared_modules
-from polyphase.module_steps import STEPS
+from polyphase.fuse_trace import Trace, call_name, shared_modules
 from polyphase.problem import ConvTransposeProblem
-from polyphase.problem.epilogue import OF_PIXELS, Epilogue
+from polyphase.problem.epilogue import Epilogue
 from polyphase.torch_op.steps import checked
 
-_OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _INDENT = " " * 8
-_FREED = re.compile(r";  ((?:\w+ = )+)None$")
-
-
-class NotFused(Exception):  # noqa: N818
-    """Why a model's forward stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,15 @@ class Chain:
 
 @dataclass(frozen=True)
 class Fusion:
-    """What becomes of a model: its chains, each with another epilogue, the methods that use them, and what is told.
+    """What becomes of a model: its chains, each with another epilogue, the tails of its layers, by what they compute,
+    the methods that use them, and what is told.
 
     ``methods`` gives the text, of the number that the first chain has, and of what the functions are called that it
-    uses. Without chains there is none.
+    uses. Without chains and tails there is none.
     """
 
     chains: tuple[Chain, ...] = ()
+    tails: dict[Tail, str] = field(default_factory=dict)
     methods: Callable[[int, Callable[[str], str]], str] | None = None
     remarks: tuple[str, ...] = ()
 
@@ -79,7 +81,7 @@ def fusion_of(
         return Fusion(remarks=(f"emitted without fusion: {reason}",))
     chains: dict[tuple[Any, ...], Chain] = {}
     for forward in traced.values():
-        for chain in forward.chains.values():
+        for chain in forward.chains:
             chains.setdefault(_kernel_of(chain), chain)
     evaluating, training = traced[False].blocks, traced[True].blocks
     remarks = tuple(evaluating)
@@ -88,18 +90,21 @@ def fusion_of(
             *(f"in evaluation mode, {each}" for each in evaluating),
             *(f"in training mode, {each}" for each in training),
         )
-    if not chains:
+    tails = {tail: name for forward in traced.values() for tail, name in forward.tails.items()}
+    if not (chains or tails):
         return Fusion(remarks=remarks)
-    order = list(chains)
+    order, numbers = list(chains), {tail: number for number, tail in enumerate(tails)}
 
     def methods(first: int, called_as: Callable[[str], str]) -> str:
-        def number(chain: Chain) -> int:
-            return first + order.index(_kernel_of(chain))
+        def called(computed: Chain | Tail) -> str:
+            if isinstance(computed, Tail):
+                return f"{called_as('run_tail')}({numbers[computed]}"
+            return f"{called_as('run_chain')}({first + order.index(_kernel_of(computed))}"
 
-        texts = {training: forward.text(number, called_as("run_chain")) for training, forward in traced.items()}
+        texts = {training: forward.text(called) for training, forward in traced.items()}
         return _methods(traced, texts, called_as("runs_in_inference"))
 
-    return Fusion(tuple(chains.values()), methods, remarks)
+    return Fusion(tuple(chains.values()), tails, methods, remarks)
 
 
 def _kernel_of(chain: Chain) -> tuple[Any, ...]:
@@ -117,7 +122,7 @@ def _methods(traced: dict[bool, _Forward], texts: dict[bool, str], inference: st
         modes = {"_fused": (evaluating, "")}
     else:
         modes = {"_fused_evaluation": (evaluating, "not self.training"), "_fused_training": (training, "self.training")}
-        modes = {name: each for name, each in modes.items() if each[0].chains}
+        modes = {name: each for name, each in modes.items() if each[0].parts}
     signature, arguments = evaluating.signature
     lines = [
         f"    def forward({signature}):",
@@ -134,6 +139,17 @@ def _methods(traced: dict[bool, _Forward], texts: dict[bool, str], inference: st
     for name, (forward, _) in modes.items():
         lines += ["", f"    def {name}({signature}):", texts[forward.training]]
     return "\n".join(lines)
+
+
+class _Part(NamedTuple):
+    """Nodes that one call computes: a layer's with its chain, or those of its tail.
+
+    ``read``: the tensors that the call takes, as they are written, the operands last.
+    """
+
+    computed: Chain | Tail
+    nodes: list[Node]
+    read: str
 
 
 class _Forward:
@@ -153,17 +169,22 @@ class _Forward:
         self._reads: dict[tuple[int, str], Any] = {}
         self._tensors: dict[int, str] = {}  # as the method has them, by identity
         self.graph = self._traced()
-        self._lines = _lines_of(self.graph, called)
-        _run_on_shapes(self._model, self.graph, inputs)
+        self._lines = lines_of(self.graph, called)
+        run_on_shapes(self._model, self.graph, inputs)
         for node in self.graph.nodes:
             changed = node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
             if changed and elementwise.is_in_place(node.target, {}) and not isinstance(node.meta["value"], Tensor):
                 raise NotFused("its forward changes a number that has two names")  # which torch.fx writes as one
-        self.chains: dict[Node, Chain] = {}  # by the last node of each
-        self._parts: dict[Node, tuple[list[Node], list[str]]] = {}  # nodes, and operands as they are written
+        self.parts: dict[Node, _Part] = {}  # by the last node of each
+        self.tails: dict[Tail, str] = {}  # and what they compute
         self.blocks: list[str] = []
         self._find()
         self.guards = self._guards()
+
+    @property
+    def chains(self) -> list[Chain]:
+        """Layers with an epilogue."""
+        return [part.computed for part in self.parts.values() if isinstance(part.computed, Chain)]
 
     @property
     def signature(self) -> tuple[str, str]:
@@ -175,80 +196,129 @@ class _Forward:
 
     def _traced(self) -> Graph:
         """The graph; what is not in it must not have happened."""
-        before = _attributes(self._model)
+        before = attributes(self._model)
         try:
-            with _reading(self._reads):
+            with reading(self._reads):
                 graph = InPlaceTracer().trace(self._model)
             again = InPlaceTracer().trace(self._model)
         except Exception as failure:  # whatever a model does with a proxy
             what = str(failure).strip().partition("\n")[0]
             raise NotFused(f"torch.fx does not trace its forward ({type(failure).__name__}: {what})") from None
-        self._tensors = _tensors_of(self._model, graph)
-        if _attributes(self._model) != before:
+        self._tensors = tensors_of(self._model, graph)
+        if attributes(self._model) != before:
             raise NotFused("its forward changes attributes of its modules")
         if str(graph) != str(again):
             raise NotFused("its forward is not the same at every call")
         for node in graph.nodes:
             if node.op == "placeholder" and str(node.target).startswith("*"):
                 raise NotFused("its forward takes any number of arguments")
-            if node.op == "placeholder" and node.args and type(node.args[0]) not in _PLAIN[:-1]:
+            if node.op == "placeholder" and node.args and type(node.args[0]) not in PLAIN[:-1]:
                 raise NotFused(f"the default of {node.target} is no constant")
         return graph
 
     def _find(self) -> None:
-        trace = Trace(self.graph, self._model, shared_modules(self._model))
-        for layer in self.graph.nodes:
-            if layer.op != "call_module" or str(layer.target) not in self._layers:
+        """Finds what kernels compute behind each layer, in a copy of the graph, which is changed by this."""
+        searched = copy.deepcopy(self.graph)
+        originals = dict(zip(searched.nodes, self.graph.nodes))
+        trace = Trace(searched, self._model, shared_modules(self._model), reduces=True)
+        for node in list(searched.nodes):
+            if node.op != "call_module" or str(node.target) not in self._layers:
                 continue
-            nodes, reason = trace.chain_of(layer)
+            nodes, reason = trace.chain_of(node)
+            layer = originals[node]
             if len(layer.args) != 1 or layer.kwargs:
                 nodes, reason = [], "it is called with further arguments"
-            names, why = self._joined(layer, nodes)
-            before = trace.before(layer)  # which is emitted as PyTorch's call
+            names, why = self._joined(layer, [with_values(originals[each]) for each in nodes])
+            before = trace.before(node)  # which is emitted as PyTorch's call
             alone = "" if before is None else f"; {before.target} before it is not fused in emitted files"
             self.blocks.append(f"{fuse.Block(str(layer.target), tuple(names), why or reason)}{alone}")
 
-    def _joined(self, layer: Node, nodes: list[Node]) -> tuple[list[str], str]:
-        """Note as many nodes behind a layer as its kernel computes here: their names, and why there are no more."""
-        steps: list[list[fused.Step]] = []  # none or one of each node
-        operands: list[list[str]] = []
+    def _joined(self, layer: Node, behind: list[list[Node]]) -> tuple[list[str], str]:
+        """Notes as many operations behind a layer as kernels compute: their names, and why there are no more.
+
+        ``behind``: the nodes of each, the last with its result.
+        """
+        calls: list[Operation] = []
         numbers = {layer: 0}  # of operations before each value
-        why, problem = "", self._layers[str(layer.target)]
-        for node in nodes:
-            why = self._why_not(node, layer, numbers)
+        why = ""
+        for nodes in behind:
+            value = calls[-1].nodes[-1] if calls else layer
+            why = self._why_not(nodes[0], layer, numbers)
             reads: dict[tuple[int, str], Any] = {}
-            with _reading(reads):
-                found = None if why else self._step_of(node, layer, numbers)
-            before = [each for some in steps for each in some]
-            if found is None or self._epilogue([*before, *found[0]], layer) is None:
-                name = node.target if node.op == "call_module" else f"{call_name(node)}()"
-                why = f"{name}: {why or 'its operands are not of the kinds that an epilogue reads'}"
+            with reading(reads):
+                found = None if why else operation_of(nodes, value, numbers, self._model, self._tensors)
+            if found is None or self._computed([*calls, found], layer) is None:
+                why = f"{name_of(nodes[0])}: {why or 'its operands are not of the kinds that kernels read'}"
                 break
             self._reads.update(reads)
-            steps, operands = [*steps, found[0]], [*operands, found[1]]
-            numbers[node] = (
-                numbers[node.all_input_nodes[0]] if call_name(node) in COPIES else len(before) + len(found[0])
-            )
-        while not is_closed([layer, *nodes[: len(steps)]]):
-            steps.pop()
-        taken, whole = nodes[: len(steps)], [each for some in steps for each in some]
-        if not whole:
-            return [], why
-        epilogue = self._epilogue(whole, layer)
-        assert epilogue is not None
-        names = [f"{call_name(node)}()" if call_name(node) else str(node.target) for node in taken]
-        self.chains[taken[-1]] = Chain(str(layer.target), tuple(names), replace(problem, epilogue=epilogue))
-        written = [each for some in operands[: len(steps)] for each in some]
-        self._parts[taken[-1]] = [layer, *taken], written
-        return names, why
+            calls.append(found)
+            source = nodes[0].all_input_nodes[0]
+            copied = call_name(nodes[0]) in COPIES
+            numbers[nodes[-1]] = numbers[source] if copied else sum(len(call.steps) for call in calls)
+        while calls and not self._is_whole(calls, layer):
+            calls.pop()
+        computed = self._computed(calls, layer) if calls else None
+        if computed is not None:
+            self._note(layer, calls, *computed)
+        return [name_of(call.nodes[0]) for call in calls], why
+
+    def _computed(self, calls: list[Operation], layer: Node) -> tuple[Epilogue, reductions.Arranged] | None:
+        """The operations as data: the layer's epilogue and what its tail computes; None where that is not possible."""
+        own, tail = parted(calls)
+        steps = [each for call in own for each in call.steps]
+        epilogue, output = self._epilogue(steps, layer), layer.meta["value"]
+        if epilogue is None or not tail:
+            return None if epilogue is None else (epilogue, reductions.PLAIN)
+        behind = [each for call in tail for each in call.steps]
+        found = reductions.arranged(tuple(output.shape), len(steps), behind, output) if output.is_contiguous() else None
+        return None if found is None else (epilogue, found)
+
+    def _is_whole(self, calls: list[Operation], layer: Node) -> bool:
+        """Whether nothing else reads values between, and each kernel computes something."""
+        own, tail = parted(calls)
+        nodes = [layer, *(node for call in own for node in call.nodes)]
+        behind = [node for call in tail for node in call.nodes]
+        last = (tail or own)[-1]
+        computed = self._computed(calls, layer)
+        assert computed is not None
+        whole = not tail or (computed[1].parts and last.steps and last.steps[0].kind != "view")
+        return is_closed(nodes) and is_closed(behind) and bool(whole) and any(call.steps for call in calls)
+
+    def _note(self, layer: Node, calls: list[Operation], epilogue: Epilogue, found: reductions.Arranged) -> None:
+        """Notes what one or two calls compute."""
+        own, tail = parted(calls)
+        problem, value = self._layers[str(layer.target)], layer
+        if epilogue:
+            nodes, value = [layer, *(node for call in own for node in call.nodes)], own[-1].nodes[-1]
+            names = tuple(name_of(call.nodes[0]) for call in own)
+            chain = Chain(str(layer.target), names, replace(problem, epilogue=epilogue))
+            listed = ", ".join(name for call in own for name, _ in call.operands)
+            target = attribute("self", str(layer.target))
+            self.parts[value] = _Part(chain, nodes, f"{target}, {layer.args[0]}, [{listed}]")
+        elif own:  # copies, which PyTorch makes
+            value = own[-1].nodes[-1]
+        if not tail:
+            return
+        computing = [call for call in tail if call.steps]
+        named = {
+            (place, role): operand
+            for place, call in enumerate(computing, found.own)
+            for (role, _), operand in zip(call.steps[0].tensors, call.operands)
+        }
+        read = [named[each] for reads in found.reads for each in reads]
+        shapes = tuple(shape for _, shape in read)
+        source, nodes = tuple(value.meta["value"].shape), [node for call in tail for node in call.nodes]
+        computed = Tail(problem.dtype, source, found.parts, shapes, found.shape)
+        self.tails[computed] = " → ".join((str(layer.target), *(name_of(call.nodes[0]) for call in calls)))
+        self.parts[nodes[-1]] = _Part(computed, nodes, f"{value.name}, [{', '.join(name for name, _ in read)}]")
 
     def _why_not(self, node: Node, layer: Node, taken: Collection[Node]) -> str:
         """Why a node cannot be computed with the layer and what is between, or ""."""
         if call_name(node) == "cat":
             return "in emitted files PyTorch joins tensors"
         module = self._model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if call_name(node) in OF_PIXELS or is_of_pixels(module, layer.meta["value"].dim()):
-            return "emitted files have no kernel of all channels of a pixel"
+        if module is not None and not type(module).__module__.startswith("torch.nn."):
+            return "it is no module of PyTorch's"
         drops = isinstance(module, nn.modules.dropout._DropoutNd)
         if self.training and module is not None and (drops or isinstance(module, nn.modules.batchnorm._NormBase)):
             return "its result is another in training mode"
@@ -264,33 +334,6 @@ class _Forward:
             return bool(getattr(self._model.get_submodule(str(node.target)), "inplace", False))
         return node.op in ("call_function", "call_method") and bool(elementwise.may_change(node))
 
-    def _step_of(self, node: Node, layer: Node, numbers: dict[Node, int]) -> tuple[list[fused.Step], list[str]] | None:
-        """What a node computes, none or one step, and its operands as they are written; None for what none computes."""
-        output = layer.meta["value"]
-        if node.op == "call_module":
-            module: Any = self._model.get_submodule(str(node.target))
-            step = STEPS[type(module)](module)
-            names = [] if step is None else [self._tensors[id(tensor)] for _, tensor in step.tensors]
-            return ([] if step is None else [step]), names
-        read = elementwise.read_next(call_name(node), node, numbers)
-        if read is None:
-            return None
-        reading, _ = read
-        if reading.other is None:
-            return ([fused.Step(reading.kind, reading.constants)] if reading.kind else []), []
-        if reading.other in numbers:
-            again = elementwise.step_of_value(reading, numbers[reading.other])
-            return None if again is None else ([again], [])
-        other: Any = reading.other.meta.get("value") if isinstance(reading.other, Node) else None
-        if not isinstance(other, Tensor) or other.dtype != output.dtype:
-            return None
-        kind = elementwise.per(reading.kind, other.shape, output.shape)
-        if not kind:
-            return None
-        shape = elementwise.read_as(kind, output.shape)
-        step = elementwise.step_of(reading, other if shape is None else other.reshape(shape), kind)
-        return [step], [reading.other.name]
-
     def _epilogue(self, steps: list[fused.Step], layer: Node) -> Epilogue | None:
         """The steps as data; None where they cannot be an epilogue of this layer."""
         value, output = layer.args[0].meta["value"], layer.meta["value"]  # type: ignore[union-attr]
@@ -305,21 +348,21 @@ class _Forward:
         """What must be so of the model for the method to compute what it computes."""
         paths = {id(module): path for path, module in self._model.named_modules()}
         found = []
-        for nodes, _ in self._parts.values():
-            for node in nodes[1:]:
+        for part in self.parts.values():
+            for node in part.nodes[isinstance(part.computed, Chain) :]:
                 if node.op == "call_module":
                     kind = type(self._model.get_submodule(str(node.target)))
-                    found.append(f"type({_attribute('self', str(node.target))}) is nn.{kind.__name__}")
+                    found.append(f"type({attribute('self', str(node.target))}) is nn.{kind.__name__}")
         for (module, name), value in self._reads.items():
-            text = _constant(value)
+            text = constant(value)
             if text is None:
                 raise NotFused(f"its forward reads {name}, a {type(value).__name__}, which torch.fx makes a constant")
-            found.append(f"{_attribute('self', '.'.join(filter(None, (paths[module], name))))} == {text}")
+            found.append(f"{attribute('self', '.'.join(filter(None, (paths[module], name))))} == {text}")
         return list(dict.fromkeys(found))
 
-    def text(self, number: Callable[[Chain], int], chain: str) -> str:
-        """The method's body; ``chain`` is the function that runs a chain. Values are freed behind their last use."""
-        pieces = self._pieces(number, chain)
+    def text(self, called: Callable[[Chain | Tail], str]) -> str:
+        """The method's body; ``called`` begins the call of a chain or tail. Values are freed behind their last use."""
+        pieces = self._pieces(called)
         last_use = {node: place for place, (_, used) in enumerate(pieces) for node in used}
         lines: list[str] = []
         for place, (written, used) in enumerate(pieces):
@@ -329,113 +372,19 @@ class _Forward:
                 lines.append(f"{_INDENT}{' = '.join(freed)} = None")
         return "\n".join(lines)
 
-    def _pieces(self, number: Callable[[Chain], int], chain: str) -> list[tuple[list[str], list[Node]]]:
+    def _pieces(self, called: Callable[[Chain | Tail], str]) -> list[tuple[list[str], list[Node]]]:
         """Lines that belong together, in order, and the values that they use up or only have for themselves."""
-        inner = {node for nodes, _ in self._parts.values() for node in nodes}
+        inner = {node for part in self.parts.values() for node in part.nodes}
         pieces = []
         for node in self.graph.nodes:
-            if node in self._parts:
-                nodes, operands = self._parts[node]
-                used = dict.fromkeys(each for part in nodes for each in (part, *part.all_input_nodes) if each != node)
-                pieces.append((self._chain_lines(node, number, chain, nodes, operands), list(used)))
+            if (part := self.parts.get(node)) is not None:
+                used = dict.fromkeys(each for own in part.nodes for each in (own, *own.all_input_nodes) if each != node)
+                lines = [
+                    f"{node.name} = {called(part.computed)}, {part.read})",
+                    f"if {node.name} is None:  # tensors of other shapes or dtypes",
+                    *(f"    {self._lines[each]}" for each in part.nodes),
+                ]
+                pieces.append((lines, list(used)))
             elif node not in inner and self._lines[node]:
                 pieces.append(([self._lines[node]], list(node.all_input_nodes)))
         return pieces
-
-    def _chain_lines(
-        self, last: Node, number: Callable[[Chain], int], chain: str, nodes: list[Node], operands: list[str]
-    ) -> list[str]:
-        layer, listed = nodes[0], ", ".join(operands)
-        target = _attribute("self", str(layer.target))
-        return [
-            f"{last.name} = {chain}({number(self.chains[last])}, {target}, {layer.args[0]}, [{listed}])",
-            f"if {last.name} is None:  # tensors of other shapes or dtypes",
-            *(f"    {self._lines[node]}" for node in nodes),
-        ]
-
-
-@contextmanager
-def _reading(found: dict[tuple[int, str], Any]) -> Iterator[None]:
-    """Notes which plain attributes of modules are read: torch.fx takes them for constants."""
-
-    def read(module: Any, name: str) -> Any:
-        value = object.__getattribute__(module, name)
-        if name not in _OF_MODULES and name in object.__getattribute__(module, "__dict__"):
-            found[id(module), name] = value
-        return value
-
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del nn.Module.__getattribute__
-
-
-def _attributes(model: nn.Module) -> list[dict[str, Any]]:
-    """What modules hold, by identity, except for the constants that torch.fx makes of tensors."""
-    held = (vars(module).items() for module in model.modules())
-    return [{name: id(value) for name, value in each if not name.startswith("_tensor_constant")} for each in held]
-
-
-def _constant(value: Any) -> str | None:
-    """A value as text, or None for what has none."""
-    if isinstance(value, tuple):
-        items = [_constant(each) for each in value]
-        return None if None in items else f"({', '.join(map(str, items))}{',' if len(items) == 1 else ''})"
-    if type(value) is float and not math.isfinite(value):
-        return f'float("{value}")' if value == value else None
-    return repr(value) if type(value) in _PLAIN else None
-
-
-def _attribute(root: str, path: str) -> str:
-    """``root.path``, where a part of the path may be no identifier."""
-    for part in filter(None, path.split(".")):
-        root = f"{root}.{part}" if part.isidentifier() else f'getattr({root}, "{part}")'
-    return root
-
-
-def _tensors_of(model: nn.Module, graph: Graph) -> dict[int, str]:
-    """Parameters and buffers, by identity, as the method has them."""
-    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    for node in graph.nodes:
-        if node.op == "get_attr" and str(node.target) not in named:
-            raise NotFused("its forward makes a tensor of its own, which torch.fx takes for a constant")
-    return {id(tensor): _attribute("self", name) for name, tensor in named.items()}
-
-
-class _Shapes(Interpreter):
-    """Leaves at each node the value that it has."""
-
-    def run_node(self, n: Node) -> Any:
-        """The value of a node."""
-        n.meta["value"] = value = super().run_node(n)
-        return value
-
-
-def _run_on_shapes(model: nn.Module, graph: Graph, inputs: Sequence[Any]) -> None:
-    try:
-        with torch.no_grad():
-            _Shapes(GraphModule(copied(model), graph)).run(*inputs)
-    except Exception as failure:  # whatever the model does on shapes alone
-        what = str(failure).strip().partition("\n")[0]
-        raise NotFused(f"what torch.fx traced does not run ({type(failure).__name__}: {what})") from None
-
-
-def _lines_of(graph: Graph, called: dict[str, Any]) -> dict[Node, str]:
-    """The line of each node; the names in them are torch, builtins, and those of the model's file."""
-    code = graph.python_code("self")
-    body = code.src[code.src.index("def forward(") :].splitlines()[1:]
-    lines = [line.strip() for line in body if line.strip()]
-    found: dict[Node, str] = {}
-    for node in graph.nodes:
-        has_none = node.op == "placeholder" and node.name == str(node.target)
-        found[node] = "" if has_none else _FREED.sub("", lines.pop(0))
-    if lines:
-        raise NotFused("torch.fx writes its forward in a way that is not known")
-    names = {node.name for node in graph.nodes} | {str(node.target) for node in graph.nodes if node.op == "placeholder"}
-    for line in found.values():
-        for used in (each for each in ast.walk(ast.parse(line.removeprefix("return "))) if isinstance(each, ast.Name)):
-            known = used.id in names or used.id in ("self", "torch") or hasattr(builtins, used.id)
-            if not known and called.get(used.id) is not code.globals.get(used.id, called):
-                raise NotFused(f"its forward calls {used.id}, which the file does not have under that name")
-    return found

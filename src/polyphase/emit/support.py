@@ -71,7 +71,8 @@ FILES: dict[str, str] = {}  # CUDA, by path
 # By architecture: each kernel's name, the files that are generated for it, and the paths of all its files in order.
 KERNELS: dict[str, list[tuple[str, dict[str, str], tuple[str, ...]]]] = {}
 BINDING = LAUNCHER = ""
-EPILOGUES: dict[str, dict[int, Epilogue]] = {}  # by architecture, those of kernels that have one, by their number
+# By architecture, epilogue and prologue of the kernels that have any, by their number.
+OPERATIONS: dict[str, dict[int, tuple[Epilogue, Epilogue]]] = {}
 STRUCTS: dict[str, Struct] = {}  # the kernels' last parameters, by the kernel's name
 LAYERS: list[Layer] = []
 CLASSES: dict[type, type] = {}  # PyTorch's modules, to those that take their place
@@ -129,7 +130,19 @@ def arch_of(device: torch.device) -> str:
 
 
 def kernel_number(arch: str, source: KernelSource) -> int:
-    """Which kernel of the file ``source`` is, except for constants that the compiler settled."""
+    """Which kernel of the file ``source`` is. Raises `UnsupportedError` if there is none."""
+    number = find_kernel(arch, source)
+    if number is None:
+        raise UnsupportedError(
+            f"this file has no {source.kernel} for tensors of this size"
+            + (", whose offsets take more than 32 bits" if source.wide_offsets else "")
+            + ": emit it again for inputs as large"
+        )
+    return number
+
+
+def find_kernel(arch: str, source: KernelSource) -> int | None:
+    """Which kernel of the file ``source`` is, except for constants that the compiler settled; None if there is none."""
     settled = source.settled_constants
 
     def significant(text: str) -> list[str]:
@@ -137,14 +150,11 @@ def kernel_number(arch: str, source: KernelSource) -> int:
 
     wanted = significant(source.specialisation)
     for number, (name, generated, _) in enumerate(KERNELS[arch]):
-        same = name == source.kernel and EPILOGUES[arch].get(number, NONE) == source.epilogue
+        operations = OPERATIONS[arch].get(number, (NONE, NONE))
+        same = name == source.kernel and operations == (source.epilogue, source.prologue)
         if same and significant(generated[SPECIALISATION]) == wanted:
             return number
-    raise UnsupportedError(
-        f"this file has no {source.kernel} for tensors of this size"
-        + (", whose offsets take more than 32 bits" if source.wide_offsets else "")
-        + ": emit it again for inputs as large"
-    )
+    return None
 
 
 def params_of(source: KernelSource) -> Struct:
@@ -207,13 +217,19 @@ def prepare(
     }[pass_]
     if program.dst_channels_last:
         shape = (shape[0], *shape[2:], shape[1])
+    dense = torch.contiguous_format if pass_ is Pass.WEIGHT_GRAD else memory_format(problem)
+    return replace(call_of(arch, program, shape, dense), copies=copies)
+
+
+def call_of(arch: str, program: Program, shape: tuple[int, ...], dense: torch.memory_format) -> Call:
+    """The call that runs a program, which gives a result of that ``shape``."""
     return Call(
         extension=build(arch),
-        copies=copies,
+        copies=False,
         steps=[(arguments(arch, step), step.operands) for step in program.steps],
         buffers=[(each.name, each.elements, getattr(torch, each.dtype)) for each in program.buffers],
         shape=shape,
-        memory_format=torch.contiguous_format if pass_ is Pass.WEIGHT_GRAD else memory_format(problem),
+        memory_format=dense,
         channels_last=program.dst_channels_last,
     )
 
@@ -269,22 +285,21 @@ def run(
         call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
     if call.copies:
         first, second = first.clone(), second.clone()
-    result = torch.empty(call.shape, dtype=first.dtype, device=first.device, memory_format=call.memory_format)
-    tensors: dict[str, torch.Tensor | None] = {
-        SRC: first,
-        X: first,
-        WEIGHT: second,
-        GRAD: second,
-        BIAS: bias,
-        DST: result,
-        **(operands or {}),
-    }
+    tensors = {SRC: first, X: first, WEIGHT: second, GRAD: second, BIAS: bias, **(operands or {})}
+    result = execute(call, tensors, first)
+    return result.movedim(-1, 1) if call.channels_last else result
+
+
+def execute(call: Call, given: dict[str, torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
+    """The result of a call on tensors by name, of the dtype and on the device of ``like``."""
+    result = torch.empty(call.shape, dtype=like.dtype, device=like.device, memory_format=call.memory_format)
+    tensors = {**given, DST: result}
     for name, elements, dtype in call.buffers:
-        tensors[name] = torch.empty(elements, dtype=dtype, device=first.device)
+        tensors[name] = torch.empty(elements, dtype=dtype, device=like.device)
     for arguments, read_and_written in call.steps:
         if 0 not in arguments[3:6]:  # a grid without blocks
             call.extension.launch(*arguments, [tensors[name] for name in read_and_written])
-    return result.movedim(-1, 1) if call.channels_last else result
+    return result
 
 
 # PyTorch's side: derivatives, and modules.
