@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -17,8 +17,9 @@ from polyphase.kept import KEPT, Kept, Packed, kept_of, state_of
 from polyphase.problem.epilogue import ELEMENT, Operand
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import ALIGNMENT
+from polyphase.program.both import with_shared_copies
 from polyphase.program.kept import KeptProgram, kept_program
-from polyphase.program.program import Program
+from polyphase.program.program import Buffer, Program
 from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, WORKSPACE, X
 
 Empty = Callable[["tuple[int, ...]", "tuple[int, ...]", torch.dtype], torch.Tensor]
@@ -41,13 +42,12 @@ _COUNT_FOR_BOTH = 6
 _BUFFER_ALIGNMENT = 256  # bytes; TMA asks for 128
 
 
-def _buffers(program: Program, place: int) -> tuple[dict[str, int], list[int], int]:
-    """A program's buffers in one piece of memory: their indices among the addresses, from ``place`` on, the offset of
-    each in bytes, and the bytes of all."""
+def _buffers(buffers: Iterable[Buffer], place: int, total: int = 0) -> tuple[dict[str, int], list[int], int]:
+    """Buffers in one piece of memory, behind ``total`` bytes that others have: their indices among the addresses, from
+    ``place`` on, the offset of each in bytes, and the bytes of all."""
     places: dict[str, int] = {}
     offsets: list[int] = []
-    total = 0
-    for buffer in program.buffers:
+    for buffer in buffers:
         places[buffer.name] = place + len(offsets)
         offsets.append(total)
         total += round_up(buffer.bytes, _BUFFER_ALIGNMENT)
@@ -87,7 +87,7 @@ class Call:
         self.copies_weight = copies_weight
         self._residuals = tuple(place for place, each in enumerate(operands.values()) if each.per == ELEMENT)
         places = _ADDRESSES | {name: _COUNT + place for place, name in enumerate(operands)}
-        buffers, self._offsets, self._scratch_bytes = _buffers(program, _COUNT + len(operands))
+        buffers, self._offsets, self._scratch_bytes = _buffers(program.buffers, _COUNT + len(operands))
         places |= buffers
         self._launch = Executable(program, arch, index, places)
         self.program, self.arch, self._places = program, arch, places
@@ -207,19 +207,27 @@ class _KeptLaunch:
 
 class BothGradients:
     """The gradients of a layer's input and weight, made from a call for each: all steps are launched in a row, and all
-    buffers share one piece of memory."""
+    buffers share one piece of memory. Copies that both read are made once."""
 
     __slots__ = ("_launch", "_of_input", "_of_weight", "_offsets", "_scratch_bytes")
 
     def __init__(self, of_input: Call, of_weight: Call) -> None:
         self._of_input, self._of_weight = of_input, of_weight
-        first, offsets, first_bytes = _buffers(of_input.program, _COUNT_FOR_BOTH)
-        second, more_offsets, second_bytes = _buffers(of_weight.program, _COUNT_FOR_BOTH + len(offsets))
-        # Both programs' buffers begin at the same address: no step of the second starts before the first has ended.
-        self._offsets, self._scratch_bytes = offsets + more_offsets, max(first_bytes, second_bytes)
+        program, shared = with_shared_copies(of_input.program, of_weight.program)
+        own = [buffer for buffer in of_input.program.buffers if buffer.name not in shared.values()]
+        copies = [buffer for buffer in of_input.program.buffers if buffer not in own]
+        others = [buffer for buffer in program.buffers if buffer.name not in shared]
+        kept, offsets, begin = _buffers(copies, _COUNT_FOR_BOTH)
+        # Other buffers of both begin at the same address: no step of the second starts before the first has ended.
+        first, more, first_bytes = _buffers(own, _COUNT_FOR_BOTH + len(offsets), begin)
+        offsets += more
+        second, more, second_bytes = _buffers(others, _COUNT_FOR_BOTH + len(offsets), begin)
+        offsets += more
+        second |= {name: kept[of_first] for name, of_first in shared.items()}
+        self._offsets, self._scratch_bytes = offsets, max(first_bytes, second_bytes)
         arch, index = of_input.arch, of_input.index
-        launches = Executable(of_input.program, arch, index, _OF_INPUT_GRAD | first)
-        self._launch = launches.then(Executable(of_weight.program, arch, index, _OF_WEIGHT_GRAD | second))
+        launches = Executable(of_input.program, arch, index, _OF_INPUT_GRAD | kept | first)
+        self._launch = launches.then(Executable(program, arch, index, _OF_WEIGHT_GRAD | second))
 
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor
