@@ -248,10 +248,123 @@ def test_where_pytorch_computes_a_tail() -> None:
         assert loaded.reductions > 0
         assert loaded.epilogues(torch.randn(2, 4, 5, 6)) == ["relu"]
         assert loaded.reductions == 0
-        for each in (new, loaded.model):
-            each.norm.eps = 1e-3
+        original: Any = loaded.model
+        new.norm.eps = original.norm.eps = 1e-3
         assert loaded.epilogues(x) == []
         assert loaded.reductions == 0
+
+
+_SMALL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, deep=1, affine=True):
+        super().__init__()
+        self.up = nn.ConvTranspose2d(6, 4, 2, 2)
+        self.many = nn.ModuleList([nn.Sigmoid() for _ in range(deep)])
+        self.norm = nn.GroupNorm(2, 4, affine=affine)
+        self.softmax = nn.Softmax(1)
+        self.each = nn.Parameter(torch.rand(2, 4, 1, 1))
+        self.inference = nn.Parameter(torch.rand(4, 1, 1))
+
+    def _fused(self, y):
+        return torch.relu(y)
+
+    def forward(self, x, skip=None):
+        y = self.up(x)
+        FORWARD
+
+def get_inputs():
+    return [torch.rand(2, 6, 5, 3)INPUTS]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def small(forward: str, folder: Path, inputs: str = "") -> emit_file.Emitted:
+    return emitted_text(_SMALL.replace("FORWARD", forward).replace("INPUTS", inputs), folder)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "return F.relu(y[:, :, :-1, :-1])",
+        "return y.contiguous()",
+        "return F.relu(y).contiguous() * 2",
+        "return F.max_pool2d(y.amax(1), 2)",
+        "return F.adaptive_avg_pool2d(y.mean(1), 1)",
+        "return y.mean((1, 2, 3)).mean(-1)",
+        "return F.max_pool2d(y, 2, return_indices=True)[0]",
+        "return F.max_pool2d(y, 3, stride=1, padding=1)",
+        "return y.view(x.shape[1], 2, -1).mean(2)",
+    ],
+)
+@needs_emulator
+def test_what_no_kernel_computes_is_left(forward: str, tmp_path: Path) -> None:
+    """None of these is a reason not to emit a file."""
+    _is_same(Loaded(small(forward, tmp_path).text), torch.rand(2, 6, 5, 3))
+
+
+def _is_same(loaded: Loaded, *inputs: Any) -> None:
+    """Whatever kernels a call launches, it gives what the original gives."""
+    with torch.no_grad():
+        ours, theirs = loaded.new(*inputs), loaded.model(*inputs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert ours.shape == theirs.shape
+
+
+@needs_emulator
+def test_other_batches_of_views_and_operands(tmp_path: Path) -> None:
+    x = torch.rand(4, 6, 5, 3)
+    loaded = Loaded(small("return y.view(2, 4, -1).mean(2)", tmp_path).text)
+    for some in (x[:2], x):
+        _is_same(loaded, some)
+    loaded = Loaded(small("return y.view(y.shape[0], y.size(1), -1).mean(2)", tmp_path).text)
+    for some in (x[:2], x, x[:1]):
+        _is_same(loaded, some)
+        assert loaded.reductions > 0
+        loaded.numbers.clear()
+    loaded = Loaded(small("return y.mean((2, 3), keepdim=True) * self.each", tmp_path).text)
+    for some in (x[:2], x[:1]):
+        _is_same(loaded, some)
+
+
+@needs_emulator
+def test_a_model_of_another_structure_runs_its_own_forward(tmp_path: Path) -> None:
+    """Also one with a method or parameter of a name that the file might use."""
+    forward = "for part in self.many:\n            y = part(y)\n        return self.norm(y) * self.inference"
+    loaded = Loaded(small(forward, tmp_path).text)
+    x = torch.rand(2, 6, 5, 3)
+    _is_same(loaded, x)
+    assert loaded.reductions > 0
+    for arguments in ((3,), (1, False)):
+        for each in ("model", "new"):
+            torch.manual_seed(7)
+            cls = loaded.module.Model if each == "model" else loaded.module.ModelNew
+            setattr(loaded, each, cls(*arguments))
+        _is_same(loaded, x)
+    loaded = Loaded(small("return self._fused(self.softmax(y))", tmp_path).text)
+    _is_same(loaded, x)
+    assert loaded.reductions > 0
+    models: list[Any] = [loaded.model, loaded.new]
+    for model in models:
+        model.softmax.dim = 2
+    _is_same(loaded, x)
+
+
+@needs_emulator
+def test_inputs_that_are_left_out(tmp_path: Path) -> None:
+    forward = "if skip is None:\n            return y\n        return F.relu(y + skip).amax(1)"
+    loaded = Loaded(small(forward, tmp_path, ", torch.rand(2, 4, 10, 6)").text)
+    x, skip = loaded.module.get_inputs()
+    _is_same(loaded, x, skip)
+    assert loaded.reductions > 0
+    _is_same(loaded, x)
+    loaded = Loaded(small("return F.relu(y + skip).amax(1)", tmp_path, ", torch.rand(2, 4, 10, 6)").text)
+    _is_same(loaded, x, 2.0)
 
 
 @needs_emulator
@@ -372,7 +485,7 @@ def test_a_model_without_chains_has_no_more_text_than_before() -> None:
         'def forward(self, x):\n        """What',
     ):
         assert absent not in found
-    assert Fusion().methods is None
+    assert not Fusion().methods(0, str)
 
 
 @pytest.mark.slow

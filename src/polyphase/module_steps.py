@@ -87,7 +87,7 @@ def shared_class(module: Any) -> type[Module] | None:
 
 def is_over_channels(module: Any, dims: int) -> bool:
     """Whether a softmax is over channels, for tensors with ``dims``."""
-    return vars(module).get("dim", -3) in (1, 1 - dims)  # `Softmax2d` is over the third dimension from the last
+    return getattr(module, "dim", -3) in (1, 1 - dims)  # `Softmax2d` is over the third dimension from the last
 
 
 def reader_before(module: Any) -> Callable[[Any], fused.Step | None] | None:

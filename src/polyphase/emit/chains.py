@@ -5,6 +5,7 @@ It keeps the rules of `polyphase.emit.support`: Python 3.8, PyTorch 1.13, nothin
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 
 from polyphase.emit.support import (
     LAYERS,
+    MOST_CALLS,
     Call,
     Layer,
     arch_of,
@@ -27,7 +29,7 @@ from polyphase.emit.support import (
 )
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, Operand
+from polyphase.problem.epilogue import CHANNEL, ELEMENT, ONE, SAMPLE, Operand
 from polyphase.problem.layouts import ALIGNMENT, Layouts
 from polyphase.problem.reduction import Reduction
 from polyphase.program.epilogue import with_epilogue
@@ -52,7 +54,8 @@ class Tail:
     """Poolings, reductions and norms behind a layer and its epilogue, each of ``parts`` a program of its own.
 
     ``source`` is the shape that the first reads, ``result`` that of the last one's result, ``operands`` those of what
-    the parts read, in the order of `Reduction.named_operands`; all at the size of the model's inputs.
+    the parts read, in the order of `Reduction.named_operands`; all at the size of the model's inputs. ``any_batch``:
+    whether it is the same for another number of samples.
     """
 
     dtype: str
@@ -60,22 +63,38 @@ class Tail:
     parts: tuple[Reduction, ...]
     operands: tuple[tuple[int, ...], ...]
     result: tuple[int, ...]
+    any_batch: bool
 
 
 TAILS: list[Tail] = []  # filled in when a file is emitted
 
 
-def runs_in_inference(model: Any) -> bool:
-    """Whether nothing records what a model computes, or sees what is computed within it, and it is in one mode."""
+def runs_in_inference(model: Any, structure: str) -> bool:
+    """Whether nothing records what a model computes, or sees what is computed within it, and it is in one mode.
+
+    Also whether it still has the ``structure`` with which it was traced.
+    """
     if torch.is_grad_enabled() or torch.is_autocast_enabled():
         return False
     everywhere = torch.nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
-    return not any(
+    seen = any(
         module._forward_hooks or module._forward_pre_hooks or module.training != model.training
         for module in model.modules()
     )
+    return not seen and structure_of(model) == structure
+
+
+def structure_of(model: Any) -> str:
+    """A digest of the names and classes of a model's modules, and of which tensors these have."""
+    lines = []
+    for name, module in model.named_modules():
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        there = ", ".join(key for key, tensor in tensors if tensor is not None)
+        kind: Any = type(module).__base__ if hasattr(module, "emitted_layer") else type(module)
+        lines.append(f"{name}: {kind.__name__ if name else ''} {there} {'forward' in module.__dict__}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def run_chain(number: int, module: Any, input: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor | None:
@@ -85,6 +104,8 @@ def run_chain(number: int, module: Any, input: torch.Tensor, operands: list[torc
     another layer.
     """
     problem = LAYERS[number].problem
+    if not (isinstance(input, torch.Tensor) and all(isinstance(each, torch.Tensor) for each in operands)):
+        return None
     if input.dim() != problem.dims + 2 or constants(module) != constants(problem):
         return None
     check(module, input, problem)
@@ -120,19 +141,24 @@ def run_tail(number: int, value: torch.Tensor, operands: list[torch.Tensor]) -> 
     None where the file has no kernels for tensors like these: of another size than the model's inputs give (but for the
     batch, on which few kernels depend), dtype or memory format.
     """
-    tail, batch = TAILS[number], value.shape[0]
+    tail = TAILS[number]
     wanted = getattr(torch, tail.dtype), value.device
-    if any((each.dtype, each.device) != wanted for each in (value, *operands)):
+    if not all(isinstance(each, torch.Tensor) and (each.dtype, each.device) == wanted for each in (value, *operands)):
         return None
-    if tuple(value.shape[1:]) != tail.source[1:] or not value.is_contiguous() or value.data_ptr() % ALIGNMENT:
+    batch = value.shape[0]
+    if tuple(value.shape[1:]) != tail.source[1:] or not (tail.any_batch or batch == tail.source[0]):
+        return None
+    if not value.is_contiguous() or value.data_ptr() % ALIGNMENT:
         return None
     parts = [replace(part, shape=(batch, *part.shape[1:])) for part in tail.parts]
     named = [each for part in parts for each in part.named_operands.items()]
     for (_, operand), tensor, shape in zip(named, operands, tail.operands):
-        if tuple(tensor.shape) != ((batch, *shape[1:]) if operand.per == ELEMENT else shape):
+        if tuple(tensor.shape) != ((batch, *shape[1:]) if operand.per in (ELEMENT, SAMPLE) else shape):
             return None
     key = (number, batch, value.device)
     if key not in _calls_of_tails:
+        if len(_calls_of_tails) >= MOST_CALLS:
+            _calls_of_tails.clear()
         _calls_of_tails[key] = calls_of(parts, tail.dtype, arch_of(value.device))
     dense = torch.contiguous_format
     read = iter([(name, as_read(operand, each, dense)) for (name, operand), each in zip(named, operands)])

@@ -8,6 +8,7 @@ these before it is used, and the model's own forward comes after it.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 from polyphase import elementwise, fuse, fused, reductions
 from polyphase.bench.model_file import copied
 from polyphase.elementwise import COPIES, is_closed
-from polyphase.emit.chains import Tail
+from polyphase.emit.chains import Tail, structure_of
 from polyphase.emit.operations import Operation, name_of, operation_of, parted, with_values
 from polyphase.emit.traced import (
     PLAIN,
@@ -48,20 +49,50 @@ class Chain:
     names: tuple[str, ...]
     problem: ConvTransposeProblem
 
+    @property
+    def title(self) -> str:
+        """All names."""
+        return " → ".join((self.layer, *self.names))
+
+    @property
+    def kernel(self) -> ConvTransposeProblem:
+        """The problem without what its kernels do not depend on: chains that have it in common share these."""
+        dims = self.problem.dims
+        return replace(self.problem, batch=1, input_size=(1,) * dims, output_padding=(0,) * dims)
+
 
 @dataclass(frozen=True)
 class Fusion:
-    """What becomes of a model: its chains, each with another epilogue, the tails of its layers, by what they compute,
-    the methods that use them, and what is told.
-
-    ``methods`` gives the text, of the number that the first chain has, and of what the functions are called that it
-    uses. Without chains and tails there is none.
+    """What becomes of a model: its chains, each of other kernels, the tails of its layers, by what they compute, its
+    forward by mode, and what is told.
     """
 
     chains: tuple[Chain, ...] = ()
     tails: dict[Tail, str] = field(default_factory=dict)
-    methods: Callable[[int, Callable[[str], str]], str] | None = None
+    forwards: dict[bool, _Forward] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+
+    @property
+    def fuses(self) -> bool:
+        """Whether there is anything to fuse."""
+        return bool(self.chains or self.tails)
+
+    def methods(self, first: int, called_as: Callable[[str], str]) -> str:
+        """The text of the methods that use the chains and tails; "" without any.
+
+        ``first``: the number that the first chain has; ``called_as``: what the functions are called that are used.
+        """
+        if not self.fuses:
+            return ""
+        chains = {chain.kernel: number for number, chain in enumerate(self.chains, first)}
+        tails = {tail: number for number, tail in enumerate(self.tails)}
+
+        def called(computed: Chain | Tail) -> str:
+            if isinstance(computed, Tail):
+                return f"{called_as('run_tail')}({tails[computed]}"
+            return f"{called_as('run_chain')}({chains[computed.kernel]}"
+
+        return _methods(self.forwards, called, called_as("runs_in_inference"))
 
 
 def fusion_of(
@@ -79,10 +110,14 @@ def fusion_of(
         traced = {training: _Forward(model, inputs, layers, called, training) for training in (False, True)}
     except NotFused as reason:
         return Fusion(remarks=(f"emitted without fusion: {reason}",))
-    chains: dict[tuple[Any, ...], Chain] = {}
+    chains: dict[ConvTransposeProblem, Chain] = {}
+    tails: dict[Tail, str] = {}
     for forward in traced.values():
-        for chain in forward.chains:
-            chains.setdefault(_kernel_of(chain), chain)
+        for part in forward.parts.values():
+            if isinstance(part.computed, Tail):
+                tails.setdefault(part.computed, part.title)
+            else:
+                chains.setdefault(part.computed.kernel, part.computed)
     evaluating, training = traced[False].blocks, traced[True].blocks
     remarks = tuple(evaluating)
     if evaluating != training:
@@ -90,47 +125,26 @@ def fusion_of(
             *(f"in evaluation mode, {each}" for each in evaluating),
             *(f"in training mode, {each}" for each in training),
         )
-    tails = {tail: name for forward in traced.values() for tail, name in forward.tails.items()}
-    if not (chains or tails):
-        return Fusion(remarks=remarks)
-    order, numbers = list(chains), {tail: number for number, tail in enumerate(tails)}
-
-    def methods(first: int, called_as: Callable[[str], str]) -> str:
-        def called(computed: Chain | Tail) -> str:
-            if isinstance(computed, Tail):
-                return f"{called_as('run_tail')}({numbers[computed]}"
-            return f"{called_as('run_chain')}({first + order.index(_kernel_of(computed))}"
-
-        texts = {training: forward.text(called) for training, forward in traced.items()}
-        return _methods(traced, texts, called_as("runs_in_inference"))
-
-    return Fusion(tuple(chains.values()), tails, methods, remarks)
+    return Fusion(tuple(chains.values()), tails, traced, remarks)
 
 
-def _kernel_of(chain: Chain) -> tuple[Any, ...]:
-    """What chains must have in common to be computed by the same kernels, whatever the size."""
-    problem = replace(
-        chain.problem, batch=1, input_size=(1,) * chain.problem.dims, output_padding=(0,) * chain.problem.dims
-    )
-    return (problem,)
-
-
-def _methods(traced: dict[bool, _Forward], texts: dict[bool, str], inference: str) -> str:
+def _methods(traced: dict[bool, _Forward], called: Callable[[Chain | Tail], str], inference: str) -> str:
     """``forward``, and a method for each mode in which there are chains; one for both where they are the same."""
+    texts = {training: forward.text(called) for training, forward in traced.items()}
     evaluating, training = traced[False], traced[True]
     if texts[False] == texts[True] and evaluating.guards == training.guards:
-        modes = {"_fused": (evaluating, "")}
+        modes = {"fused": (evaluating, "")}
     else:
-        modes = {"_fused_evaluation": (evaluating, "not self.training"), "_fused_training": (training, "self.training")}
+        modes = {"fused_evaluation": (evaluating, "not self.training"), "fused_training": (training, "self.training")}
         modes = {name: each for name, each in modes.items() if each[0].parts}
+    modes = {evaluating.unused(f"_{name}"): each for name, each in modes.items()}
     signature, arguments = evaluating.signature
     lines = [
         f"    def forward({signature}):",
         '        """What `Model` computes; without derivatives, layers compute what follows them, too."""',
-        f"        inference = {inference}(self)",
     ]
     for name, (forward, mode) in modes.items():
-        tests = ["inference", *filter(None, [mode]), *forward.guards]
+        tests = [*filter(None, [mode]), f'{inference}(self, "{evaluating.structure}")', *forward.guards]
         condition = " and ".join(tests)
         if len(condition) > 100:
             condition = "(\n            " + "\n            and ".join(tests) + "\n        )"
@@ -144,12 +158,13 @@ def _methods(traced: dict[bool, _Forward], texts: dict[bool, str], inference: st
 class _Part(NamedTuple):
     """Nodes that one call computes: a layer's with its chain, or those of its tail.
 
-    ``read``: the tensors that the call takes, as they are written, the operands last.
+    ``read``: the tensors that the call takes, as they are written, the operands last; ``title``: all names.
     """
 
     computed: Chain | Tail
     nodes: list[Node]
     read: str
+    title: str
 
 
 class _Forward:
@@ -176,15 +191,16 @@ class _Forward:
             if changed and elementwise.is_in_place(node.target, {}) and not isinstance(node.meta["value"], Tensor):
                 raise NotFused("its forward changes a number that has two names")  # which torch.fx writes as one
         self.parts: dict[Node, _Part] = {}  # by the last node of each
-        self.tails: dict[Tail, str] = {}  # and what they compute
         self.blocks: list[str] = []
         self._find()
         self.guards = self._guards()
+        self.structure = structure_of(self._model)
 
-    @property
-    def chains(self) -> list[Chain]:
-        """Layers with an epilogue."""
-        return [part.computed for part in self.parts.values() if isinstance(part.computed, Chain)]
+    def unused(self, name: str) -> str:
+        """A name like this one that the model does not have."""
+        while hasattr(self._model, name):
+            name += "_"
+        return name
 
     @property
     def signature(self) -> tuple[str, str]:
@@ -207,6 +223,9 @@ class _Forward:
         self._tensors = tensors_of(self._model, graph)
         if attributes(self._model) != before:
             raise NotFused("its forward changes attributes of its modules")
+        parameters = inspect.signature(self._model.forward).parameters.values()
+        if any(each.kind is each.KEYWORD_ONLY for each in parameters):
+            raise NotFused("its forward has keyword-only arguments")
         if str(graph) != str(again):
             raise NotFused("its forward is not the same at every call")
         for node in graph.nodes:
@@ -243,9 +262,9 @@ class _Forward:
         why = ""
         for nodes in behind:
             value = calls[-1].nodes[-1] if calls else layer
-            why = self._why_not(nodes[0], layer, numbers)
             reads: dict[tuple[int, str], Any] = {}
             with reading(reads):
+                why = self._why_not(nodes[0], layer, numbers)
                 found = None if why else operation_of(nodes, value, numbers, self._model, self._tensors)
             if found is None or self._computed([*calls, found], layer) is None:
                 why = f"{name_of(nodes[0])}: {why or 'its operands are not of the kinds that kernels read'}"
@@ -293,8 +312,8 @@ class _Forward:
             names = tuple(name_of(call.nodes[0]) for call in own)
             chain = Chain(str(layer.target), names, replace(problem, epilogue=epilogue))
             listed = ", ".join(name for call in own for name, _ in call.operands)
-            target = attribute("self", str(layer.target))
-            self.parts[value] = _Part(chain, nodes, f"{target}, {layer.args[0]}, [{listed}]")
+            target = attribute(str(layer.target))
+            self.parts[value] = _Part(chain, nodes, f"{target}, {layer.args[0]}, [{listed}]", chain.title)
         elif own:  # copies, which PyTorch makes
             value = own[-1].nodes[-1]
         if not tail:
@@ -308,9 +327,10 @@ class _Forward:
         read = [named[each] for reads in found.reads for each in reads]
         shapes = tuple(shape for _, shape in read)
         source, nodes = tuple(value.meta["value"].shape), [node for call in tail for node in call.nodes]
-        computed = Tail(problem.dtype, source, found.parts, shapes, found.shape)
-        self.tails[computed] = " → ".join((str(layer.target), *(name_of(call.nodes[0]) for call in calls)))
-        self.parts[nodes[-1]] = _Part(computed, nodes, f"{value.name}, [{', '.join(name for name, _ in read)}]")
+        any_batch = all(call.any_batch for call in tail)
+        computed = Tail(problem.dtype, source, found.parts, shapes, found.shape, any_batch)
+        title = " → ".join((str(layer.target), *(name_of(call.nodes[0]) for call in calls)))
+        self.parts[nodes[-1]] = _Part(computed, nodes, f"{value.name}, [{', '.join(name for name, _ in read)}]", title)
 
     def _why_not(self, node: Node, layer: Node, taken: Collection[Node]) -> str:
         """Why a node cannot be computed with the layer and what is between, or ""."""
@@ -331,7 +351,9 @@ class _Forward:
     def _changes(self, node: Node) -> bool:
         """Whether a node may change a tensor in place."""
         if node.op == "call_module":
-            return bool(getattr(self._model.get_submodule(str(node.target)), "inplace", False))
+            module = self._model.get_submodule(str(node.target))
+            counts = self.training and isinstance(module, nn.modules.batchnorm._NormBase)  # its statistics
+            return counts or bool(getattr(module, "inplace", False))
         return node.op in ("call_function", "call_method") and bool(elementwise.may_change(node))
 
     def _epilogue(self, steps: list[fused.Step], layer: Node) -> Epilogue | None:
@@ -345,20 +367,20 @@ class _Forward:
             return None
 
     def _guards(self) -> list[str]:
-        """What must be so of the model for the method to compute what it computes."""
+        """What must be so of the model and its inputs for the method to compute what it computes."""
         paths = {id(module): path for path, module in self._model.named_modules()}
-        found = []
+        found = [_kind_of_input(node) for node in self.graph.nodes if node.op == "placeholder"]
         for part in self.parts.values():
             for node in part.nodes[isinstance(part.computed, Chain) :]:
                 if node.op == "call_module":
                     kind = type(self._model.get_submodule(str(node.target)))
-                    found.append(f"type({attribute('self', str(node.target))}) is nn.{kind.__name__}")
+                    found.append(f"type({attribute(str(node.target))}) is nn.{kind.__name__}")
         for (module, name), value in self._reads.items():
             text = constant(value)
             if text is None:
                 raise NotFused(f"its forward reads {name}, a {type(value).__name__}, which torch.fx makes a constant")
-            found.append(f"{attribute('self', '.'.join(filter(None, (paths[module], name))))} == {text}")
-        return list(dict.fromkeys(found))
+            found.append(f"{attribute('.'.join(filter(None, (paths[module], name))))} == {text}")
+        return list(dict.fromkeys(filter(None, found)))
 
     def text(self, called: Callable[[Chain | Tail], str]) -> str:
         """The method's body; ``called`` begins the call of a chain or tail. Values are freed behind their last use."""
@@ -388,3 +410,12 @@ class _Forward:
             elif node not in inner and self._lines[node]:
                 pieces.append(([self._lines[node]], list(node.all_input_nodes)))
         return pieces
+
+
+def _kind_of_input(node: Node) -> str:
+    """What an input must be like, as that with which the model was traced; "" for kinds that no number tells."""
+    name, value = str(node.target), node.meta["value"]
+    if isinstance(value, Tensor):
+        return f"isinstance({name}, torch.Tensor)"
+    text = constant(value)
+    return "" if text is None else f"type({name}) is type({text}) and {name} == {text}"

@@ -185,7 +185,7 @@ class Call:
 
 
 _calls: dict[tuple[Any, ...], Call] = {}
-_MOST_CALLS = 4096
+MOST_CALLS = 4096
 
 
 def prepare(
@@ -280,7 +280,7 @@ def run(
     key = (pass_, number, input_shape, output_padding, first.device, aligned)
     call = _calls.get(key)
     if call is None:
-        if len(_calls) >= _MOST_CALLS:
+        if len(_calls) >= MOST_CALLS:
             _calls.clear()
         call = _calls[key] = prepare(pass_, LAYERS[number], input_shape, output_padding, first.device, aligned)
     if call.copies:

@@ -58,8 +58,9 @@ def constant(value: Any) -> str | None:
     return repr(value) if type(value) in PLAIN else None
 
 
-def attribute(root: str, path: str) -> str:
-    """``root.path``, where a part of the path may be no identifier."""
+def attribute(path: str) -> str:
+    """``self.path``, where a part of the path may be no identifier."""
+    root = "self"
     for part in filter(None, path.split(".")):
         root = f"{root}.{part}" if part.isidentifier() else f'getattr({root}, "{part}")'
     return root
@@ -71,7 +72,7 @@ def tensors_of(model: nn.Module, graph: Graph) -> dict[int, str]:
     for node in graph.nodes:
         if node.op == "get_attr" and str(node.target) not in named:
             raise NotFused("its forward makes a tensor of its own, which torch.fx takes for a constant")
-    return {id(tensor): attribute("self", name) for name, tensor in named.items()}
+    return {id(tensor): attribute(name) for name, tensor in named.items()}
 
 
 class _Shapes(Interpreter):
