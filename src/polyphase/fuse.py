@@ -26,10 +26,10 @@ from polyphase import batch_norms
 from polyphase.between import Between
 from polyphase.chain import Chain
 from polyphase.elementwise import is_in_place
-from polyphase.fuse_graphs import LAYERS, graphs
+from polyphase.fuse_graphs import graphs
 from polyphase.fuse_trace import Trace, before_waiting, call_name, is_copy, is_layer, shared_modules, why_missing
 from polyphase.module_steps import STEPS, layer_norm, reader_of
-from polyphase.modules import APART_FOR, StandIn
+from polyphase.modules import APART_FOR, LAYERS, StandIn, node_of
 from polyphase.pending import Marked, Pending
 from polyphase.snakes import snake, snake_of
 
@@ -75,11 +75,9 @@ class Block:
 
 
 def _forward(module: Any, input: Any) -> Any:
-    if type(input) is not Tensor and isinstance(input, torch.fx.Proxy):
-        tracer: Any = input.tracer
-        if getattr(tracer, "root", module) is not module:  # a single node, as for modules of `torch.nn`
-            node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), {})
-            return node
+    is_proxy = type(input) is not Tensor and isinstance(input, torch.fx.Proxy)
+    if is_proxy and (node := node_of(module, input)) is not None:
+        return node
     kind = type(input)
     if kind is Pending or kind is Marked or kind is Between:
         passed = input.pass_through(module)

@@ -27,7 +27,6 @@ from polyphase.elementwise import (
     read_next,
     step_of_value,
 )
-from polyphase.fuse_graphs import LAYERS
 from polyphase.module_steps import (
     has_hooks,
     has_no_state,
@@ -37,6 +36,7 @@ from polyphase.module_steps import (
     reader_of,
     sees_input,
 )
+from polyphase.modules import LAYERS
 from polyphase.problem.epilogue import ACTIVATIONS, MOST_CHANNELS, OF_PIXELS
 from polyphase.reduction_steps import EXTREMES
 
