@@ -78,7 +78,8 @@ def _forward(
         )
     if type(input) is not Tensor and isinstance(input, torch.fx.Proxy):
         arguments = (input,) if output_size is None else (input, output_size)
-        if (node := node_of(module, *arguments)) is not None:
+        node: Tensor | None = node_of(module, *arguments)
+        if node is not None:
             return node
     output_padding = module.output_padding
     if output_size is not None:

@@ -367,7 +367,7 @@ def _on_cuda(
 
     if decoded(text)[1]:
         input = separate(input)
-    return runtime.forward_with_epilogue(input, weight, bias, tuple(operands), text, *constants)
+    return runtime.forward_call(input, weight, bias, *constants, epilogue=text)(input, weight, bias, operands)
 
 
 def _fake(
