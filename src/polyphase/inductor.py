@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from polyphase.elementwise import joined_once
+from polyphase.graph_steps import around
 from polyphase.problem.epilogue import ELEMENT, decoded
 from polyphase.problem.layouts import ALIGNMENT
 from polyphase.torch_op import into_operator
@@ -165,7 +166,7 @@ def why_not_joined(layer: Node) -> str | None:
         return f"{len(layer.users)} operations read a layer's output"
     if output.dtype not in FLOATING or result.dtype != output.dtype:
         return f"a layer's output is {output.dtype}, and the result {result.dtype}"
-    epilogue, _ = decoded(layer.args[4] if layer.target is conv_transpose_epilogue else "")  # type: ignore[arg-type]
+    epilogue, _ = decoded(around(layer)[1])
     residual = any(each.per == ELEMENT for each in epilogue.named_operands.values())
     return "a residual would have to lie as the slice does" if residual else ""
 
