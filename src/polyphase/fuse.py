@@ -118,7 +118,7 @@ def _taken(cls: type[Module], reader: Any) -> Any:
     return StandIn(f"Taken{cls.__name__}", (cls,), namespace)
 
 
-def _taken_class(cls: type[Module], reader: Any = layer_norm) -> Any:
+def _taken_class(cls: type[Module], reader: Any) -> Any:
     """The class of modules that a layer computes for ``cls``; created here for layer norms and snakes."""
     found = next((taken for other, taken in _TAKEN.items() if other is cls), None)
     if found is None:
@@ -240,7 +240,7 @@ def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | 
     normalizes = any(reader_of(each, dims) is layer_norm for each in modules)
     changed = bool(modules) and _is_changed(modules[-1], called[first])
     then: Any = tuple(parts[first:])
-    joined = Chain(layer, modules, then, tuple(places), normalizes, activation, changed, tuple(shared))  # type: ignore[arg-type]
+    joined = Chain(layer, modules, then, activation, tuple(places), tuple(shared), changed, normalizes)  # type: ignore[arg-type]
     vars(layer)["_chain"] = joined
     for module in joined.all_modules:
         known = snake_of(module) if module is activation else None
