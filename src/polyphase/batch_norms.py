@@ -180,8 +180,7 @@ class Prepared:
         self._index, self._aligned = like.get_device(), aligned
         self.programs = programs_of(norm, str(like.dtype).removeprefix("torch."), aligned)
         self._executables: list[Any] = [None, None]
-        self._double = like.dtype == torch.float64
-        self._stats_bytes = round_up(2 * norm.shape[1] * (8 if self._double else 4), ALIGNMENT)
+        self._stats_bytes = round_up(2 * norm.shape[1] * (8 if like.dtype == torch.float64 else 4), ALIGNMENT)
         self._bytes = self._stats_bytes + self.programs[0].buffers[0].bytes
 
     def forward(self, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any) -> tuple[Tensor, Tensor]:

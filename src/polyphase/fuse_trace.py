@@ -350,11 +350,9 @@ class Trace:
             return ""
         if module.groups > 1:
             return "the layer has groups, and no kernel has all channels of a pixel at once"
-        return (
-            ""
-            if module.out_channels <= MOST_CHANNELS
-            else f"no kernel has more than {MOST_CHANNELS} channels of a pixel at once"
-        )
+        if module.out_channels > MOST_CHANNELS:
+            return f"no kernel has more than {MOST_CHANNELS} channels of a pixel at once"
+        return ""
 
     def _why_not_later(self, chain: Iterable[torch.fx.Node], call: torch.fx.Node, name: str) -> str:
         """Why the layer's computation cannot wait until a call, or ""."""

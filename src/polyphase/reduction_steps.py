@@ -91,7 +91,7 @@ def read(target: Any, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 def _pool(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | None:
     """A pooling with adjacent windows; None for others."""
     size, stride, padding, dilation = (
-        _each(given.get(name, one), dims - 2)
+        per_dim(given.get(name, one), dims - 2)
         for name, one in (("kernel_size", None), ("stride", None), ("padding", 0), ("dilation", 1))
     )
     given_stride = given.get("stride")
@@ -124,7 +124,8 @@ def _sizes(given: Any) -> tuple[float, ...] | None:
     return tuple(map(float, given)) if all(type(each) is int for each in given) else None
 
 
-def _each(value: Any, count: int) -> tuple[int, ...] | None:
+def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
+    """A constant, an integer or several, as ``count`` integers; None for others, such as nodes of a graph."""
     if type(value) is int:
         return (value,) * count
     values = tuple(value) if isinstance(value, (tuple, list)) else ()
@@ -134,7 +135,7 @@ def _each(value: Any, count: int) -> tuple[int, ...] | None:
 
 def _adaptive(given: Mapping[str, Any], dims: int) -> fused.Step | None:
     size = given["output_size"]
-    ones = _each(size, dims - 2) if not isinstance(size, (tuple, list)) or len(size) == dims - 2 else None
+    ones = per_dim(size, dims - 2) if not isinstance(size, (tuple, list)) or len(size) == dims - 2 else None
     return None if ones is None or set(ones) != {1} else fused.Step("mean", (2.0, dims - 1.0, 1.0))
 
 
