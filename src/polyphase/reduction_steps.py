@@ -194,18 +194,15 @@ _READERS: dict[str, Callable[[Mapping[str, Any], int], fused.Step | None]] = {
 }
 
 
-def _of_module(name: str) -> Callable[[Any, int], fused.Step | None]:
-    """The reader of modules that call one function, with attributes named like the function's arguments."""
+def _of_module(name: str, of: int, module: Any, dims: int) -> fused.Step | None:
+    """The step of a module that calls one function, and has attributes named like the function's arguments.
 
-    def step(module: Any, dims: int) -> fused.Step | None:
-        of = int(type(module).__name__[-2]) if name in _OF_DIMS else dims - 2
-        if of != dims - 2:  # the tensor has no batch
-            return None
-        known = _PARAMETERS[name]
-        given = {attribute: getattr(module, attribute, default) for attribute, default in known.items()}
-        return _READERS[name](given, dims)
-
-    return step
+    ``of``: the module's number of spatial dimensions, 0 for any.
+    """
+    if of and of != dims - 2:  # the tensor has no batch
+        return None
+    given = {attribute: getattr(module, attribute, default) for attribute, default in _PARAMETERS[name].items()}
+    return _READERS[name](given, dims)
 
 
 def _instance_norm(of: int, module: Any, dims: int) -> fused.Step | None:
@@ -217,19 +214,13 @@ def _instance_norm(of: int, module: Any, dims: int) -> fused.Step | None:
 
 
 _MODULES: dict[Any, Callable[[Any, int], fused.Step | None]] = {
-    **{
-        getattr(nn, f"{title}{dims}d"): _of_module(name)
-        for title, name in (
-            ("MaxPool", "max_pool"),
-            ("AvgPool", "avg_pool"),
-            ("AdaptiveAvgPool", "adaptive_avg_pool"),
-        )
-        for dims in (1, 2, 3)
-    },
-    nn.GroupNorm: _of_module("group_norm"),
-    nn.LayerNorm: _of_module("layer_norm"),
+    nn.GroupNorm: partial(_of_module, "group_norm", 0),
+    nn.LayerNorm: partial(_of_module, "layer_norm", 0),
 }
-_MODULES |= {getattr(nn, f"InstanceNorm{dims}d"): partial(_instance_norm, dims) for dims in (1, 2, 3)}
+for _dims in (1, 2, 3):
+    _MODULES[getattr(nn, f"InstanceNorm{_dims}d")] = partial(_instance_norm, _dims)
+    for _title, _name in (("MaxPool", "max_pool"), ("AvgPool", "avg_pool"), ("AdaptiveAvgPool", "adaptive_avg_pool")):
+        _MODULES[getattr(nn, f"{_title}{_dims}d")] = partial(_of_module, _name, _dims)
 
 
 def is_module(module: Any) -> bool:
