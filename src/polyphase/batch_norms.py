@@ -124,12 +124,8 @@ def _shape(module: Any, x: Tensor) -> tuple[int, ...]:
     """
     kind = type(module)._stands_for
     shape: tuple[int, ...] = ()
-    if (
-        kind in _BATCH
-        and module.running_mean is not None
-        and module.momentum is not None
-        and module.track_running_stats
-    ):
+    averages = module.running_mean is not None and module.track_running_stats
+    if kind in _BATCH and averages and module.momentum is not None:
         shape = tuple(x.shape)
     elif kind in _INSTANCE and module.running_mean is None and module.weight is None:
         shape = (1, x.shape[0] * x.shape[1], *x.shape[2:])

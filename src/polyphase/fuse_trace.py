@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,9 +46,7 @@ _WAITING = (torch.nn.Softplus, torch.nn.Softmax, torch.nn.Softmax2d)
 
 def shared_modules(model: Module) -> set[int]:
     """Modules with several names, by id."""
-    names: dict[int, int] = {}
-    for _, module in model.named_modules(remove_duplicate=False):
-        names[id(module)] = names.get(id(module), 0) + 1
+    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     return {module for module, count in names.items() if count > 1}
 
 
