@@ -304,13 +304,13 @@ def test_calls_that_were_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for prepared calls: equal calls run unchecked; parameters are read each time."""
     from polyphase import runtime
 
-    def call(x: Tensor, w: Tensor, b: Tensor | None, text: str, *constants: Any) -> Callable[..., Tensor]:
-        return lambda x, w, b, operands: conv_transpose_epilogue(x, w, b, operands, text, *constants)
+    def call(x: Tensor, w: Tensor, b: Tensor | None, *constants: Any, epilogue: str) -> Callable[..., Tensor]:
+        return lambda x, w, b, operands: conv_transpose_epilogue(x, w, b, operands, epilogue, *constants)
 
     checked = []
     original = fused_calls._known_call
     monkeypatch.setattr(fused_calls, "_by_kernels", lambda input: True)
-    monkeypatch.setattr(runtime, "epilogue_call", call)
+    monkeypatch.setattr(runtime, "forward_call", call)
     monkeypatch.setattr(fused_calls, "_known_call", lambda *given: (checked.append(given), original(*given))[1])
     model = nn.Sequential(nn.ConvTranspose2d(6, 4, 2, 2), nn.BatchNorm2d(4), nn.LeakyReLU()).eval()
     plain, x = copy.deepcopy(model), torch.randn(2, 6, 3, 3)

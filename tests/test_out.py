@@ -165,13 +165,13 @@ def test_what_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made: list[Any] = []
 
-    def call(*arguments: Any, out_strides: tuple[int, ...] | None = None) -> Callable[..., Tensor]:
-        *given, constants = arguments[:4], arguments[4:]
-
+    def call(
+        x: Tensor, w: Tensor, b: Tensor | None, *constants: Any, epilogue: str, out_strides: tuple[int, ...] | None
+    ) -> Callable[..., Tensor]:
         def compute(
             x: Tensor, w: Tensor, b: Tensor | None, operands: tuple[Tensor, ...], out: Tensor | None = None
         ) -> Tensor:
-            made.append((out_strides and out_strides[0], out is not None, given[0][3], constants))
+            made.append((out_strides and out_strides[0], out is not None, epilogue, constants))
             stride, padding, output_padding, dilation, groups = constants
             result = polyphase.conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation)
             return result if out is None else out.data.copy_(result)  # kernels change no version
@@ -179,7 +179,7 @@ def test_what_kernels_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         return compute
 
     monkeypatch.setattr(fused_calls, "_by_kernels", lambda input: True)
-    monkeypatch.setattr(runtime, "epilogue_call", call)
+    monkeypatch.setattr(runtime, "forward_call", call)
     x, w, b = torch.randn(2, 6, 4, 4), torch.randn(6, 4, 2, 2), torch.randn(4)
     expected = polyphase.conv_transpose2d(x, w, b, 2)
     larger, read = torch.zeros(2, 16, 8, 8), torch.zeros(6, 4, 8, 8)

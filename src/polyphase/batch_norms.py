@@ -124,12 +124,8 @@ def _shape(module: Any, x: Tensor) -> tuple[int, ...]:
     """
     kind = type(module)._stands_for
     shape: tuple[int, ...] = ()
-    if (
-        kind in _BATCH
-        and module.running_mean is not None
-        and module.momentum is not None
-        and module.track_running_stats
-    ):
+    averages = module.running_mean is not None and module.track_running_stats
+    if kind in _BATCH and averages and module.momentum is not None:
         shape = tuple(x.shape)
     elif kind in _INSTANCE and module.running_mean is None and module.weight is None:
         shape = (1, x.shape[0] * x.shape[1], *x.shape[2:])
@@ -180,8 +176,7 @@ class Prepared:
         self._index, self._aligned = like.get_device(), aligned
         self.programs = programs_of(norm, str(like.dtype).removeprefix("torch."), aligned)
         self._executables: list[Any] = [None, None]
-        self._double = like.dtype == torch.float64
-        self._stats_bytes = round_up(2 * norm.shape[1] * (8 if self._double else 4), ALIGNMENT)
+        self._stats_bytes = round_up(2 * norm.shape[1] * (8 if like.dtype == torch.float64 else 4), ALIGNMENT)
         self._bytes = self._stats_bytes + self.programs[0].buffers[0].bytes
 
     def forward(self, x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any) -> tuple[Tensor, Tensor]:

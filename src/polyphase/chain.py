@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -26,6 +27,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _LITTLE = 1 << 24  # elements of an output, which one of PyTorch's kernels reads and writes in 30 µs
 
 
+@dataclass(eq=False, repr=False)
 class Chain:
     """The operations around a layer that it computes. The layer and each module of the chain refer to it.
 
@@ -41,32 +43,24 @@ class Chain:
     themselves. So they do for an input without a batch if one has a tensor: channels are another dimension there.
     """
 
-    def __init__(
-        self,
-        layer: Module,
-        modules: tuple[Module, ...],
-        then: tuple[Module | str, ...] = (),
-        places: tuple[tuple[weakref.ref[Module], str, Module], ...] = (),
-        normalizes: bool = False,
-        before: Module | None = None,
-        changed: bool = False,
-        shared: tuple[Module, ...] = (),
-    ) -> None:
-        self.layer = layer
-        self.before = before
-        self.modules = modules
-        self._recorded = modules[:-1] if changed else modules
-        self.then = then
-        self._shared = shared
+    layer: Module
+    modules: tuple[Module, ...]
+    then: tuple[Module | str, ...]
+    before: Module | None
+    places: tuple[tuple[weakref.ref[Module], str, Module], ...]
+    shared: tuple[Module, ...]
+    changed: bool
+    normalizes: bool
+
+    def __post_init__(self) -> None:
         #: All modules of the chain in order, without the layer.
-        first = () if before is None else (before,)
-        self.all_modules = (*first, *modules, *(each for each in then if isinstance(each, Module)))
-        self._normalizes = normalizes
-        self._has_channels = any(each._parameters or each._buffers for each in modules)
-        self._places = places
+        first = () if self.before is None else (self.before,)
+        self.all_modules = (*first, *self.modules, *(each for each in self.then if isinstance(each, Module)))
+        self._recorded = self.modules[:-1] if self.changed else self.modules
+        self._has_channels = any(each._parameters or each._buffers for each in self.modules)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_places": ()}
+        return {**vars(self), "places": ()}
 
     def is_active(self) -> bool:
         """Whether the layer computes the whole chain now. Every line is host time of every call, as in `is_whole`."""
@@ -79,7 +73,7 @@ class Chain:
 
     def is_whole(self) -> bool:
         """Whether no module was restored or replaced, and no hook would see a value that is not computed."""
-        for holder, name, module in self._places:
+        for holder, name, module in self.places:
             if (found := holder()) is not None and found._modules.get(name) is not module:
                 return False
         hooks: Any = torch.nn.modules.module  # global hooks
@@ -103,7 +97,7 @@ class Chain:
 
     def _shares(self, module: Module) -> bool:
         """Whether a module is shared, and layers still compute it."""
-        return module in self._shared and hasattr(type(module), "_reader")
+        return module in self.shared and hasattr(type(module), "_reader")
 
     def begin(self, input: Any) -> Any:
         """The result of the activation of the layer's input: a `Pending` that the layer reads, or None."""
@@ -137,7 +131,7 @@ class Chain:
             input, before = found
         input = computed(input)
         tensors = (input, *operands_of(layer))
-        apart = self._normalizes and torch._C._is_any_autocast_enabled()
+        apart = self.normalizes and torch._C._is_any_autocast_enabled()
         apart |= self._has_channels and input.dim() != len(layer.stride) + 2
         if apart or not input.is_floating_point():  # no epilogue supports complex numbers
             return self._run(tensors, output_padding, (), before)

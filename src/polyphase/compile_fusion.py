@@ -34,7 +34,7 @@ from polyphase.elementwise import (
     next_reader,
 )
 from polyphase.functional_override import replace_functions
-from polyphase.graph_steps import GraphStep, is_only_for, step_after, step_apart, step_before, value_of
+from polyphase.graph_steps import GraphStep, around, is_only_for, step_after, step_apart, step_before, value_of
 from polyphase.inductor import LAYERS
 from polyphase.problem import reduction
 from polyphase.problem.epilogue import NONE, OF_PIXELS, decoded, encoded
@@ -263,18 +263,15 @@ def _nodes_of(arguments: Sequence[Any]) -> list[Node]:
 
 def _replace_input(graph: Graph, layer: Node, step: GraphStep) -> Node:
     """Replaces a layer's call by one that computes ``step`` on its input."""
-    _, weight, bias, *rest = layer.args
-    operands: Any = []
-    text: Any = ""
-    if layer.target is conv_transpose_epilogue:
-        operands, text, *rest = rest
-    (input, _), *vectors = step.operands
-    shown = value_of(input)
+    _, weight, bias, *_ = layer.args
+    operands, text = around(layer)
+    shown = value_of(step.operands[0][0])
     assert step.step is not None
     prologue = checked("conv_transpose", [step.step], shown, tuple(shown.shape), True, "prologue")
     with graph.inserting_before(layer):
-        before = [node if shape is None else graph.call_method("reshape", (node, shape)) for node, shape in vectors]
-        arguments = (input, weight, bias, [*before, *operands], f"{encoded(NONE, prologue)}{text}", *rest)
+        input, *before = _operands(graph, step)
+        text = f"{encoded(NONE, prologue)}{text}"
+        arguments = (input, weight, bias, [*before, *operands], text, *layer.args[-5:])
         call = graph.call_function(conv_transpose_epilogue, arguments)
     call.meta = {**layer.meta}
     layer.replace_all_uses_with(call)
@@ -337,9 +334,7 @@ def _text(layer: Node, steps: Sequence[GraphStep]) -> str:
     """The layer's own epilogue followed by these steps, as text. Raises as `polyphase.fused` for wrong operands."""
     input, size = value_of(layer.args[0]), value_of(steps[-1].nodes[-1]).shape
     found = checked("conv_transpose", [each.step for each in steps if each.step], input, size, True)
-    if layer.target is not conv_transpose_epilogue:
-        return encoded(found)
-    epilogue, prologue = decoded(layer.args[4])  # type: ignore[arg-type]
+    epilogue, prologue = decoded(around(layer)[1])
     return encoded(epilogue.then(found), prologue)
 
 
@@ -380,9 +375,8 @@ def _replace(graph: Graph, layer: Node, steps: list[GraphStep]) -> Node:
 
 
 def _with_epilogue(graph: Graph, layer: Node, steps: Sequence[GraphStep]) -> Node:
-    input, weight, bias, *rest = layer.args
-    operands: list[Any] = rest[0] if layer.target is conv_transpose_epilogue else []  # type: ignore[assignment]
-    operands = [*operands, *(node for step in steps for node in _operands(graph, step))]
+    input, weight, bias, *_ = layer.args
+    operands = [*around(layer)[0], *(node for step in steps for node in _operands(graph, step))]
     arguments = (input, weight, bias, operands, _text(layer, steps), *_constants(layer, steps))
     call, last = graph.call_function(conv_transpose_epilogue, arguments), steps[-1].nodes[-1]
     call.meta = {**last.meta}

@@ -120,9 +120,6 @@ class Report:
             rows.append((names, entry.module, outcome))
         return rows
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raises TypeError: the caller used the report as the model."""
         raise TypeError(f"{self._not_the_model()}. A report cannot be called")
@@ -139,7 +136,7 @@ class Report:
             f"assigning it, or model = {self.title}(model).model"
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         if not self.entries:
             return "\n".join(filter(None, (f"{self.title}: {NO_MODULES}", self.note)))
         return text_table(self._counts(), self._rows(), self.note)

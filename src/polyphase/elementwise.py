@@ -74,9 +74,7 @@ _OTHER_NAMES = {
 
 def _functions() -> dict[Any, str]:
     """The kinds of PyTorch's functions and methods, by identity: others of the same name do not match."""
-    found: dict[Any, str] = {operator.add: "add", operator.iadd: "add", operator.sub: "sub", operator.isub: "sub",
-                             operator.mul: "mul", operator.imul: "mul", operator.truediv: "div",
-                             operator.itruediv: "div"}  # fmt: skip
+    found: dict[Any, str] = {}
     for name in _PARAMETERS | _OTHER_NAMES:
         for home in (torch.nn.functional, torch, Tensor):
             for spelled in (name, f"{name}_"):
@@ -84,7 +82,8 @@ def _functions() -> dict[Any, str]:
                 if callable(function) and not (name == "dropout" and home is torch):  # it has other arguments
                     found[function] = _OTHER_NAMES.get(name, name)
     found[torch.special.expit] = "sigmoid"
-    found.update((getattr(Tensor, name), kind) for name, kind in _OPERATORS.items())
+    for name, kind in _OPERATORS.items():
+        found.update((getattr(home, name), kind) for home in (operator, Tensor) if hasattr(home, name))
     return found
 
 
@@ -248,7 +247,7 @@ def read(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if len(named) == len(without_defaults(kwargs)):
             return None
     parameters = _PARAMETERS[name]
-    if len(args) > len(parameters) or not named.keys() <= parameters.keys() or named.get("out") is not None:
+    if len(args) > len(parameters) or not named.keys() <= parameters.keys():
         return None
     given = {**parameters, **dict(zip(parameters, args)), **named}
     if any(each is value for each in given.values()):

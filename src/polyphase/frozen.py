@@ -10,10 +10,9 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 
 from polyphase.kept import forget, keep, kept_of
-from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from polyphase.modules import LAYERS
 
 _NO_LAYERS = "It has no polyphase layer: call polyphase.accelerate first"
-_LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,7 +71,7 @@ def freeze(model: Module) -> Frozen:
     _check("polyphase.freeze", model)
     layers, skipped = [], []
     for name, module in model.named_modules():
-        if not _is_layer(module):
+        if not isinstance(module, LAYERS):
             continue
         reason = _why_not(module)
         if reason:
@@ -90,7 +89,7 @@ def unfreeze(model: Module) -> None:
     """Free the model's packed weights, and keep none from now on. Raises TypeError if ``model`` is no module."""
     _check("polyphase.unfreeze", model)
     for module in model.modules():
-        weight = module._parameters.get("weight") if _is_layer(module) else None
+        weight = module._parameters.get("weight") if isinstance(module, LAYERS) else None
         if weight is not None:
             forget(weight)
 
@@ -100,16 +99,12 @@ def _check(name: str, model: Module) -> None:
         raise TypeError(f"{name} takes a torch.nn.Module, not {type(model).__name__}")
 
 
-def _is_layer(module: Any) -> bool:
-    return isinstance(module, _LAYERS)
-
-
 def _why_not(module: Any) -> str:
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is made at every call (a parametrization, or weight norm)"
     if isinstance(weight, UninitializedParameter) or weight.is_meta:
         return "its weight has no values yet"
-    return (
-        "" if not weight.is_inference() else "its weight was made in inference mode, where PyTorch counts no versions"
-    )
+    if weight.is_inference():
+        return "its weight was made in inference mode, where PyTorch counts no versions"
+    return ""

@@ -71,10 +71,10 @@ def conv_transpose1d(
         TypeError, RuntimeError: as PyTorch's function does for such arguments.
         UnsupportedError: the dtype, the device or the GPU cannot be served.
     """
+    constants = (stride, padding, output_padding, groups, dilation)
     if out is not None:
-        constants = stride, padding, output_padding, groups, dilation
         return _into(conv_transpose1d, 1, (input, weight, bias), constants, out)
-    return _conv_transpose(conv_transpose1d, 1, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return _conv_transpose(conv_transpose1d, 1, input, weight, bias, constants)
 
 
 def conv_transpose2d(
@@ -94,10 +94,10 @@ def conv_transpose2d(
     ``(N, C_in, H, W)`` or ``(C_in, H, W)``, weight ``(C_in, C_out/groups, kH, kW)``, to ``(N, C_out, H_out, W_out)``.
     Constants are one integer or one per dimension; see `conv_transpose1d` for their meaning, and for what is raised.
     """
+    constants = (stride, padding, output_padding, groups, dilation)
     if out is not None:
-        constants = stride, padding, output_padding, groups, dilation
         return _into(conv_transpose2d, 2, (input, weight, bias), constants, out)
-    return _conv_transpose(conv_transpose2d, 2, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return _conv_transpose(conv_transpose2d, 2, input, weight, bias, constants)
 
 
 def conv_transpose3d(
@@ -118,10 +118,10 @@ def conv_transpose3d(
     ``(N, C_out, D_out, H_out, W_out)``. Constants are one integer or one per dimension; see `conv_transpose1d` for
     their meaning, and for what is raised.
     """
+    constants = (stride, padding, output_padding, groups, dilation)
     if out is not None:
-        constants = stride, padding, output_padding, groups, dilation
         return _into(conv_transpose3d, 3, (input, weight, bias), constants, out)
-    return _conv_transpose(conv_transpose3d, 3, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return _conv_transpose(conv_transpose3d, 3, input, weight, bias, constants)
 
 
 def _conv_transpose(
@@ -130,17 +130,12 @@ def _conv_transpose(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    output_padding: Any,
-    groups: Any,
-    dilation: Any,
+    constants: tuple[Any, ...],
 ) -> Tensor:
     """Casts for autocast, checks, and runs: an `autograd.Function` if derivatives are needed, else the operator.
 
     Every line here is host time of every call.
     """
-    constants = (stride, padding, output_padding, groups, dilation)
     tracing = torch.compiler.is_compiling() or torch._C._is_tracing()
     if not tracing and has_torch_function_variadic(input, weight, bias):
         tensors = (input, weight, bias)

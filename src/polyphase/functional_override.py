@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 from polyphase import functional
+from polyphase.reduction_steps import per_dim
 from polyphase.torch_op.operators import conv_transpose
 from polyphase.torch_op.validate import FLOATING
 
@@ -45,9 +45,7 @@ class Override:
     def __enter__(self) -> Override:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.undo()
 
 
@@ -152,7 +150,7 @@ def replace_functions(graph: Graph, value_of: Callable[[Any], Any]) -> None:
         if not all(isinstance(each, Tensor) for each in tensors) or tensors[0].dim() != dims + 2:
             continue
         of_one_dtype = len({each.dtype for each in tensors}) == 1 and tensors[0].dtype in FLOATING
-        constants = [_per_dim(given[name], dims) for name in ("stride", "padding", "output_padding", "dilation")]
+        constants = [per_dim(given[name], dims) for name in ("stride", "padding", "output_padding", "dilation")]
         if None in constants or type(given["groups"]) is not int or not of_one_dtype or tensors[1].requires_grad:
             continue
         if tensors[0].device.type in devices():
@@ -161,10 +159,3 @@ def replace_functions(graph: Graph, value_of: Callable[[Any], Any]) -> None:
             layer.meta = {**call.meta}
             call.replace_all_uses_with(layer)
             graph.erase_node(call)
-
-
-def _per_dim(value: Any, dims: int) -> tuple[int, ...] | None:
-    """A constant as one integer per dimension; None where it is symbolic."""
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    values *= dims if len(values) == 1 else 1
-    return values if all(type(each) is int for each in values) else None

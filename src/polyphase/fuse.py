@@ -26,10 +26,10 @@ from polyphase import batch_norms
 from polyphase.between import Between
 from polyphase.chain import Chain
 from polyphase.elementwise import is_in_place
-from polyphase.fuse_graphs import LAYERS, graphs
+from polyphase.fuse_graphs import graphs
 from polyphase.fuse_trace import Trace, before_waiting, call_name, is_copy, is_layer, shared_modules, why_missing
 from polyphase.module_steps import STEPS, layer_norm, reader_of
-from polyphase.modules import APART_FOR, StandIn
+from polyphase.modules import APART_FOR, LAYERS, StandIn, node_of
 from polyphase.pending import Marked, Pending
 from polyphase.snakes import snake, snake_of
 
@@ -75,11 +75,9 @@ class Block:
 
 
 def _forward(module: Any, input: Any) -> Any:
-    if type(input) is not Tensor and isinstance(input, torch.fx.Proxy):
-        tracer: Any = input.tracer
-        if getattr(tracer, "root", module) is not module:  # a single node, as for modules of `torch.nn`
-            node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), {})
-            return node
+    is_proxy = type(input) is not Tensor and isinstance(input, torch.fx.Proxy)
+    if is_proxy and (node := node_of(module, input)) is not None:
+        return node
     kind = type(input)
     if kind is Pending or kind is Marked or kind is Between:
         passed = input.pass_through(module)
@@ -120,7 +118,7 @@ def _taken(cls: type[Module], reader: Any) -> Any:
     return StandIn(f"Taken{cls.__name__}", (cls,), namespace)
 
 
-def _taken_class(cls: type[Module], reader: Any = layer_norm) -> Any:
+def _taken_class(cls: type[Module], reader: Any) -> Any:
     """The class of modules that a layer computes for ``cls``; created here for layer norms and snakes."""
     found = next((taken for other, taken in _TAKEN.items() if other is cls), None)
     if found is None:
@@ -242,7 +240,7 @@ def _join(root: Module, chain: Sequence[torch.fx.Node], before: torch.fx.Node | 
     normalizes = any(reader_of(each, dims) is layer_norm for each in modules)
     changed = bool(modules) and _is_changed(modules[-1], called[first])
     then: Any = tuple(parts[first:])
-    joined = Chain(layer, modules, then, tuple(places), normalizes, activation, changed, tuple(shared))  # type: ignore[arg-type]
+    joined = Chain(layer, modules, then, activation, tuple(places), tuple(shared), changed, normalizes)  # type: ignore[arg-type]
     vars(layer)["_chain"] = joined
     for module in joined.all_modules:
         known = snake_of(module) if module is activation else None

@@ -13,10 +13,8 @@ from torch.nn import Module
 
 from polyphase.elementwise import OPAQUE
 from polyphase.module_steps import normalized_dims
-from polyphase.modules import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from polyphase.modules import LAYERS
 from polyphase.snakes import snake_of
-
-LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
 class _Proxy(torch.fx.Proxy):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,7 +28,6 @@ from polyphase.elementwise import (
     read_next,
     step_of_value,
 )
-from polyphase.fuse_graphs import LAYERS
 from polyphase.module_steps import (
     has_hooks,
     has_no_state,
@@ -37,6 +37,7 @@ from polyphase.module_steps import (
     reader_of,
     sees_input,
 )
+from polyphase.modules import LAYERS
 from polyphase.problem.epilogue import ACTIVATIONS, MOST_CHANNELS, OF_PIXELS
 from polyphase.reduction_steps import EXTREMES
 
@@ -45,9 +46,7 @@ _WAITING = (torch.nn.Softplus, torch.nn.Softmax, torch.nn.Softmax2d)
 
 def shared_modules(model: Module) -> set[int]:
     """Modules with several names, by id."""
-    names: dict[int, int] = {}
-    for _, module in model.named_modules(remove_duplicate=False):
-        names[id(module)] = names.get(id(module), 0) + 1
+    names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     return {module for module, count in names.items() if count > 1}
 
 
@@ -350,11 +349,9 @@ class Trace:
             return ""
         if module.groups > 1:
             return "the layer has groups, and no kernel has all channels of a pixel at once"
-        return (
-            ""
-            if module.out_channels <= MOST_CHANNELS
-            else f"no kernel has more than {MOST_CHANNELS} channels of a pixel at once"
-        )
+        if module.out_channels > MOST_CHANNELS:
+            return f"no kernel has more than {MOST_CHANNELS} channels of a pixel at once"
+        return ""
 
     def _why_not_later(self, chain: Iterable[torch.fx.Node], call: torch.fx.Node, name: str) -> str:
         """Why the layer's computation cannot wait until a call, or ""."""

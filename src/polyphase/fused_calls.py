@@ -179,7 +179,7 @@ def _known_of(
 
         call: Callable[..., Tensor] | None
         if out is None:
-            call = runtime.epilogue_call(batch, weight, bias, known.text, *known.layer[1:])
+            call = runtime.forward_call(batch, weight, bias, *known.layer[1:], epilogue=known.text)
         else:
             target = out if batch is input else out.unsqueeze(0)
             call = into.call_for(target, (batch, weight, bias), known.text, known.layer)

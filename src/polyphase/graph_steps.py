@@ -26,7 +26,7 @@ from polyphase.elementwise import (
     step_of_value,
 )
 from polyphase.layer_norms import layer_norm_of
-from polyphase.problem.epilogue import ACTIVATIONS, ELEMENT, NONE, decoded
+from polyphase.problem.epilogue import ACTIVATIONS, ELEMENT, decoded
 from polyphase.snakes import Found, snake_at, snake_behind
 from polyphase.torch_op.epilogue import conv_transpose_epilogue
 
@@ -34,6 +34,11 @@ from polyphase.torch_op.epilogue import conv_transpose_epilogue
 def value_of(node: Any) -> Any:
     """A node's value as a fake tensor or number."""
     return node.meta.get("example_value") if isinstance(node, Node) else node
+
+
+def around(layer: Node) -> tuple[Any, ...]:
+    """The operands of a layer's own prologue and epilogue, and both as text."""
+    return layer.args[3:5] if layer.target is conv_transpose_epilogue else ((), "")
 
 
 class GraphStep(NamedTuple):
@@ -144,7 +149,7 @@ def _slice(call: Node, layer: Node, numbers: dict[Node, int]) -> GraphStep | Non
         alone = len(call.args) == 1 and not call.kwargs and value_of(layer).is_contiguous()
         return GraphStep(name, numbers[value], (call,), None) if alone else None
     stride, padding, extra, *_ = layer.args[-5:]
-    existing, _ = decoded(layer.args[4]) if layer.target is conv_transpose_epilogue else (NONE, NONE)  # type: ignore[arg-type]
+    existing, _ = decoded(around(layer)[1])
     size, kept = value_of(value).shape, value_of(call)
     ends = crops.ends_of(map_arg(call.args[1], value_of), size, stride)  # type: ignore[arg-type]
     if ends is None or existing.residuals or not all(type(each) is int for each in (*padding, *extra)):  # type: ignore[misc]

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol, cast
 
 import torch
 from torch.fx import Graph, Node
 
 from polyphase.elementwise import joined_once
+from polyphase.graph_steps import around
 from polyphase.problem.epilogue import ELEMENT, decoded
 from polyphase.problem.layouts import ALIGNMENT
 from polyphase.torch_op import into_operator
@@ -38,8 +40,12 @@ class Told(Protocol):
     reasons: list[str]
 
 
+_changes = ExitStack()  # of Inductor; closing it restores what was there before
+
+
 def change(told: Told) -> None:
     """Makes Inductor keep layouts, and layers write slices of concatenations."""
+    restore()
     _keep_layouts()
     _write_slices(told)
     _give_slices()
@@ -47,12 +53,13 @@ def change(told: Told) -> None:
 
 def restore() -> None:
     """Restores Inductor's own behaviour for both."""
-    _restore_layouts()
-    _restore_lowerings()
-    _restore_slices()
+    _changes.close()
 
 
-_DECIDES = "decide_layout_opt"
+def _replace(cls: type, name: str, function: Callable[..., Any]) -> None:
+    """Replaces a static or class method of Inductor's."""
+    _changes.callback(setattr, cls, name, vars(cls)[name])
+    setattr(cls, name, staticmethod(function))
 
 
 def _keep_layouts() -> None:
@@ -62,23 +69,14 @@ def _keep_layouts() -> None:
     """
     from torch._inductor.graph import GraphLowering
 
-    decides = getattr(GraphLowering, _DECIDES, None)
-    if decides is None or hasattr(decides, "__wrapped__"):
+    decides = getattr(GraphLowering, "decide_layout_opt", None)
+    if decides is None:
         return
 
-    @functools.wraps(decides)
     def decide(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         return False if _has_only_pointwise(gm.graph) else decides(gm, *args, **kwargs)
 
-    setattr(GraphLowering, _DECIDES, staticmethod(decide))
-
-
-def _restore_layouts() -> None:
-    from torch._inductor.graph import GraphLowering
-
-    original = getattr(getattr(GraphLowering, _DECIDES, None), "__wrapped__", None)
-    if original is not None:
-        setattr(GraphLowering, _DECIDES, staticmethod(original))
+    _replace(GraphLowering, "decide_layout_opt", decide)
 
 
 def _has_only_pointwise(graph: Graph) -> bool:
@@ -91,63 +89,39 @@ def _has_only_pointwise(graph: Graph) -> bool:
     return all(set(weight.shape[2:]) == {1} and not node.args[6] for node, weight in zip(convolutions, weights))
 
 
-_found: dict[Any, Any] = {}  # the original lowerings of replaced ones
-
-
 def _write_slices(told: Told) -> None:
     from torch._inductor import lowering
 
     for operator in LAYERS:
-        if operator not in _found:
-            _found[operator] = lowering.lowerings.get(operator)
-        lowering.add_needs_realized_inputs(operator)
-        lowering.lowerings[operator] = functools.partial(_lowered, told, operator, _found[operator])
-
-
-def _restore_lowerings() -> None:
-    from torch._inductor.lowering import lowerings
-
-    while _found:
-        operator, before = _found.popitem()
+        before = lowering.lowerings.get(operator)
         if before is None:
-            lowerings.pop(operator, None)
+            _changes.callback(lowering.lowerings.pop, operator, None)
         else:
-            lowerings[operator] = before
-
-
-_GIVES = ("realize_into", "can_realize_into_without_copy")
+            _changes.callback(lowering.lowerings.__setitem__, operator, before)
+        lowering.add_needs_realized_inputs(operator)
+        lowering.lowerings[operator] = functools.partial(_lowered, told, operator, before)
 
 
 def _give_slices() -> None:
     """Makes Inductor's concatenations give a layer its slice, if kernels can write to it."""
     from torch._inductor.ir import ConcatKernel
 
-    realize, can_realize = (getattr(ConcatKernel, name, None) for name in _GIVES)
-    if realize is None or can_realize is None or hasattr(realize, "__wrapped__"):
+    names = ("realize_into", "can_realize_into_without_copy")
+    realize, can_realize = (getattr(ConcatKernel, name, None) for name in names)
+    if realize is None or can_realize is None:
         return
 
-    @functools.wraps(realize)
     def realize_into(src: Any, dst: Any) -> Any:
         if (layer := _layer_of(src)) is not None:
             layer.meets(dst)
         return realize(src, dst)
 
-    @functools.wraps(can_realize)
     def can_realize_into(src: Any, *dst: Any) -> Any:
         layer = _layer_of(src)
         return can_realize(src, *dst) if layer is None else not layer.reason
 
-    setattr(ConcatKernel, _GIVES[0], staticmethod(realize_into))
-    setattr(ConcatKernel, _GIVES[1], staticmethod(can_realize_into))
-
-
-def _restore_slices() -> None:
-    from torch._inductor.ir import ConcatKernel
-
-    for name in _GIVES:
-        original = getattr(getattr(ConcatKernel, name, None), "__wrapped__", None)
-        if original is not None:
-            setattr(ConcatKernel, name, classmethod(original.__func__))
+    _replace(ConcatKernel, names[0], realize_into)
+    _replace(ConcatKernel, names[1], can_realize_into)
 
 
 def _layer_of(value: Any) -> Any:
@@ -192,7 +166,7 @@ def why_not_joined(layer: Node) -> str | None:
         return f"{len(layer.users)} operations read a layer's output"
     if output.dtype not in FLOATING or result.dtype != output.dtype:
         return f"a layer's output is {output.dtype}, and the result {result.dtype}"
-    epilogue, _ = decoded(layer.args[4] if layer.target is conv_transpose_epilogue else "")  # type: ignore[arg-type]
+    epilogue, _ = decoded(around(layer)[1])
     residual = any(each.per == ELEMENT for each in epilogue.named_operands.values())
     return "a residual would have to lie as the slice does" if residual else ""
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 _DEFAULT_EPS = 1e-5
 _MOST_NODES = 12
@@ -93,12 +93,10 @@ def _read(value: Node, nodes: tuple[Node, ...], channels: int, value_of: Callabl
     numbers = (each for node in nodes for each in (*node.args, *node.kwargs.values()))
     candidates = dict.fromkeys((*(each for each in numbers if type(each) is float and 0 < each < 1), _DEFAULT_EPS))
 
-    def call(x: Tensor, *vectors: Tensor) -> Tensor:
+    def call(x: Tensor, *vectors: Tensor) -> Any:
         values = {value: x, **dict(zip(beside, vectors))}
         for node in nodes:
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            target: Any = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
-            values[node] = target(*args, **kwargs)
+            values[node] = value_in(node, values)
         return values[nodes[-1]]
 
     for eps, roles in itertools.product(candidates, itertools.permutations(("weight", "offset"), len(beside))):
@@ -117,21 +115,28 @@ _NAMES = ("mean", "var", "var_mean", "getitem", "add", "sub", "mul", "div", "tru
           "layer_norm", "permute", "transpose", "movedim", "moveaxis", "contiguous")  # fmt: skip
 
 
-def functions_of(names: Sequence[str], homes: Sequence[Any]) -> set[Any]:
-    """The functions with these names in the modules ``homes``."""
-    return {getattr(home, name) for name in names for home in homes if callable(getattr(home, name, None))}
+def calls_of(names: Sequence[str], homes: Sequence[Any]) -> Callable[[Node], bool]:
+    """The test whether a node calls, without ``out``, a method with one of these names or a function of ``homes``."""
+    functions = {getattr(home, name) for name in names for home in homes if callable(getattr(home, name, None))}
+    called = {"call_method": names, "call_function": functions}
+    return lambda node: "out" not in node.kwargs and node.target in called.get(node.op, ())
 
 
-def is_call_of(node: Node, names: Sequence[str], functions: Collection[Any]) -> bool:
-    """Whether a node calls a method with one of these names, or one of the functions, without ``out``."""
-    if "out" in node.kwargs:
-        return False
-    return node.target in names if node.op == "call_method" else node.op == "call_function" and node.target in functions
+#: Whether a node calls a smooth function.
+is_smooth = calls_of(_NAMES, (operator, torch, torch.nn.functional))
 
 
-_FUNCTIONS = functions_of(_NAMES, (operator, torch, torch.nn.functional))
+def value_in(node: Node, values: Mapping[Node, Any]) -> Any:
+    """The result of a node's call, from the ``values`` of other nodes."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    target: Any = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+    return target(*args, **kwargs)
 
 
-def is_smooth(node: Node) -> bool:
-    """Whether a node calls a smooth function."""
-    return is_call_of(node, _NAMES, _FUNCTIONS)
+def graph_of(module: torch.nn.Module, taken: Callable[[Node], bool]) -> Graph | None:
+    """The graph of a module whose calls are all ``taken``; None for others."""
+    try:
+        graph = torch.fx.Tracer().trace(module)
+    except Exception:  # it branches on tensors
+        return None
+    return graph if all(taken(node) for node in graph.nodes if node.op.startswith("call_")) else None

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 
 from polyphase import fused, reduction_steps
-from polyphase.layer_norms import is_layer_norm, is_smooth
+from polyphase.layer_norms import graph_of, is_layer_norm, is_smooth
 from polyphase.modules import operands_of
 from polyphase.snakes import snake, snake_of
 
@@ -152,11 +152,7 @@ def _normalizes(module: Any, channels: int, dims: int) -> bool:
     with torch.no_grad():
         if not is_layer_norm(call, dims, channels, module.eps, roles):
             return False
-    try:
-        graph = torch.fx.Tracer().trace(probe)
-    except Exception:  # it branches on tensors
-        return False
-    return all(is_smooth(node) for node in graph.nodes if node.op.startswith("call_"))
+    return graph_of(probe, is_smooth) is not None
 
 
 def has_hooks(module: Module) -> bool:

@@ -48,43 +48,6 @@ class StandIn(ABCMeta):
         return type.__hash__(vars(cls).get("_stands_for", cls))
 
 
-def _get_name(module: Any) -> str:
-    cls = type(module)  # polyphase's class, or one that PyTorch has derived from it: parametrized, or FSDP's
-    own = cls.__module__.partition(".")[0] in (__name__.partition(".")[0], "torch")
-    return f"polyphase.{cls.__name__}" if own else cls.__name__
-
-
-def _prepare_scriptable(module: Any) -> NoReturn:
-    """Called by `torch.jit.script`. Raises NotImplementedError."""
-    raise NotImplementedError(
-        f"torch.jit.script cannot compile {module._get_name()}: script the model after polyphase.restore(model), or "
-        "use torch.jit.trace, torch.compile or torch.export"
-    )
-
-
-def _qconfig(module: Any) -> Any:
-    try:
-        return vars(module)["qconfig"]
-    except KeyError:
-        raise AttributeError(f"{module._get_name()} has no qconfig") from None
-
-
-def _set_qconfig(module: Any, value: Any) -> None:
-    """Called when `torch.ao.quantization` begins: the layer becomes PyTorch's, which has a quantized form."""
-    from polyphase.convert import restore
-
-    vars(module)["qconfig"] = value
-    if value is not None:
-        warnings.warn(f"{module} is to be quantized, and is PyTorch's from here on", stacklevel=3)
-        restore(module)
-
-
-def _delete_qconfig(module: Any) -> None:
-    """Called when `torch.ao.quantization` ends, also for layers that it does not quantize."""
-    _qconfig(module)  # raises AttributeError if there is none
-    del vars(module)["qconfig"]
-
-
 def operands_of(module: Any) -> tuple[Any, Any]:
     """A layer's weight and bias; if they are its parameters past `torch.nn.Module.__getattr__`, which takes a while."""
     own, cls = module.__dict__, type(module)
@@ -98,6 +61,14 @@ def operands_of(module: Any) -> tuple[Any, Any]:
         return module.weight, module.bias
 
 
+def node_of(module: Any, input: Any, *further: Any) -> Any:
+    """The node of a module's call on a proxy, as for modules of `torch.nn`; None if the module itself is traced."""
+    tracer = input.tracer
+    if getattr(tracer, "root", module) is module:
+        return None
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (input, *further), {})
+
+
 def _forward(
     module: Any, function: Callable[..., Tensor], dims: int, input: Any, output_size: Sequence[int] | None
 ) -> Tensor:
@@ -106,10 +77,9 @@ def _forward(
             f"{module._get_name()} supports only the padding mode 'zeros', got padding_mode={module.padding_mode!r}"
         )
     if type(input) is not Tensor and isinstance(input, torch.fx.Proxy):
-        tracer: Any = input.tracer
-        if getattr(tracer, "root", module) is not module:  # a single node, as for layers of `torch.nn`
-            arguments = (input,) if output_size is None else (input, output_size)
-            node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(module), arguments, {})
+        arguments = (input,) if output_size is None else (input, output_size)
+        node: Tensor | None = node_of(module, *arguments)
+        if node is not None:
             return node
     output_padding = module.output_padding
     if output_size is not None:
@@ -133,14 +103,52 @@ def _forward(
     )
 
 
-class ConvTranspose1d(torch.nn.ConvTranspose1d, metaclass=StandIn):
+class _Layer:
+    """What polyphase's classes have in common; each is also a subclass of the class of `torch.nn` that it replaces."""
+
+    _chain: Any = None  # what it computes of what follows it (`polyphase.fuse`)
+
+    def _get_name(self) -> str:
+        cls = type(self)  # polyphase's class, or one that PyTorch has derived from it: parametrized, or FSDP's
+        own = cls.__module__.partition(".")[0] in (__name__.partition(".")[0], "torch")
+        return f"polyphase.{cls.__name__}" if own else cls.__name__
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by `torch.jit.script`. Raises NotImplementedError."""
+        raise NotImplementedError(
+            f"torch.jit.script cannot compile {self._get_name()}: script the model after polyphase.restore(model), or "
+            "use torch.jit.trace, torch.compile or torch.export"
+        )
+
+    @property
+    def qconfig(self) -> Any:
+        """The configuration of `torch.ao.quantization`, for as long as it runs."""
+        if "qconfig" not in vars(self):
+            raise AttributeError("qconfig")  # `torch.nn.Module.__getattr__` raises one that says more
+        return vars(self)["qconfig"]
+
+    @qconfig.setter
+    def qconfig(self: Any, value: Any) -> None:
+        """Called when quantization begins: the layer becomes PyTorch's, which has a quantized form."""
+        from polyphase.convert import restore
+
+        vars(self)["qconfig"] = value
+        if value is not None:
+            warnings.warn(f"{self} is to be quantized, and is PyTorch's from here on", stacklevel=3)
+            restore(self)
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        """Called when quantization ends, also for layers that it does not quantize."""
+        if "qconfig" not in vars(self):
+            raise AttributeError(f"{self._get_name()} has no qconfig")
+        del vars(self)["qconfig"]
+
+
+class ConvTranspose1d(_Layer, torch.nn.ConvTranspose1d, metaclass=StandIn):
     """`torch.nn.ConvTranspose1d` computed by `polyphase.conv_transpose1d`."""
 
     _stands_for: type = torch.nn.ConvTranspose1d
-    _chain: Any = None  # what it computes of what follows it (`polyphase.fuse`)
-    _get_name = _get_name
-    __prepare_scriptable__ = _prepare_scriptable
-    qconfig = property(_qconfig, _set_qconfig, _delete_qconfig)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """``(N, C_in, L)`` or ``(C_in, L)`` to ``(N, C_out, L_out)`` or ``(C_out, L_out)``.
@@ -151,14 +159,10 @@ class ConvTranspose1d(torch.nn.ConvTranspose1d, metaclass=StandIn):
         return _forward(self, conv_transpose1d, 1, input, output_size)
 
 
-class ConvTranspose2d(torch.nn.ConvTranspose2d, metaclass=StandIn):
+class ConvTranspose2d(_Layer, torch.nn.ConvTranspose2d, metaclass=StandIn):
     """`torch.nn.ConvTranspose2d` computed by `polyphase.conv_transpose2d`."""
 
     _stands_for: type = torch.nn.ConvTranspose2d
-    _chain: Any = None
-    _get_name = _get_name
-    __prepare_scriptable__ = _prepare_scriptable
-    qconfig = property(_qconfig, _set_qconfig, _delete_qconfig)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """``(N, C_in, H, W)`` or ``(C_in, H, W)`` to ``(N, C_out, H_out, W_out)`` or ``(C_out, H_out, W_out)``.
@@ -169,14 +173,10 @@ class ConvTranspose2d(torch.nn.ConvTranspose2d, metaclass=StandIn):
         return _forward(self, conv_transpose2d, 2, input, output_size)
 
 
-class ConvTranspose3d(torch.nn.ConvTranspose3d, metaclass=StandIn):
+class ConvTranspose3d(_Layer, torch.nn.ConvTranspose3d, metaclass=StandIn):
     """`torch.nn.ConvTranspose3d` computed by `polyphase.conv_transpose3d`."""
 
     _stands_for: type = torch.nn.ConvTranspose3d
-    _chain: Any = None
-    _get_name = _get_name
-    __prepare_scriptable__ = _prepare_scriptable
-    qconfig = property(_qconfig, _set_qconfig, _delete_qconfig)
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """``(N, C_in, D, H, W)`` or ``(C_in, D, H, W)`` to ``(N, C_out, D_out, H_out, W_out)`` or without ``N``.
@@ -185,6 +185,9 @@ class ConvTranspose3d(torch.nn.ConvTranspose3d, metaclass=StandIn):
         ValueError: it is none of them.
         """
         return _forward(self, conv_transpose3d, 3, input, output_size)
+
+
+LAYERS = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
 class LazyConvTranspose1d(torch.nn.LazyConvTranspose1d, ConvTranspose1d):  # type: ignore[misc]

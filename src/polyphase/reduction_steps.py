@@ -91,7 +91,7 @@ def read(target: Any, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 def _pool(kind: str, given: Mapping[str, Any], dims: int) -> fused.Step | None:
     """A pooling with adjacent windows; None for others."""
     size, stride, padding, dilation = (
-        _each(given.get(name, one), dims - 2)
+        per_dim(given.get(name, one), dims - 2)
         for name, one in (("kernel_size", None), ("stride", None), ("padding", 0), ("dilation", 1))
     )
     given_stride = given.get("stride")
@@ -124,7 +124,8 @@ def _sizes(given: Any) -> tuple[float, ...] | None:
     return tuple(map(float, given)) if all(type(each) is int for each in given) else None
 
 
-def _each(value: Any, count: int) -> tuple[int, ...] | None:
+def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
+    """A constant, an integer or several, as ``count`` integers; None for others, such as nodes of a graph."""
     if type(value) is int:
         return (value,) * count
     values = tuple(value) if isinstance(value, (tuple, list)) else ()
@@ -134,7 +135,7 @@ def _each(value: Any, count: int) -> tuple[int, ...] | None:
 
 def _adaptive(given: Mapping[str, Any], dims: int) -> fused.Step | None:
     size = given["output_size"]
-    ones = _each(size, dims - 2) if not isinstance(size, (tuple, list)) or len(size) == dims - 2 else None
+    ones = per_dim(size, dims - 2) if not isinstance(size, (tuple, list)) or len(size) == dims - 2 else None
     return None if ones is None or set(ones) != {1} else fused.Step("mean", (2.0, dims - 1.0, 1.0))
 
 
@@ -193,18 +194,15 @@ _READERS: dict[str, Callable[[Mapping[str, Any], int], fused.Step | None]] = {
 }
 
 
-def _of_module(name: str) -> Callable[[Any, int], fused.Step | None]:
-    """The reader of modules that call one function, with attributes named like the function's arguments."""
+def _of_module(name: str, of: int, module: Any, dims: int) -> fused.Step | None:
+    """The step of a module that calls one function, and has attributes named like the function's arguments.
 
-    def step(module: Any, dims: int) -> fused.Step | None:
-        of = int(type(module).__name__[-2]) if name in _OF_DIMS else dims - 2
-        if of != dims - 2:  # the tensor has no batch
-            return None
-        known = _PARAMETERS[name]
-        given = {attribute: getattr(module, attribute, default) for attribute, default in known.items()}
-        return _READERS[name](given, dims)
-
-    return step
+    ``of``: the module's number of spatial dimensions, 0 for any.
+    """
+    if of and of != dims - 2:  # the tensor has no batch
+        return None
+    given = {attribute: getattr(module, attribute, default) for attribute, default in _PARAMETERS[name].items()}
+    return _READERS[name](given, dims)
 
 
 def _instance_norm(of: int, module: Any, dims: int) -> fused.Step | None:
@@ -216,19 +214,13 @@ def _instance_norm(of: int, module: Any, dims: int) -> fused.Step | None:
 
 
 _MODULES: dict[Any, Callable[[Any, int], fused.Step | None]] = {
-    **{
-        getattr(nn, f"{title}{dims}d"): _of_module(name)
-        for title, name in (
-            ("MaxPool", "max_pool"),
-            ("AvgPool", "avg_pool"),
-            ("AdaptiveAvgPool", "adaptive_avg_pool"),
-        )
-        for dims in (1, 2, 3)
-    },
-    nn.GroupNorm: _of_module("group_norm"),
-    nn.LayerNorm: _of_module("layer_norm"),
+    nn.GroupNorm: partial(_of_module, "group_norm", 0),
+    nn.LayerNorm: partial(_of_module, "layer_norm", 0),
 }
-_MODULES |= {getattr(nn, f"InstanceNorm{dims}d"): partial(_instance_norm, dims) for dims in (1, 2, 3)}
+for _dims in (1, 2, 3):
+    _MODULES[getattr(nn, f"InstanceNorm{_dims}d")] = partial(_instance_norm, _dims)
+    for _title, _name in (("MaxPool", "max_pool"), ("AvgPool", "avg_pool"), ("AdaptiveAvgPool", "adaptive_avg_pool")):
+        _MODULES[getattr(nn, f"{_title}{_dims}d")] = partial(_of_module, _name, _dims)
 
 
 def is_module(module: Any) -> bool:

@@ -213,11 +213,10 @@ class _Part:
             first, last = map(int, step.constants[:2])
         kind = {"softmax_over": "softmax"}.get(step.kind, step.kind)
         kind = "norm" if kind.endswith("_norm") else kind
-        positions = kind == "norm" and step.kind == "position_norm" and bool(step.tensors)
         epsilon = step.constants[-1] if kind == "norm" else 0.0
         self._over = {"over": kind, "first": first, "last": last, "groups": groups, "epsilon": epsilon}
         wanted: tuple[int, ...] = (shape[1],)
-        if positions:
+        if step.kind == "position_norm" and step.tensors:
             self._over["by_position"] = True
             wanted = shape[first:]
         if step.tensors:  # the operands of a norm, which add a value

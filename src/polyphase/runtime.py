@@ -8,6 +8,7 @@ PyTorch would give them.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from polyphase.problem.sizes import typical
 from polyphase.program.program import Program
 from polyphase.torch_op.epilogue import Apart
 from polyphase.torch_op.memory_format import output_channels_last
-from polyphase.torch_op.operators import input_grad_shape
+from polyphase.torch_op.operators import input_grad_shape, weight_grad_shape
 from polyphase.torch_op.tf32 import tf32_allowed
 
 # Prepared calls of each pass, by everything that decides how they run. Dropped as a whole when full: plans are cheap.
@@ -40,59 +41,39 @@ def forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return forward_call(input, weight, bias, *constants)(input, weight, bias)
 
 
-def forward_call(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *constants: Any) -> Call:
+def forward_call(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *constants: Any,
+    epilogue: str = "",
+    out_strides: Strides | None = None,
+) -> Call:
     """The call that computes the output; ``constants``: stride, padding, output_padding, dilation (tuples), groups.
 
     It serves all tensors of the same shapes, strides, dtype, device and alignment of the input, while PyTorch's flags
     for TF32 stay the same.
-    """
-    return epilogue_call(input, weight, bias, "", *constants)
 
-
-def forward_with_epilogue(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    operands: tuple[torch.Tensor, ...],
-    epilogue: str,
-    *constants: Any,
-) -> torch.Tensor:
-    """The layer's output with a prologue and an epilogue, as `polyphase.problem.epilogue` encodes them."""
-    call = epilogue_call(input, weight, bias, epilogue, *constants)
-    return call(input, weight, bias, operands)
-
-
-def epilogue_call(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: str,
-    *constants: Any,
-    out_strides: Strides | None = None,
-) -> Call:
-    """The call that computes the output with ``epilogue``, operations as text (`encoded`); "" for none.
-
-    It serves the same tensors as `forward_call`'s.
-
-    ``out_strides``: of the tensor that the output is written to (`polyphase.torch_op.into`); without gaps by default.
+    ``epilogue``: prologue and epilogue as text (`polyphase.problem.epilogue.encoded`). ``out_strides``: of the tensor
+    that the output is written to (`polyphase.torch_op.into`); without gaps by default.
     """
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     key = (input.shape, input.stride(), weight.shape, weight.stride(), bias is None, input.dtype,
            input.get_device(), input.data_ptr() % ALIGNMENT, constants, tf32, epilogue, out_strides)  # fmt: skip
     call = _forward_calls.get(key)
     if call is None:
-        problem = _problem(tuple(input.shape), weight, input, constants, bias is not None, tf32)
-        problem = _with_format(problem, output_channels_last(input, weight))
-        if epilogue:
-            behind, before = decoded(epilogue)
-            problem = replace(problem, epilogue=behind, prologue=before)
+        behind, before = decoded(epilogue)
+        problem = _problem(
+            input.shape, weight.shape, input.dtype, constants, bias=bias is not None, tf32=tf32,
+            channels_last=output_channels_last(input, weight), epilogue=behind, prologue=before,
+        )  # fmt: skip
         try:
             call = _prepare(Pass.FORWARD, problem, input, None, weight, out_strides)
         except UnsupportedError as error:
             if not problem.epilogue.normalizes:
                 raise
             warnings.warn(f"PyTorch's functions compute the epilogue: {error}", stacklevel=2)
-            layer = epilogue_call(input, weight, bias, encoded(NONE, problem.prologue), *constants)
+            layer = forward_call(input, weight, bias, *constants, epilogue=encoded(NONE, problem.prologue))
             call = cast(Call, Apart(layer, problem.epilogue, problem.prologue))
         _remember(_forward_calls, key, call)
     return call
@@ -103,17 +84,8 @@ def input_grad(grad_output: torch.Tensor, weight: torch.Tensor, *constants: Any)
     return input_grad_call(grad_output, weight, *constants)(grad_output, weight)
 
 
-def input_grad_call(
-    grad_output: torch.Tensor,
-    weight: torch.Tensor,
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    output_padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
-) -> Call:
+def input_grad_call(grad_output: torch.Tensor, weight: torch.Tensor, *constants: Any) -> Call:
     """The call that computes the input's gradient; it serves tensors like `forward_call`'s, both equally aligned."""
-    constants = stride, padding, output_padding, dilation, groups
     tf32 = grad_output.dtype == torch.float32 and tf32_allowed()
     alignment = (grad_output.data_ptr() | weight.data_ptr()) % ALIGNMENT
     key = (grad_output.shape, grad_output.stride(), weight.shape, weight.stride(), grad_output.dtype,
@@ -121,9 +93,9 @@ def input_grad_call(
     call = _input_grad_calls.get(key)
     if call is None:
         problem = _problem(
-            input_grad_shape(grad_output, weight, *constants), weight, grad_output, constants, False, tf32
-        )
-        problem = _with_format(problem, output_channels_last(grad_output, weight))
+            input_grad_shape(grad_output, weight, *constants), weight.shape, grad_output.dtype, constants, tf32=tf32,
+            channels_last=output_channels_last(grad_output, weight),
+        )  # fmt: skip
         call = _prepare(Pass.INPUT_GRAD, problem, None, grad_output, weight)
         _remember(_input_grad_calls, key, call)
     return call
@@ -140,28 +112,19 @@ def weight_grad(
 
 
 def weight_grad_call(
-    input: torch.Tensor,
-    grad_output: torch.Tensor,
-    kernel_size: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    output_padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    groups: int,
+    input: torch.Tensor, grad_output: torch.Tensor, kernel_size: tuple[int, ...], *constants: Any
 ) -> Call:
     """The call that computes the weight's gradient; it serves tensors like `forward_call`'s, both equally aligned."""
-    constants = stride, padding, output_padding, dilation, groups
     tf32 = input.dtype == torch.float32 and tf32_allowed()
     alignment = (input.data_ptr() | grad_output.data_ptr()) % ALIGNMENT
     key = (input.shape, input.stride(), grad_output.shape, grad_output.stride(), kernel_size,
            input.dtype, input.get_device(), alignment, constants, tf32)  # fmt: skip
     call = _weight_grad_calls.get(key)
     if call is None:
-        problem = ConvTransposeProblem(
-            input.shape[0], input.shape[1], grad_output.shape[1], tuple(input.shape[2:]), kernel_size,
-            *constants, dtype=_name(input.dtype), tf32=tf32,
+        problem = _problem(
+            input.shape, weight_grad_shape(input, grad_output, kernel_size, *constants), input.dtype, constants,
+            tf32=tf32, channels_last=output_channels_last(input, grad_output),
         )  # fmt: skip
-        problem = _with_format(problem, output_channels_last(input, grad_output))
         call = _prepare(Pass.WEIGHT_GRAD, problem, input, grad_output, None)
         _remember(_weight_grad_calls, key, call)
     return call
@@ -185,7 +148,7 @@ def has_kernel(input: torch.Tensor, weight: torch.Tensor, bias: bool, epilogue: 
     ``input``'s sizes may be symbolic.
     """
     some = (1, weight.shape[0], *[64] * (weight.dim() - 2))
-    problem = _problem(some, weight, input, constants, bias, input.dtype == torch.float32 and tf32_allowed())
+    problem = _problem(some, weight.shape, input.dtype, constants, bias=bias, tf32=tf32_allowed())
     try:
         plan(replace(typical(problem), epilogue=epilogue), Pass.FORWARD, DeviceInfo.of(input.device))
     except UnsupportedError:
@@ -275,27 +238,15 @@ def _strides(tensor: torch.Tensor) -> Strides:
     return batch, channel, depth, height, width
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 _Constants = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
 
 def _problem(
-    input_shape: tuple[int, ...],
-    weight: torch.Tensor,
-    tensor: torch.Tensor,
-    constants: _Constants,
-    bias: bool,
-    tf32: bool,
+    input_shape: Sequence[int], weight_shape: Sequence[int], dtype: torch.dtype, constants: _Constants, **more: Any
 ) -> ConvTransposeProblem:
-    groups = constants[-1]
+    batch, in_channels, *input_size = input_shape
+    _, group_channels, *kernel_size = weight_shape
     return ConvTransposeProblem(
-        input_shape[0], input_shape[1], weight.shape[1] * groups, input_shape[2:], tuple(weight.shape[2:]),
-        *constants, bias=bias, dtype=_name(tensor.dtype), tf32=tf32,
+        batch, in_channels, group_channels * constants[-1], tuple(input_size), tuple(kernel_size),
+        *constants, dtype=str(dtype).removeprefix("torch."), **more,
     )  # fmt: skip
-
-
-def _with_format(problem: ConvTransposeProblem, channels_last: bool) -> ConvTransposeProblem:
-    return replace(problem, channels_last=channels_last) if channels_last else problem

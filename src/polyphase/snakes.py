@@ -17,13 +17,13 @@ from torch.fx import Node
 
 from polyphase import fused
 from polyphase.elementwise import known_equal
-from polyphase.layer_norms import closed, functions_of, is_call_of
+from polyphase.layer_norms import calls_of, closed, graph_of, value_in
 
 # None of these branches on values: a function made of them is a snake for all numbers if it is one for random numbers.
 _NAMES = ("add", "sub", "mul", "div", "truediv", "pow", "square", "sin", "exp", "reciprocal", "reshape", "view",
           "unsqueeze", "getitem", "size")  # fmt: skip
 _MOST_NODES = 16
-_FUNCTIONS = functions_of(_NAMES, (operator, torch))
+_is_call = calls_of(_NAMES, (operator, torch))
 
 
 class Snake(NamedTuple):
@@ -57,7 +57,7 @@ def is_snake(call: Callable[..., Tensor], shape: tuple[int, ...], count: int, sn
 
 def is_smooth(node: Node) -> bool:
     """Whether a node calls a smooth function."""
-    return is_call_of(node, _NAMES, _FUNCTIONS) or (node.target is getattr and node.args[1] == "shape")
+    return _is_call(node) or (node.target is getattr and node.args[1] == "shape")
 
 
 def snake_of(module: Any) -> Snake | None:
@@ -71,11 +71,8 @@ def snake_of(module: Any) -> Snake | None:
     channels = {each.numel() for each in parameters.values()}
     if len(channels) != 1 or type(module).__module__.startswith("torch."):
         return None
-    try:
-        graph = torch.fx.Tracer().trace(module)
-    except Exception:  # it branches on tensors
-        return None
-    if not all(is_smooth(node) for node in graph.nodes if node.op.startswith("call_")):
+    graph = graph_of(module, is_smooth)
+    if graph is None:
         return None
     probe = copy.copy(module)
 
@@ -192,15 +189,10 @@ def _read(
 
         def call(x: Tensor, *given: Tensor) -> Any:
             shaped = {leaf: each.view(value_of(leaf).shape) for leaf, each in zip(order, given)}  # noqa: B023
-            values = {input: x, **shaped}
+            values: dict[Any, Any] = {input: x, **shaped}
             for node in nodes:
-                if _is_idle(node, value_of):  # its sizes differ here
-                    first: Any = node.args[0]
-                    values[node] = values[first]
-                    continue
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                target: Any = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
-                values[node] = target(*args, **kwargs)
+                is_idle = _is_idle(node, value_of)  # then its sizes differ here
+                values[node] = values[node.args[0]] if is_idle else value_in(node, values)
             return values[nodes[-1]]
 
         for eps, logarithmic in itertools.product(small, (False, True)):

@@ -6,14 +6,15 @@ import textwrap
 from collections.abc import Sequence
 
 _GAP = "  "
+_WIDTH = 160
 
 
-def text_table(title: str, rows: Sequence[Sequence[str]], note: str = "", width: int = 160) -> str:
-    """A title, rows of which the first is the head, and a note below, all wrapped to ``width`` columns.
+def text_table(title: str, rows: Sequence[Sequence[str]], note: str) -> str:
+    """A title, rows of which the first is the head, and a note below, all wrapped to 160 columns.
 
     The columns that are longer than an even share of the width give way to the others.
     """
-    widths = _widths([max(map(len, column)) for column in zip(*rows)], width - 2 - len(_GAP) * (len(rows[0]) - 1))
+    widths = _widths([max(map(len, column)) for column in zip(*rows)], _WIDTH - 2 - len(_GAP) * (len(rows[0]) - 1))
     lines = [title]
     for number, row in enumerate(rows):
         cells = [textwrap.wrap(cell, wide) or [""] for cell, wide in zip(row, widths)]
@@ -23,7 +24,7 @@ def text_table(title: str, rows: Sequence[Sequence[str]], note: str = "", width:
         if number == 0:
             lines.append(f"  {_GAP.join('─' * wide for wide in widths)}")
     for line in note.splitlines():
-        lines += textwrap.wrap(line, width)
+        lines += textwrap.wrap(line, _WIDTH)
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from polyphase.problem.epilogue import CHANNEL, ELEMENT, NONE, ONE, Epilogue, Op
 from polyphase.torch_op import derivatives, operators, portable
 from polyphase.torch_op.memory_format import empty_output
 from polyphase.torch_op.operators import LIBRARY
+from polyphase.torch_op.portable import compute_dtype
 from polyphase.torch_op.validate import FLOATING, Layer
 
 _aten: Any = torch.ops.aten
@@ -37,6 +38,11 @@ def shaped(operand: Operand, tensor: Tensor, like: Tensor) -> Tensor:
     if operand.per == ONE:
         return tensor.reshape(1, 1, *ones)
     return tensor.reshape(*([1] if operand.per == CHANNEL else [like.shape[0]]), like.shape[1], *ones)
+
+
+def shaped_operands(operation: Operation, place: int, of: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    """The operands of operation ``place`` by their roles, each `shaped`."""
+    return {each.role: shaped(each, of[f"{each.role}_{place}"], like) for each in operation.operands}
 
 
 _ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
@@ -59,7 +65,7 @@ _ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
 def apply(operation: Operation, place: int, values: Callable[[int], Tensor], of: dict[str, Tensor]) -> Tensor:
     """The value after operation ``place``, by tensor operations."""
     v, kind, constants = values(place), operation.kind, operation.constants
-    read = {each.role: shaped(each, of[f"{each.role}_{place}"], v) for each in operation.operands}
+    read = shaped_operands(operation, place, of, v)
     if kind in _ACTIVATIONS:
         return _ACTIVATIONS[kind](v, *constants)
     if kind == "affine":
@@ -128,11 +134,6 @@ def by_tensor_operations(epilogue: Epilogue, operands: Sequence[Tensor], sums: T
     return Values(epilogue, operands, lambda: sums)(len(epilogue.operations))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values are computed."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def split(prologue: Epilogue, operands: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """The operands of a prologue, and the operands of an epilogue."""
     count = len(prologue.named_operands)
@@ -143,7 +144,7 @@ def behind_prologue(prologue: Epilogue, operands: Sequence[Tensor], input: Tenso
     """The input as the layer reads it; half types are computed in float32, and rounded once."""
     if not prologue:
         return input
-    return by_tensor_operations(prologue, operands, input.to(_wide(input.dtype))).to(input.dtype)
+    return by_tensor_operations(prologue, operands, input.to(compute_dtype(input.dtype))).to(input.dtype)
 
 
 def separate(input: Tensor) -> Tensor:
@@ -253,8 +254,7 @@ def _of_operands(
     if not wanted:
         return found
     if kind == "normalize":
-        v = values(place)
-        read = {each.role: shaped(each, of[f"{each.role}_{place}"], g) for each in operation.operands}
+        v, read = values(place), shaped_operands(operation, place, of, g)
         factor = (read["variance"] + operation.constants[0]).rsqrt()
         scaled = g * read["weight"] if "weight" in read else g
         found["mean"] = -scaled * factor
@@ -266,7 +266,7 @@ def _of_operands(
         v = values(place)
         found["slope"] = torch.where(v > 0, torch.zeros_like(v), v) * g
     elif kind == "snake":
-        found = _of_snake(operation, values(place), g, {role: of.get(f"{role}_{place}") for role in ("alpha", "beta")})
+        found = _of_snake(operation, shaped_operands(operation, place, of, g), values(place), g)
     else:
         found["shift"] = found["residual"] = g
         if "less" in wanted:
@@ -276,9 +276,8 @@ def _of_operands(
     return {role: gradient for role, gradient in found.items() if role in wanted}
 
 
-def _of_snake(operation: Operation, v: Tensor, g: Tensor, of: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def _of_snake(operation: Operation, read: dict[str, Tensor], v: Tensor, g: Tensor) -> dict[str, Tensor]:
     """The gradients of a snake's operands, in the output's shape."""
-    read = {each.role: shaped(each, tensor, v) for each in operation.operands if (tensor := of[each.role]) is not None}
     frequency, amplitude = _snake(operation, read, v)
     angle = v * frequency
     of_alpha = g * amplitude * v * torch.sin(2 * angle)
@@ -294,7 +293,7 @@ def _before(operation: Operation, place: int, values: Values, g: Tensor, of: dic
     kind = operation.kind
     if kind in _ACTIVATIONS:
         return _activated(operation, place, values, g)
-    read = {each.role: shaped(each, of[f"{each.role}_{place}"], g) for each in operation.operands}
+    read = shaped_operands(operation, place, of, g)
     if kind == "affine":
         return g * operation.constants[0]
     if kind == "scale_shift":
@@ -347,7 +346,7 @@ def _portably(
     input: Tensor, weight: Tensor, bias: Tensor | None, operands: Sequence[Tensor], text: str, *constants: Any
 ) -> Tensor:
     """The operator for tensors of any device; half types are computed in float32, and rounded once."""
-    wide, (epilogue, prologue) = _wide(input.dtype), decoded(text)
+    wide, (epilogue, prologue) = compute_dtype(input.dtype), decoded(text)
     before, behind = split(prologue, [each.to(wide) for each in operands])
     with torch.autocast(input.device.type, enabled=False):
         read = behind_prologue(prologue, before, input).to(wide)
@@ -367,7 +366,7 @@ def _on_cuda(
 
     if decoded(text)[1]:
         input = separate(input)
-    return runtime.forward_with_epilogue(input, weight, bias, tuple(operands), text, *constants)
+    return runtime.forward_call(input, weight, bias, *constants, epilogue=text)(input, weight, bias, operands)
 
 
 def _fake(
@@ -409,7 +408,7 @@ def _backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
     needed = ctx.needs_input_grad
     of_operands = needed[3] if isinstance(needed[3], (list, tuple)) else [needed[3]] * len(operands)
 
-    of_input = Values(prologue, before, lambda: input.to(_wide(input.dtype)))
+    of_input = Values(prologue, before, lambda: input.to(compute_dtype(input.dtype)))
     read = of_input(len(prologue.operations)).to(input.dtype) if prologue else input
 
     def start() -> Tensor:
@@ -425,7 +424,7 @@ def _backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
     if prologue:
         found_before: list[Tensor | None] = [None] * len(before)
         if x is not None:
-            x, found_before = pulled_back(prologue, before, of_input, x.to(_wide(input.dtype)), of_before)
+            x, found_before = pulled_back(prologue, before, of_input, x.to(compute_dtype(input.dtype)), of_before)
             x = x.to(input.dtype) if needed[0] else None
         found = [*found_before, *found]
     b = None if b is None or bias is None else b.to(bias.dtype)

@@ -54,7 +54,7 @@ def call_for(
     if strides is None or strides[0] < max(map(operator.mul, five(shape)[1:], strides[1:])):
         return None
     gaps = None if strides == dense_strides(shape, last) else strides
-    return runtime.epilogue_call(*tensors, epilogue, *layer[1:], out_strides=gaps)
+    return runtime.forward_call(*tensors, *layer[1:], epilogue=epilogue, out_strides=gaps)
 
 
 def is_free(out: Tensor, read: Sequence[Tensor | None]) -> bool:

@@ -26,7 +26,7 @@ from polyphase.torch_op.call_cache import CallCache
 from polyphase.torch_op.memory_format import empty_output
 from polyphase.torch_op.sharding import know_dtensors
 from polyphase.torch_op.tf32 import tf32_allowed
-from polyphase.torch_op.validate import FLOATING, Layer
+from polyphase.torch_op.validate import FLOATING, Layer, output_size
 
 CONSTANTS = "SymInt[] stride, SymInt[] padding, SymInt[] output_padding, SymInt[] dilation, SymInt groups"
 _SCHEMAS = {
@@ -94,20 +94,11 @@ def pass_autograd(library: torch.library.Library, name: str, implementation: Cal
     library.impl(name, call, f"Autograd{key}", with_keyset=True)
 
 
-def forward_fake(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    output_padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
+def forward_fake(input: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any) -> Tensor:
     """An output without values."""
-    axes = map(Axis, weight.shape[2:], stride, padding, dilation)
-    size = [axis.output_size(n, extra) for axis, n, extra in zip(axes, input.shape[2:], output_padding)]
-    return empty_output((input.shape[0], weight.shape[1] * groups, *size), input, weight)
+    layer = Layer(tuple(weight.shape[2:]), *constants)
+    size = output_size(input.shape[2:], layer)
+    return empty_output((input.shape[0], weight.shape[1] * layer.groups, *size), input, weight)
 
 
 def input_grad_shape(

@@ -29,11 +29,7 @@ from torch import Tensor, bmm  # by name: ptflops counts what is looked up as to
 from polyphase.problem import Axis
 from polyphase.torch_op.memory_format import empty_output
 
-COMPUTE_DTYPE = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 # Images are computed in runs whose intermediate results have about this many elements. These stay in a CPU's cache (the
 # depthwise layer of the benchmark runs 4 times faster than without), and memory does not grow with the batch.
@@ -166,7 +162,7 @@ def weight_grad(
     result = empty_output((input.shape[1], grad_output.shape[1] // groups, *kernel_size), input, grad_output)
 
     planes = phases(axes, input.shape[2:], grad_output.shape[2:])
-    total = _by_tap(result.new_zeros(result.shape, dtype=_compute_dtype(result)), groups)
+    total = _by_tap(result.new_zeros(result.shape, dtype=compute_dtype(result.dtype)), groups)
     for images, gradients in _runs(groups, total, input, grad_output):
         pixels = _computable(images).flatten(2).mT
         for taps, columns in _columns(_computable(gradients), planes, images.shape):
@@ -230,9 +226,10 @@ def _by_tap(weight: Tensor, groups: int) -> Tensor:
     return matrices
 
 
-def _compute_dtype(tensor: Tensor) -> torch.dtype:
-    return COMPUTE_DTYPE.get(tensor.dtype, tensor.dtype)
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of a dtype are computed."""
+    return _WIDER.get(dtype, dtype)
 
 
 def _computable(tensor: Tensor) -> Tensor:
-    return tensor.to(_compute_dtype(tensor))
+    return tensor.to(compute_dtype(tensor.dtype))

@@ -19,6 +19,7 @@ from polyphase.problem.reduction import REDUCTIONS, Reduction, decoded
 from polyphase.program.reduction import program_of
 from polyphase.torch_op.epilogue import by_tensor_operations
 from polyphase.torch_op.operators import LIBRARY
+from polyphase.torch_op.portable import compute_dtype
 
 _CALLS: dict[Any, Callable[..., Tensor]] = {}
 _MOST_CALLS = 1024
@@ -54,7 +55,7 @@ def _by_kernels(reduction: Reduction, value: Tensor, operands: Sequence[Tensor])
 def _by_functions(reduction: Reduction, value: Tensor, operands: Sequence[Tensor]) -> Tensor:
     """`_by_kernels` by PyTorch's functions, half types in float32."""
     count = len(reduction.after.named_operands)
-    wide = value.to(torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype)
+    wide = value.to(compute_dtype(value.dtype))
     if reduction.pool:
         wide = getattr(F, f"{reduction.pool}_pool{len(reduction.window)}d")(wide, reduction.window)
     wide = by_tensor_operations(reduction.before, operands[count:], wide)
