@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._inductor import config
 
 import polyphase
+from polyphase import fused
 from test_fused_prologue import Cosine, Snake1d, SnakeBeta
 
 
@@ -95,6 +96,17 @@ def test_of_any_dimensions_and_sizes(dims: int) -> None:
     found, chains = compiled(model, x, dynamic=True)
     torch.testing.assert_close(found, model(x).detach())
     assert chains in (["snake → conv_transpose → tanh"], ["relu → conv_transpose → tanh"])
+
+
+def test_a_layer_with_a_prologue_of_its_own() -> None:
+    """The activation before it stays with Inductor."""
+    x, w, a = torch.randn(2, 4, 8), torch.randn(4, 3, 4), torch.rand(4)
+
+    def f(x: Tensor) -> Tensor:
+        return fused.conv_transpose1d(torch.relu(x), w, None, 2, prologue=[fused.snake(a)])
+
+    with torch.no_grad(), polyphase.enable_compile_fusion():
+        torch.testing.assert_close(torch.compile(f)(x), f(x))
 
 
 def test_of_two_readers_none_is_fused() -> None:

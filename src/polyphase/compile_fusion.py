@@ -229,6 +229,8 @@ def _before(layer: Node, nodes: list[Node]) -> GraphStep | None:
     value, *others = layer.args
     if not isinstance(value, Node) or list(value.users) != [layer] or value in _nodes_of(others):
         return None  # a residual may be the same tensor
+    if decoded(around(layer)[1])[1]:
+        return None  # it has a prologue
     step = step_before(value)
     if step is None or step.step is None:
         return None
