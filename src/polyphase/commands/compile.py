@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts
+from polyphase.commands.options import SUITES, LayerTexts, architectures, choices, forms, named_layers
 
 if TYPE_CHECKING:
     from polyphase.bench.kernels import Report
@@ -53,7 +53,6 @@ def compile_kernels(
     from polyphase.bench import kernels
     from polyphase.bench.layers import every_layer
     from polyphase.bench.report import make_console
-    from polyphase.commands.options import Dtype, Layout, architectures, choices, named_layers
     from polyphase.errors import UnsupportedError
     from polyphase.jit.compiler import compiler_version
     from polyphase.problem import Pass
@@ -63,8 +62,7 @@ def compile_kernels(
     asked = (
         [each.around(one) for each in choices(functions, kernels.Functions, "--functions") for one in layers],
         choices(passes, Pass, "--passes"),
-        [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
-        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
+        *forms(dtypes, layouts),
         architectures(arch),
     )
     try:

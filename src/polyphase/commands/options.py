@@ -35,6 +35,8 @@ SUITES = (
 )
 """The values of ``--suite``, several of which may be given, separated by commas."""
 
+Suites = Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)]
+"""The option ``--suite`` where there is no default."""
 
 ModelTargets = Annotated[
     list[str],
@@ -80,6 +82,14 @@ def choices(text: str, kind: type[Choice], option: str) -> list[Choice]:
     if not found:
         raise typer.BadParameter("no value is given", param_hint=option)
     return list(dict.fromkeys(found))
+
+
+def forms(dtypes: str, layouts: str) -> tuple[list[str], list[bool]]:
+    """What ``--dtypes`` names, and of what ``--layouts`` names whether it is channels_last."""
+    return (
+        [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
+        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
+    )
 
 
 def device_of(text: str | None) -> torch.device:

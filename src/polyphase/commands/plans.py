@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts
+from polyphase.commands.options import LayerTexts, Seed, Suites, architectures, choices, forms, named_layers
 
 
 def plans(
@@ -16,12 +16,12 @@ def plans(
     arch: Annotated[
         str, typer.Option(help="Architectures, comma-separated, as the compiler calls them.")
     ] = "sm_80,sm_90a",
-    suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
+    suite: Suites = None,
     layer: LayerTexts = None,
     random: Annotated[
         int, typer.Option(min=0, help="Number of random layers, each in one of the dtypes and formats.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random layers.")] = 0,
+    seed: Seed = 0,
     dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,bfloat16,float16,float64",
     layouts: Annotated[str, typer.Option(help="nchw, channels_last, or both.")] = "nchw,channels_last",
     passes: Annotated[str, typer.Option(help="Passes, comma-separated.")] = "forward,input_grad,weight_grad",
@@ -43,7 +43,6 @@ def plans(
     from polyphase.bench.layers import every_layer
     from polyphase.bench.random_layers import random_layers
     from polyphase.bench.report import make_console
-    from polyphase.commands.options import Dtype, Layout, architectures, choices, named_layers
     from polyphase.problem import Pass
 
     console = make_console()
@@ -51,8 +50,7 @@ def plans(
     cases = planned.cases(
         layers if layers or random else every_layer(),
         choices(passes, Pass, "--passes"),
-        [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
-        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
+        *forms(dtypes, layouts),
         architectures(arch),
         random_layers(random, seed),
         cold,
