@@ -111,9 +111,9 @@ def _tell_forecasts(
     found = [each for some in track(plans, "planning", len(layers), console=progress, transient=True) for each in some]
     console.print(f"on {card}; {about_rates(card)}", markup=False)
     console.print(forecasts.worst_table(found, over, show))
-    for table in (forecasts.kind_table, forecasts.schedule_table, forecasts.summary_table):
+    for table in forecasts.group_tables(found, over):
         console.print()
-        console.print(table(found, over))
+        console.print(table)
     lacking = [each for each in found if each.lacks_tensor_cores]
     console.print(f"\n{len(lacking)} passes with at least 8 channels and 1 GFLOP have no schedule on tensor cores")
     for each in lacking:
