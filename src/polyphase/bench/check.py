@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 import polyphase
-from polyphase.bench.model_file import Cut, ModelFile, copied, find_cut
+from polyphase.bench.model_file import Cut, ModelFile, copied, find_cut, sizes_of
 from polyphase.bench.runner import CPU_FLOPS
-from polyphase.bench.trial import CheckResult, Options, Trial, quiet_dropout, shapes_of
+from polyphase.bench.trial import CheckResult, Options, Trial, quiet_dropout
 from polyphase.functional_calls import NO_MODULES
 
 
@@ -41,7 +41,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
         result.problems.append(f"nothing to check: {nothing}")
         return result
     trial = Trial(file.path, model, fast, options, result, progress)
-    inputs, shapes = first, shapes_of(first)
+    inputs, sizes = first, sizes_of(first)
     for number in range(1, options.trials + 1):
         inputs = result.cut.apply(inputs)
         trial.run(number, inputs)
@@ -53,7 +53,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
             break
         progress(f"making the inputs of trial {number + 1}")
         inputs = file.inputs(options.device, options.dtype)
-        if number == 2 and shapes_of(inputs) == shapes:
+        if number == 2 and sizes_of(inputs) == sizes:
             result.remarks.append("get_inputs returns one size: two trials, the second with warm caches")
             break
     trial.conclude()

@@ -338,6 +338,11 @@ def _like(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
+def sizes_of(inputs: Sequence[Any]) -> str:
+    """The shapes of those inputs that are tensors."""
+    return ", ".join("×".join(map(str, value.shape)) for value in inputs if isinstance(value, torch.Tensor))
+
+
 def leaves(tree: Any) -> list[torch.Tensor]:
     """The floating-point and complex tensors in a model's output, in order."""
     flat = pytree.tree_leaves(tree)
