@@ -56,16 +56,9 @@ class HostRecord:
     polyphase_p10: float
     torch_us: float
     torch_p10: float
-    gpu: str
-    driver: str
-    torch: str
-    cudnn: str
-    commit: str
-    date: str
-    command: str
 
 
-def measure(device: torch.device, tell: Callable[[str], object] = lambda name: None) -> list[HostRecord]:
+def measure(device: torch.device, tell: Callable[[str], object]) -> list[HostRecord]:
     """Time all layers in all situations; ``tell`` is called with the name of each layer."""
     found = []
     for name, problem in LAYERS.items():
@@ -77,10 +70,13 @@ def measure(device: torch.device, tell: Callable[[str], object] = lambda name: N
     return found
 
 
-def write_csv(path: Path, records: Iterable[HostRecord]) -> None:
-    """Write ``records`` to ``path``, making its folder if need be."""
+def write_csv(path: Path, records: Iterable[HostRecord], device: torch.device) -> None:
+    """Write ``records`` and what they were measured on to ``path``, making its folder if need be."""
+    facts = environment.facts(device.type)
+    machine = {name: facts[name] for name in ("gpu", "driver", "torch", "cudnn", "commit", "date", "command")}
     rows = ([f"{each:.2f}" if isinstance(each, float) else each for each in astuple(record)] for record in records)
-    write_rows(path, [field.name for field in fields(HostRecord)], rows)
+    columns = [*(field.name for field in fields(HostRecord)), *machine]
+    write_rows(path, columns, ([*row, *machine.values()] for row in rows))
 
 
 def _in_turn(
@@ -123,7 +119,7 @@ def _record(
     ours: list[float],
     theirs: list[float],
 ) -> HostRecord:
-    kernels, facts = _kernels(problem, situation, device), environment.facts(device.type)
+    kernels = _kernels(problem, situation, device)
     return HostRecord(
         layer=name,
         problem=str(problem) + (", channels_last" if problem.channels_last else ""),
@@ -134,7 +130,6 @@ def _record(
         polyphase_p10=_p10(ours),
         torch_us=statistics.median(theirs),
         torch_p10=_p10(theirs),
-        **{name: facts[name] for name in ("gpu", "driver", "torch", "cudnn", "commit", "date", "command")},
     )
 
 

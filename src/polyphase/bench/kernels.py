@@ -14,6 +14,7 @@ from polyphase.bench import gates, plans, pool
 from polyphase.bench.environment import first_line
 from polyphase.bench.layers import NamedLayer
 from polyphase.bench.records import write_rows
+from polyphase.bench.report import table_of
 from polyphase.errors import CompilationError
 from polyphase.jit.compiler import Resources, compiler_version, resources_of
 from polyphase.jit.source import KernelSource
@@ -178,11 +179,9 @@ def table(reports: Iterable[Report]) -> Table:
     groups: dict[tuple[str, str], list[Report]] = {}
     for report in reports:
         groups.setdefault((report.wanted.source.kernel, report.wanted.arch), []).append(report)
-    lines = Table(title="The most that any kernel of a file needs")
-    for name in ("kernel", "arch"):
-        lines.add_column(name)
-    for name in ("kernels", "registers", "shared (B)", "stack (B)", "spills (B)", "warnings", "failures", "seconds"):
-        lines.add_column(name, justify="right")
+    figures = ("kernels", "registers", "shared (B)", "stack (B)", "spills (B)", "warnings", "failures", "seconds")
+    title = "The most that any kernel of a file needs"
+    lines = table_of(title, ("kernel", "arch"), figures, title_justify="center")
     for (kernel, arch), group in sorted(groups.items()):
         known = [report.resources for report in group if report.resources is not None]
         low, high = (pick((found.registers for found in known), default=0) for pick in (min, max))
@@ -204,11 +203,9 @@ def table(reports: Iterable[Report]) -> Table:
 
 def every_table(reports: Iterable[Report], title: str = "Every kernel") -> Table:
     """One line for each kernel."""
-    lines = Table(title=title)
-    for name in ("kernel", "arch", "pass", "first asked for by"):
-        lines.add_column(name)
-    for name in ("registers", "shared (B)", "stack (B)", "spills (B)", "warnings", "seconds"):
-        lines.add_column(name, justify="right")
+    names = ("kernel", "arch", "pass", "first asked for by")
+    figures = ("registers", "shared (B)", "stack (B)", "spills (B)", "warnings", "seconds")
+    lines = table_of(title, names, figures, title_justify="center")
     for report in sorted(reports, key=lambda report: report.wanted.title):
         kernel, found = report.wanted, report.resources
         asker = f"{kernel.first.layer}: {kernel.first.problem}"
