@@ -134,7 +134,7 @@ def _planned(
     kernels: dict[str, list[KernelSource]] = {device.arch: [] for device in devices}
     wanted = [(name, problem, support.Layer, list(Pass)) for name, problem in model.layers.items()]
     for chain in model.fusion.chains:
-        wanted.append((" → ".join((chain.layer, *chain.names)), chain.problem, chains.Chain, [Pass.FORWARD]))
+        wanted.append((chain.title, chain.problem, chains.Chain, [Pass.FORWARD]))
     for name, problem, kind, passes in wanted:
         choices: dict[str, dict[Pass, support.Choice]] = {device.arch: {} for device in devices}
         for device, pass_ in itertools.product(devices, passes):
@@ -302,7 +302,7 @@ def _header(model: Model, title: str, command: str, plans: list[tuple[str, str, 
         "nvcc 11.7 and newer; sm_90a takes nvcc 12 and PyTorch 2.2, newer architectures take versions that know them.",
         "",
     ]
-    fused = {" → ".join((chain.layer, *chain.names)): chain.problem for chain in model.fusion.chains}
+    fused = {chain.title: chain.problem for chain in model.fusion.chains}
     for name, problem in (model.layers | fused).items():
         lines.append(f"Layer {name or 'Model itself'}: {replace(problem, tf32=False)}")
         lines += [f"    {arch}, {pass_}: {described}" for layer, arch, pass_, described in plans if layer == name]
@@ -411,8 +411,7 @@ def _classes(model: Model, names: dict[Key, str]) -> str:
 def _model_new(model: Model, names: dict[Key, str]) -> str:
     """ModelNew, a class as Model is, or a function: then what it makes is of a class that is made for it."""
     use_kernels = names.get((_SUPPORT, "use_kernels"), "use_kernels")
-    fusion, first = model.fusion, len(model.layers)
-    methods = fusion.methods(first, lambda name: names.get((_CHAINS, name), name)) if fusion.methods else ""
+    methods = model.fusion.methods(len(model.layers), lambda name: names.get((_CHAINS, name), name))
     if model.is_class:
         text = f'''
 class ModelNew(Model):

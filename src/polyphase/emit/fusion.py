@@ -13,8 +13,8 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,18 +48,35 @@ class Chain:
     names: tuple[str, ...]
     problem: ConvTransposeProblem
 
+    @property
+    def title(self) -> str:
+        """All names."""
+        return " → ".join((self.layer, *self.names))
+
+    @property
+    def kernel(self) -> ConvTransposeProblem:
+        """The problem without what its kernels do not depend on: chains that have it in common share these."""
+        dims = self.problem.dims
+        return replace(self.problem, batch=1, input_size=(1,) * dims, output_padding=(0,) * dims)
+
 
 @dataclass(frozen=True)
 class Fusion:
-    """What becomes of a model: its chains, each with another epilogue, the methods that use them, and what is told.
-
-    ``methods`` gives the text, of the number that the first chain has, and of what the functions are called that it
-    uses. Without chains there is none.
-    """
+    """What becomes of a model: its chains, each of other kernels, its forward by mode, and what is told."""
 
     chains: tuple[Chain, ...] = ()
-    methods: Callable[[int, Callable[[str], str]], str] | None = None
+    forwards: dict[bool, _Forward] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+
+    def methods(self, first: int, called_as: Callable[[str], str]) -> str:
+        """The text of the methods that use the chains; "" without chains.
+
+        ``first``: the number that the first chain has; ``called_as``: what the functions are called that are used.
+        """
+        if not self.chains:
+            return ""
+        numbers = {chain.kernel: number for number, chain in enumerate(self.chains, first)}
+        return _methods(self.forwards, numbers, called_as)
 
 
 def fusion_of(
@@ -77,10 +94,10 @@ def fusion_of(
         traced = {training: _Forward(model, inputs, layers, called, training) for training in (False, True)}
     except NotFused as reason:
         return Fusion(remarks=(f"emitted without fusion: {reason}",))
-    chains: dict[tuple[Any, ...], Chain] = {}
+    chains: dict[ConvTransposeProblem, Chain] = {}
     for forward in traced.values():
-        for chain in forward.chains.values():
-            chains.setdefault(_kernel_of(chain), chain)
+        for part in forward.parts.values():
+            chains.setdefault(part.chain.kernel, part.chain)
     evaluating, training = traced[False].blocks, traced[True].blocks
     remarks = tuple(evaluating)
     if evaluating != training:
@@ -88,41 +105,25 @@ def fusion_of(
             *(f"in evaluation mode, {each}" for each in evaluating),
             *(f"in training mode, {each}" for each in training),
         )
-    if not chains:
-        return Fusion(remarks=remarks)
-    order = list(chains)
-
-    def methods(first: int, called_as: Callable[[str], str]) -> str:
-        def number(chain: Chain) -> int:
-            return first + order.index(_kernel_of(chain))
-
-        texts = {training: forward.text(number, called_as("run_chain")) for training, forward in traced.items()}
-        return _methods(traced, texts, called_as("runs_in_inference"))
-
-    return Fusion(tuple(chains.values()), methods, remarks)
+    return Fusion(tuple(chains.values()), traced, remarks)
 
 
-def _kernel_of(chain: Chain) -> tuple[Any, ...]:
-    """What chains must have in common to be computed by the same kernels, whatever the size."""
-    problem = replace(
-        chain.problem, batch=1, input_size=(1,) * chain.problem.dims, output_padding=(0,) * chain.problem.dims
-    )
-    return (problem,)
-
-
-def _methods(traced: dict[bool, _Forward], texts: dict[bool, str], inference: str) -> str:
+def _methods(
+    traced: dict[bool, _Forward], numbers: dict[ConvTransposeProblem, int], called_as: Callable[[str], str]
+) -> str:
     """``forward``, and a method for each mode in which there are chains; one for both where they are the same."""
+    texts = {training: forward.text(numbers, called_as("run_chain")) for training, forward in traced.items()}
     evaluating, training = traced[False], traced[True]
     if texts[False] == texts[True] and evaluating.guards == training.guards:
         modes = {"_fused": (evaluating, "")}
     else:
         modes = {"_fused_evaluation": (evaluating, "not self.training"), "_fused_training": (training, "self.training")}
-        modes = {name: each for name, each in modes.items() if each[0].chains}
+        modes = {name: each for name, each in modes.items() if each[0].parts}
     signature, arguments = evaluating.signature
     lines = [
         f"    def forward({signature}):",
         '        """What `Model` computes; without derivatives, layers compute what follows them, too."""',
-        f"        inference = {inference}(self)",
+        f"        inference = {called_as('runs_in_inference')}(self)",
     ]
     for name, (forward, mode) in modes.items():
         tests = ["inference", *filter(None, [mode]), *forward.guards]
@@ -134,6 +135,14 @@ def _methods(traced: dict[bool, _Forward], texts: dict[bool, str], inference: st
     for name, (forward, _) in modes.items():
         lines += ["", f"    def {name}({signature}):", texts[forward.training]]
     return "\n".join(lines)
+
+
+class _Part(NamedTuple):
+    """A chain where it stands in a graph: its nodes, the layer first, and its operands as they are written."""
+
+    chain: Chain
+    nodes: list[Node]
+    operands: list[str]
 
 
 class _Forward:
@@ -159,8 +168,7 @@ class _Forward:
             changed = node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
             if changed and elementwise.is_in_place(node.target, {}) and not isinstance(node.meta["value"], Tensor):
                 raise NotFused("its forward changes a number that has two names")  # which torch.fx writes as one
-        self.chains: dict[Node, Chain] = {}  # by the last node of each
-        self._parts: dict[Node, tuple[list[Node], list[str]]] = {}  # nodes, and operands as they are written
+        self.parts: dict[Node, _Part] = {}  # by the last node of each
         self.blocks: list[str] = []
         self._find()
         self.guards = self._guards()
@@ -237,9 +245,9 @@ class _Forward:
         epilogue = self._epilogue(whole, layer)
         assert epilogue is not None
         names = [f"{call_name(node)}()" if call_name(node) else str(node.target) for node in taken]
-        self.chains[taken[-1]] = Chain(str(layer.target), tuple(names), replace(problem, epilogue=epilogue))
+        chain = Chain(str(layer.target), tuple(names), replace(problem, epilogue=epilogue))
         written = [each for some in operands[: len(steps)] for each in some]
-        self._parts[taken[-1]] = [layer, *taken], written
+        self.parts[taken[-1]] = _Part(chain, [layer, *taken], written)
         return names, why
 
     def _why_not(self, node: Node, layer: Node, taken: Collection[Node]) -> str:
@@ -305,21 +313,21 @@ class _Forward:
         """What must be so of the model for the method to compute what it computes."""
         paths = {id(module): path for path, module in self._model.named_modules()}
         found = []
-        for nodes, _ in self._parts.values():
-            for node in nodes[1:]:
+        for part in self.parts.values():
+            for node in part.nodes[1:]:
                 if node.op == "call_module":
                     kind = type(self._model.get_submodule(str(node.target)))
-                    found.append(f"type({_attribute('self', str(node.target))}) is nn.{kind.__name__}")
+                    found.append(f"type({_attribute(str(node.target))}) is nn.{kind.__name__}")
         for (module, name), value in self._reads.items():
             text = _constant(value)
             if text is None:
                 raise NotFused(f"its forward reads {name}, a {type(value).__name__}, which torch.fx makes a constant")
-            found.append(f"{_attribute('self', '.'.join(filter(None, (paths[module], name))))} == {text}")
+            found.append(f"{_attribute('.'.join(filter(None, (paths[module], name))))} == {text}")
         return list(dict.fromkeys(found))
 
-    def text(self, number: Callable[[Chain], int], chain: str) -> str:
-        """The method's body; ``chain`` is the function that runs a chain. Values are freed behind their last use."""
-        pieces = self._pieces(number, chain)
+    def text(self, numbers: dict[ConvTransposeProblem, int], run_chain: str) -> str:
+        """The method's body; ``run_chain`` is the function that runs one. Values are freed behind their last use."""
+        pieces = self._pieces(numbers, run_chain)
         last_use = {node: place for place, (_, used) in enumerate(pieces) for node in used}
         lines: list[str] = []
         for place, (written, used) in enumerate(pieces):
@@ -329,29 +337,25 @@ class _Forward:
                 lines.append(f"{_INDENT}{' = '.join(freed)} = None")
         return "\n".join(lines)
 
-    def _pieces(self, number: Callable[[Chain], int], chain: str) -> list[tuple[list[str], list[Node]]]:
+    def _pieces(self, numbers: dict[ConvTransposeProblem, int], run_chain: str) -> list[tuple[list[str], list[Node]]]:
         """Lines that belong together, in order, and the values that they use up or only have for themselves."""
-        inner = {node for nodes, _ in self._parts.values() for node in nodes}
+        inner = {node for part in self.parts.values() for node in part.nodes}
         pieces = []
         for node in self.graph.nodes:
-            if node in self._parts:
-                nodes, operands = self._parts[node]
-                used = dict.fromkeys(each for part in nodes for each in (part, *part.all_input_nodes) if each != node)
-                pieces.append((self._chain_lines(node, number, chain, nodes, operands), list(used)))
+            if node in self.parts:
+                chain, nodes, operands = self.parts[node]
+                used = dict.fromkeys(each for some in nodes for each in (some, *some.all_input_nodes) if each != node)
+                layer, listed = _attribute(chain.layer), ", ".join(operands)
+                called = f"{run_chain}({numbers[chain.kernel]}, {layer}, {nodes[0].args[0]}, [{listed}])"
+                lines = [
+                    f"{node.name} = {called}",
+                    f"if {node.name} is None:  # tensors of other shapes or dtypes",
+                    *(f"    {self._lines[each]}" for each in nodes),
+                ]
+                pieces.append((lines, list(used)))
             elif node not in inner and self._lines[node]:
                 pieces.append(([self._lines[node]], list(node.all_input_nodes)))
         return pieces
-
-    def _chain_lines(
-        self, last: Node, number: Callable[[Chain], int], chain: str, nodes: list[Node], operands: list[str]
-    ) -> list[str]:
-        layer, listed = nodes[0], ", ".join(operands)
-        target = _attribute("self", str(layer.target))
-        return [
-            f"{last.name} = {chain}({number(self.chains[last])}, {target}, {layer.args[0]}, [{listed}])",
-            f"if {last.name} is None:  # tensors of other shapes or dtypes",
-            *(f"    {self._lines[node]}" for node in nodes),
-        ]
 
 
 @contextmanager
@@ -387,8 +391,9 @@ def _constant(value: Any) -> str | None:
     return repr(value) if type(value) in _PLAIN else None
 
 
-def _attribute(root: str, path: str) -> str:
-    """``root.path``, where a part of the path may be no identifier."""
+def _attribute(path: str) -> str:
+    """``self.path``, where a part of the path may be no identifier."""
+    root = "self"
     for part in filter(None, path.split(".")):
         root = f"{root}.{part}" if part.isidentifier() else f'getattr({root}, "{part}")'
     return root
@@ -400,7 +405,7 @@ def _tensors_of(model: nn.Module, graph: Graph) -> dict[int, str]:
     for node in graph.nodes:
         if node.op == "get_attr" and str(node.target) not in named:
             raise NotFused("its forward makes a tensor of its own, which torch.fx takes for a constant")
-    return {id(tensor): _attribute("self", name) for name, tensor in named.items()}
+    return {id(tensor): _attribute(name) for name, tensor in named.items()}
 
 
 class _Shapes(Interpreter):
