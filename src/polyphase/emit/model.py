@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyphase.bench.layers import LayerSyntaxError, parse_layer
-from polyphase.bench.model_file import ON_SHAPES, ModelFile, ModelFileError, naming_the_line, on_the_path, trace
+from polyphase.bench.model_file import ModelFile, ModelFileError, on_shapes, on_the_path, unlike
 from polyphase.emit.fusion import Fusion, fusion_of
 from polyphase.emit.rewrite import rewrite
 from polyphase.emit.support import constants
@@ -55,12 +55,8 @@ def model_of_file(path: Path, dtype: str, tf32: bool, fuse: bool = True) -> Mode
 
 def _of_file(path: Path, dtype: str, tf32: bool, fuse: bool) -> Model:
     file = ModelFile.load(path)
-    meta = torch.device("meta")
     try:
-        model = file.build(meta, getattr(torch, dtype), seed=0)
-        inputs = file.inputs(meta, getattr(torch, dtype))
-        with naming_the_line(path, ON_SHAPES, only_modules=True):
-            run = trace(model, inputs)
+        model, inputs, run = on_shapes(file, getattr(torch, dtype))
     except ModelFileError as failure:
         raise EmitError(str(failure)) from failure
     except Exception as failure:  # whatever else the model raises
@@ -137,14 +133,9 @@ def _model(
                 f"{name}: {shown} is not called with the inputs of get_inputs(), so its sizes are not known"
             )
         problem = traced[path]
-        if problem is None:
-            raise EmitError(
-                f"{name}: the input of {shown} has a dtype without kernels: not real, or not floating-point"
-            )
-        if problem.in_channels != module.in_channels:
-            raise EmitError(
-                f"{name}: {shown} has in_channels={module.in_channels}, and get_inputs() gives it {problem.in_channels}"
-            )
+        if reason := unlike(shown, module, problem):
+            raise EmitError(f"{name}: {reason}")
+        assert problem is not None
         if constants(problem) not in map(constants, layers.values()):
             layers[path] = replace(problem, tf32=tf32, tf32_as_pytorch=tf32)
     return _read(name, text, layers)
