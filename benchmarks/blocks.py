@@ -36,7 +36,9 @@ from shared import (
     timed,
     write,
 )
+from sound_models import Snake
 from torch import Tensor, nn
+from zoo import evaluating
 
 import polyphase
 from polyphase.bench import environment
@@ -106,18 +108,6 @@ class UpBlock(nn.Module):
         return torch.cat([skip, self.up(x)], 1)
 
 
-class Snake1d(nn.Module):
-    """DAC's activation."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.rand(1, channels, 1) + 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, L)."""
-        return x + (self.alpha + 1e-9).reciprocal() * torch.sin(self.alpha * x).pow(2)
-
-
 def dcgan(width: int = 64) -> nn.Module:
     """The generator of DCGAN, 64 pixels."""
     widths = (100, 8 * width, 4 * width, 2 * width, width)
@@ -167,21 +157,15 @@ BLOCKS: dict[str, Block] = {
         lambda: nn.Sequential(nn.LeakyReLU(0.1), nn.ConvTranspose1d(128, 64, 4, 2, 1)), ((16, 128, 6400),)
     ),
     "DAC up, batch 8": Block(
-        lambda: nn.Sequential(Snake1d(192), nn.ConvTranspose1d(192, 96, 4, 2, 1)), ((8, 192, 22016),)
+        lambda: nn.Sequential(Snake(192), nn.ConvTranspose1d(192, 96, 4, 2, 1)), ((8, 192, 22016),)
     ),
     **{f"KernelBench 2-{number}": Block(problem.build, problem.inputs) for number, problem in LEVEL2.items()},
 }
 
 
 def built(block: Block) -> nn.Module:
-    """The block with random weights, and statistics as training leaves them, in evaluation mode."""
-    torch.manual_seed(0)
-    model = block.build()
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.register_buffer("running_mean", torch.rand(module.num_features) - 0.5)
-            module.register_buffer("running_var", torch.rand(module.num_features) + 0.5)
-    return model.eval().requires_grad_(False)
+    """The block, as `evaluating` makes it, without gradients."""
+    return evaluating(block.build).requires_grad_(False)
 
 
 def kernels_of(name: str, dtype: torch.dtype, device: DeviceInfo) -> list[Any]:

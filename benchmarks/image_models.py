@@ -135,10 +135,10 @@ def cyclegan(width: int = 64, blocks: int = 9) -> nn.Module:
     return nn.Sequential(*layers, nn.ReflectionPad2d(3), nn.Conv2d(width, 3, 7), nn.Tanh())
 
 
-def smoothing(channels: int, gain: float) -> Tensor:
-    """StyleGAN2's filter of four by four taps for each channel."""
+def smoothing(channels: int) -> Tensor:
+    """StyleGAN2's filter of four by four taps for each channel, for images of twice the size."""
     taps = torch.tensor([1.0, 3.0, 3.0, 1.0])
-    return (gain * taps * taps[:, None] / 64).expand(channels, 1, 4, 4)
+    return (4 * taps * taps[:, None] / 64).expand(channels, 1, 4, 4)
 
 
 class Styled(nn.Module):
@@ -156,7 +156,7 @@ class Styled(nn.Module):
         self.layer = up_layer if up else nn.Conv2d(a, b, 3, 1, 1, bias=False)
         self.strength, self.bias = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(b, 1, 1))
         self.register_buffer("noise", torch.randn(size, size))
-        self.register_buffer("filter", smoothing(b, 4.0))
+        self.register_buffer("filter", smoothing(b))
         self.up, self.grouped = up, grouped
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class StyleGAN2(nn.Module):
         self.colours = nn.ModuleList(nn.Conv2d(width, 3, 1) for width in widths)
         self.larger = nn.ModuleList(nn.ConvTranspose2d(3, 3, 4, 2, 1, groups=3, bias=False) for _ in widths[1:])
         for layer in self.larger:  # filters, which stay as they are
-            layer.weight = nn.Parameter(smoothing(3, 4.0).clone(), requires_grad=False)
+            layer.weight = nn.Parameter(smoothing(3).clone(), requires_grad=False)
 
     def forward(self, w: Tensor) -> Tensor:
         """The image, a sum over all sizes."""

@@ -26,15 +26,20 @@ class Model:
     calls: bool = False
 
 
-def built(model: Model) -> nn.Module:
-    """The model with random weights, and statistics as training leaves them, in evaluation mode."""
+def evaluating(build: Callable[[], nn.Module]) -> nn.Module:
+    """A module with random weights, and statistics as training leaves them, in evaluation mode."""
     torch.manual_seed(0)
-    module = model.build()
+    module = build()
     for each in module.modules():
-        if isinstance(each, nn.BatchNorm2d):
+        if isinstance(each, nn.modules.batchnorm._BatchNorm):
             each.register_buffer("running_mean", torch.rand(each.num_features) - 0.5)
             each.register_buffer("running_var", torch.rand(each.num_features) + 0.5)
     return module.eval()
+
+
+def built(model: Model) -> nn.Module:
+    """The model, as `evaluating` makes it."""
+    return evaluating(model.build)
 
 
 def shapes(model: Model, batch: int) -> list[tuple[int, ...]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -28,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
 
 import numpy as np  # noqa: E402
-from rows import Row, by_case, error, passes, planned, ranking, read_rows, recorded  # noqa: E402
+from rows import Row, bias, by_case, error, passes, planned, ranking, read_rows, recorded  # noqa: E402
 from search import Values, affected, fit, forecasts, forget, same_tiles  # noqa: E402
 
 from polyphase.costs import table  # noqa: E402
@@ -185,8 +184,7 @@ def report(title: str, rows: Sequence[Row], seconds: Sequence[float]) -> None:
     print(f"\n{title}\n{'schedule, pass, format':52s} rows  error  forecast/measured")
     for name, group in passes(rows):
         found = [of[row] for row in group]
-        bias = math.exp(sum(math.log(f / row.seconds) for row, f in zip(group, found)) / len(group))
-        print(f"{name:52s} {len(group):4d}  {error(group, found):5.3f}  {bias:5.3f}")
+        print(f"{name:52s} {len(group):4d}  {error(group, found):5.3f}  {bias(group, found):5.3f}")
     print(f"{'all':52s} {len(rows):4d}  {error(rows, list(seconds)):5.3f}")
     print(f"chosen by forecast / fastest recorded: {ranking(rows, seconds)}")
 
