@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from blocks import LayerNorm2d, dcgan, pose, sam
 from torch import Tensor, nn
-from zoo import Model
+from zoo import Model, Residual
 
 
 class Pix2Pix(nn.Module):
@@ -103,19 +103,6 @@ class Neck(nn.Module):
         return torch.cat([up(x) for up, x in zip(self.up, (fine, middle, coarse))], 1)
 
 
-class ResidualBlock(nn.Module):
-    """Layers whose result is added to what they are given."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.block = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W)."""
-        result: Tensor = x + self.block(x)
-        return result
-
-
 def cyclegan(width: int = 64, blocks: int = 9) -> nn.Module:
     """The generator of CycleGAN for 256 pixels: (N, 3, 256, 256) to the same."""
 
@@ -129,7 +116,7 @@ def cyclegan(width: int = 64, blocks: int = 9) -> nn.Module:
         first, second = (
             [nn.ReflectionPad2d(1), *normed(nn.Conv2d(4 * width, 4 * width, 3), 4 * width)] for _ in range(2)
         )
-        layers.append(ResidualBlock(*first, *second[:-1]))
+        layers.append(Residual(*first, *second[:-1]))
     for a in (2 * width, width):
         layers += normed(nn.ConvTranspose2d(2 * a, a, 3, 2, 1, 1), a)
     return nn.Sequential(*layers, nn.ReflectionPad2d(3), nn.Conv2d(width, 3, 7), nn.Tanh())
@@ -313,10 +300,10 @@ class UNETR(nn.Module):
         return tokens.transpose(1, 2).unflatten(2, self.grid).contiguous()
 
 
-def refined(channels: int) -> ResidualBlock:
+def refined(channels: int) -> Residual:
     """A residual unit of DPT's, with activations first."""
     layers = (each for _ in range(2) for each in (nn.ReLU(), nn.Conv2d(channels, channels, 3, 1, 1)))
-    return ResidualBlock(*layers)
+    return Residual(*layers)
 
 
 class DPT(nn.Module):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,19 @@ class Model:
     batch: int
     inputs: tuple[tuple[int, ...], ...]
     calls: bool = False
+
+
+class Residual(nn.Module):
+    """Layers whose result is added to what they are given, or to a ``shortcut`` of that."""
+
+    def __init__(self, *layers: nn.Module, shortcut: nn.Module | None = None) -> None:
+        super().__init__()
+        self.block, self.shortcut = nn.Sequential(*layers), shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, *spatial)."""
+        result: Tensor = (x if self.shortcut is None else self.shortcut(x)) + self.block(x)
+        return result
 
 
 def evaluating(build: Callable[[], nn.Module]) -> nn.Module:

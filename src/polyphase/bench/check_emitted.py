@@ -151,9 +151,9 @@ def _against_float64(
     quiet_dropout(fast)
     found = CheckResult(Cut(), polyphase.Report("emitted", ()))
     Trial(path, model, fast, options, found, lambda stage: None).run(1, inputs)
-    gradients, found.findings = found.findings, []
-    Trial(path, model.eval(), fast.eval(), replace(options, grad=False), found, lambda stage: None).run(1, inputs)
-    evaluated = [replace(each, what=f"{each.what}, in evaluation mode, without derivatives") for each in found.findings]
-    found.findings = [*gradients, *evaluated]
     result.findings += found.findings
+    found.findings = []
+    Trial(path, model.eval(), fast.eval(), replace(options, grad=False), found, lambda stage: None).run(1, inputs)
+    what = "in evaluation mode, without derivatives"
+    result.findings += [replace(each, what=f"{each.what}, {what}") for each in found.findings]
     result.problems += found.problems

@@ -215,7 +215,7 @@ class Trial:
             problems.append(f"{what} on {sizes}: missing in polyphase's results")
             return
         out, torch_out = ours.tensors[what], rival.tensors[what]
-        if images is not None and what in ours.per_image:
+        if images is not None and (not what.startswith("∂") or what.startswith("∂ input ")):
             rest = [index for index in range(len(out)) if index not in images]
             if what.startswith("∂") and out[rest].count_nonzero():
                 problems.append(f"{what} on {sizes}: not zero for images that are not compared")
@@ -262,11 +262,12 @@ class Trial:
 
         def both(model: nn.Module) -> Callable[[], object]:
             wanted = _differentiable(model, inputs)
+            leaf_tensors = [*wanted.tensors.values()]
             gradients = [torch.randn_like(out) for out in leaves(model(*given(wanted.inputs)))]
 
             def call() -> None:
                 outputs = leaves(model(*given(wanted.inputs)))
-                torch.autograd.grad(outputs, wanted.tensors, gradients, allow_unused=True)
+                torch.autograd.grad(outputs, leaf_tensors, gradients, allow_unused=True)
 
             return call
 
@@ -307,21 +308,19 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a model gave: outputs, what they were projected on, all tensors by name, and which of them have images."""
+    """What a model gave: outputs, what they were projected on, and all tensors by name."""
 
     outputs: list[torch.Tensor]
     projections: list[torch.Tensor]
     tensors: dict[str, torch.Tensor]
-    per_image: set[str]
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A model's inputs as leaves of a graph, and all tensors whose gradients are wanted, with their names."""
+    """A model's inputs as leaves of a graph, and all tensors whose gradients are wanted, by name."""
 
     inputs: list[Any]
-    names: list[str]
-    tensors: list[torch.Tensor]
+    tensors: dict[str, torch.Tensor]
 
 
 def _differentiable(model: nn.Module, inputs: Sequence[Any]) -> _Wanted:
@@ -335,7 +334,7 @@ def _differentiable(model: nn.Module, inputs: Sequence[Any]) -> _Wanted:
         if isinstance(value, torch.Tensor) and value.requires_grad
     }
     named |= {f"∂ {name}": value for name, value in model.named_parameters() if value.requires_grad}
-    return _Wanted(fresh, list(named), list(named.values()))
+    return _Wanted(fresh, named)
 
 
 def _copies(inputs: Sequence[Any]) -> list[Any]:
@@ -360,17 +359,16 @@ def _outcome(
     with torch.set_grad_enabled(options.grad):
         outputs = leaves(model(*_copies(wanted.inputs)))
     tensors = {f"output {index}" if len(outputs) > 1 else "output": out.detach() for index, out in enumerate(outputs)}
-    per_image = {*tensors, *(name for name in wanted.names if name.startswith("∂ input "))}
     if not options.grad:
-        return _Outcome(outputs, [], tensors, per_image)
+        return _Outcome(outputs, [], tensors)
     if projections is None:
         projections = [torch.randn_like(out) for out in outputs]
         for projection in projections:
             if images is not None:
                 projection[[index for index in range(len(projection)) if index not in images]] = 0
-    found = torch.autograd.grad(outputs, wanted.tensors, projections, allow_unused=True)
-    tensors |= {name: grad for name, grad in zip(wanted.names, found) if grad is not None}
-    return _Outcome([out.detach() for out in outputs], projections, tensors, per_image)
+    found = torch.autograd.grad(outputs, [*wanted.tensors.values()], projections, allow_unused=True)
+    tensors |= {name: grad for name, grad in zip(wanted.tensors, found) if grad is not None}
+    return _Outcome([out.detach() for out in outputs], projections, tensors)
 
 
 def _images(model: nn.Module, inputs: Sequence[Any], run: Run | None) -> list[int] | None:
