@@ -63,16 +63,15 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
 def _check_fused(of: Trial, inputs: list[Any]) -> None:
     """Compare and time a fused copy of a trial's model in evaluation mode, without derivatives.
 
-    What is found goes into the trial's result. Without chains there is nothing to compare: the report of the copy,
-    ``result.fused``, says why.
+    What is found goes into the trial's result. Without chains there is nothing to compare: ``result.blocks`` say why.
     """
     result, options = of.result, of.options
     plain = copied(of.model).eval()
     fast = copied(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result.fused = polyphase.accelerate(fast, fuse=True)
-    if not any(block.fused for block in result.fused.blocks):
+        result.blocks = polyphase.accelerate(fast, fuse=True).blocks
+    if not any(block.fused for block in result.blocks):
         return
     # Without a report of what was swapped, whose layers a trial watches by hooks: those would see what is not computed.
     found = CheckResult(result.cut, polyphase.Report("fused", ()), result.plans)

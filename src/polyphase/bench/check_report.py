@@ -20,7 +20,7 @@ def show(console: Console, result: CheckResult) -> None:
             console.print(table)
     if result.races:
         console.print(_races(result))
-    for block in result.fused.blocks if result.fused else ():
+    for block in result.blocks:
         console.print(f"· fuse=True, {block}", style="dim", markup=False)
     for remark in result.remarks:
         console.print(f"· {remark}", style="dim", markup=False)

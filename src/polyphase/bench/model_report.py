@@ -118,8 +118,7 @@ class ModelReport:
     @property
     def fused(self) -> list[Block]:
         """The layers that compute more than themselves with ``fuse=True``."""
-        blocks = self.check.fused.blocks if self.check.fused else ()
-        return [block for block in blocks if block.fused or block.before]
+        return [block for block in self.check.blocks if block.fused or block.before]
 
     @property
     def recipe(self) -> str:

@@ -85,9 +85,7 @@ def summary(report: ModelReport) -> list[str]:
 
 def _fused(report: ModelReport) -> list[str]:
     """What is fused with which layers, and why nothing is with others; fused layers come first."""
-    blocks = sorted(
-        report.check.fused.blocks if report.check.fused else (), key=lambda block: block not in report.fused
-    )
+    blocks = sorted(report.check.blocks, key=lambda block: block not in report.fused)
     if not blocks:
         return []
     more = [f"  and {len(blocks) - _SHOWN} more layers, on the page"] if len(blocks) > _SHOWN else []
@@ -112,7 +110,7 @@ def page(report: ModelReport) -> str:
         f"<pre><code>{escape(report.recipe)}</code></pre>" if report.recipe else "<p>Nothing to add.</p>",
         "<h2>Layers</h2>",
         _layers(report),
-        *(["<h2>Fusion</h2>", _fusion(report)] if report.check.fused else []),
+        *(["<h2>Fusion</h2>", _fusion(report)] if report.check.blocks else []),
         "<h2>Accuracy</h2>",
         _accuracy(report),
         "<h2>Left alone</h2>",
@@ -182,12 +180,11 @@ def _layers(report: ModelReport) -> str:
 
 def _fusion(report: ModelReport) -> str:
     """What each layer computes with fuse=True."""
-    fused = report.check.fused
     lead = (
         "What <code>polyphase.accelerate(model, fuse=True)</code> fuses into each layer's kernel in evaluation mode; "
         "functions only where no gradients are recorded."
     )
-    return f'<p class="soft">{lead}</p>{_list(map(str, fused.blocks if fused else ()))}'
+    return f'<p class="soft">{lead}</p>{_list(map(str, report.check.blocks))}'
 
 
 def _times(report: ModelReport, record: Record) -> tuple[float | None, float | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,6 +30,9 @@ from polyphase.plan import planner as plan
 from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.torch_op.tf32 import tf32_allowed
+
+if TYPE_CHECKING:
+    from polyphase.fuse import Block
 
 FLOAT64_FLOPS = 100e9
 """Flops of a float64 forward pass beyond which only some images of a batch are compared."""
@@ -63,13 +66,13 @@ class Race:
 class CheckResult:
     """All that a check found out. ``problems`` names what is wrong; a model without any is as it should be.
 
-    ``fused``: the report of the fused copy, where that was asked for.
+    ``blocks``: what each layer of the fused copy computes, where that was asked for.
     """
 
     cut: Cut
     swapped: polyphase.Report
     plans: list[tuple[str, str, str, str]] = field(default_factory=list)
-    fused: polyphase.Report | None = None
+    blocks: tuple[Block, ...] = ()
     findings: list[Finding] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
