@@ -27,7 +27,6 @@ from shared import (
     ROOT,
     compile_kernels,
     compiled,
-    copy_rate,
     error,
     fill_inductor,
     problems_met,
@@ -42,6 +41,7 @@ from zoo import evaluating
 
 import polyphase
 from polyphase.bench import environment
+from polyphase.bench.ceilings import copy_rate
 from polyphase.bench.report import make_console
 from polyphase.bench.timing import Timer
 from polyphase.jit.launcher import quiet

@@ -202,12 +202,6 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found[: len(wanted)].double() - wanted).norm() / wanted.norm())
 
 
-def copy_rate(timer: Timer) -> float:
-    """Bytes read and written in a second by a large copy."""
-    one, other = (torch.empty(1 << 28, device="cuda") for _ in range(2))
-    return 2 * one.nbytes / (1e-3 * timer.measure(lambda: other.copy_(one)).ms)
-
-
 def write(path: Path, rows: Sequence[Any]) -> None:
     """All rows, of one dataclass, each with the machine and the command."""
     facts = environment.facts("cuda") | {"command": shlex.join(["python", *sys.argv])}

@@ -61,13 +61,15 @@ def _of_file(path: Path, dtype: str, tf32: bool, fuse: bool) -> Model:
         raise EmitError(str(failure)) from failure
     except Exception as failure:  # whatever else the model raises
         raise EmitError(f"{path} does not run on shapes alone: {type(failure).__name__}: {failure}") from failure
-    found = _model(str(path), path.read_text(encoding="utf-8"), model, run.problems, tf32)
-    found = replace(found, is_class=isinstance(file.make_model, type))
-    if not fuse:
-        return found
-    problems = {name: replace(each, tf32=tf32, tf32_as_pytorch=tf32) for name, each in run.problems if each is not None}
+    problems = _problems(str(path), model, dict(run.problems), tf32)
+    layers: dict[str, ConvTransposeProblem] = {}
+    for name, problem in problems.items():
+        if constants(problem) not in map(constants, layers.values()):
+            layers[name] = problem
+    source, defined, imported = _read(str(path), path.read_text(encoding="utf-8"))
     called = getattr(file.get_inputs, "__globals__", {})
-    return replace(found, fusion=fusion_of(model, inputs, problems, called))
+    fusion = fusion_of(model, inputs, problems, called) if fuse else Fusion()
+    return Model(source, layers, defined, imported, isinstance(file.make_model, type), fusion)
 
 
 def model_of_layer(text: str, dtype: str | None, tf32: bool) -> Model:
@@ -114,14 +116,14 @@ def get_init_inputs() -> list:
 '''
 
 
-def _model(
-    name: str, text: str, model: torch.nn.Module, problems: list[tuple[str, ConvTransposeProblem | None]], tf32: bool
-) -> Model:
+def _problems(
+    name: str, model: torch.nn.Module, traced: dict[str, ConvTransposeProblem | None], tf32: bool
+) -> dict[str, ConvTransposeProblem]:
+    """The problem of each layer, by its name. Raises `EmitError` for a layer that has no kernels in emitted files."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, _ConvTransposeNd)}
     if not modules:
         raise EmitError(f"{name}: {NO_MODULES}. Kernels are emitted for modules, not for calls of torch.nn.functional")
-    traced = dict(problems)
-    layers: dict[str, ConvTransposeProblem] = {}
+    found = {}
     for path, module in modules.items():
         shown = path or "the model itself"
         if not any(type(module) is cls for cls in _CLASSES):  # polyphase's own are equal to them
@@ -136,9 +138,8 @@ def _model(
         if reason := unlike(shown, module, problem):
             raise EmitError(f"{name}: {reason}")
         assert problem is not None
-        if constants(problem) not in map(constants, layers.values()):
-            layers[path] = replace(problem, tf32=tf32, tf32_as_pytorch=tf32)
-    return _read(name, text, layers)
+        found[path] = replace(problem, tf32=tf32, tf32_as_pytorch=tf32)
+    return found
 
 
 def _class_and_remedy(module: _ConvTransposeNd) -> str:
@@ -154,8 +155,8 @@ def _class_and_remedy(module: _ConvTransposeNd) -> str:
     return f"{told}build that in the model, as emitted files have kernels for no other class"
 
 
-def _read(name: str, text: str, layers: dict[str, ConvTransposeProblem]) -> Model:
-    """The text without what an emitted file has elsewhere or cannot have."""
+def _read(name: str, text: str) -> tuple[str, frozenset[str], dict[str, str]]:
+    """The text without what an emitted file has elsewhere or cannot have; names in it, and what others stand for."""
     tree = ast.parse(text)
     defined, imported = set(), {}
     kept = text.splitlines()
@@ -175,7 +176,7 @@ def _read(name: str, text: str, layers: dict[str, ConvTransposeProblem]) -> Mode
     if isinstance(tree.body[0], ast.Expr) and ast.get_docstring(tree) is not None:
         comment = [f"# {line}".rstrip() for line in (ast.get_docstring(tree) or "").splitlines()]
         kept[tree.body[0].lineno - 1 : tree.body[0].end_lineno] = comment
-    return Model(rewrite("\n".join(kept)), layers, frozenset(defined), imported)
+    return rewrite("\n".join(kept)), frozenset(defined), imported
 
 
 def _imports(name: str, statement: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
