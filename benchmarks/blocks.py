@@ -24,11 +24,13 @@ import torch
 import typer
 from kernelbench_level2 import LEVEL2
 from shared import (
+    CONTESTANTS,
     ROOT,
     compile_kernels,
     compiled,
     error,
     fill_inductor,
+    operands,
     problems_met,
     reductions_met,
     sources_of,
@@ -48,8 +50,6 @@ from polyphase.jit.launcher import quiet
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.program.reduction import program_of
-
-CONTESTANTS = ("torch", "swapped", "fused")
 
 
 @dataclass
@@ -194,18 +194,12 @@ def least_bytes(model: nn.Module, inputs: list[Tensor], output: Tensor) -> int:
     return sum(each.nbytes for each in (*inputs, *model.parameters(), output))
 
 
-def operands(block: Block, dtype: torch.dtype) -> list[Tensor]:
-    """A block's inputs."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    return [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in block.inputs]
-
-
 def compile_one(job: tuple[str, str, str]) -> None:
     """Compile a block, a dtype and a contestant by Inductor, for its cache."""
     name, text, who = job
     dtype = getattr(torch, text)
     with torch.inference_mode(), quiet():
-        compiled(contestants(BLOCKS[name], dtype)[who], operands(BLOCKS[name], dtype), who == "fused")
+        compiled(contestants(BLOCKS[name], dtype)[who], operands(BLOCKS[name].inputs, dtype), who == "fused")
     torch.cuda.empty_cache()
 
 
@@ -214,7 +208,7 @@ def measured(
 ) -> list[Row]:
     """A block's rows; ``among``: who is compiled by `torch.compile`."""
     model, text = built(block), str(dtype).removeprefix("torch.")
-    inputs = operands(block, dtype)
+    inputs = operands(block.inputs, dtype)
     wanted = copy.deepcopy(model).cuda().double()(*(each[:2].double() for each in inputs))
     calls = contestants(block, dtype)
     output = calls["torch"](*inputs)

@@ -9,7 +9,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, fields, replace
 from functools import partial
@@ -34,6 +34,8 @@ from polyphase.problem.epilogue import NONE, Epilogue, decoded
 from polyphase.problem.reduction import Reduction
 
 ROOT = Path(__file__).parent.parent
+CONTESTANTS = ("torch", "swapped", "fused")
+"""PyTorch's layers, polyphase's, and those that compute what stands around them."""
 
 
 def problems_met(run: Callable[[], object], dtype: torch.dtype) -> list[ConvTransposeProblem]:
@@ -121,6 +123,12 @@ def compile_kernels(find: Callable[..., list[Any]], jobs: Sequence[tuple[Any, ..
         sources = dict.fromkeys(itertools.chain.from_iterable(pool.starmap(find, jobs, 1)))
     compile_ahead(sources, arch)
     return len(sources)
+
+
+def operands(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    """Random tensors on the GPU, the same each time."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes]
 
 
 def timed(call: Callable[..., Any], inputs: list[Tensor], mode: str, timer: Timer, fusing: bool) -> float:
