@@ -64,9 +64,7 @@ def measure(device: torch.device, tell: Callable[[str], object]) -> list[HostRec
     for name, problem in LAYERS.items():
         tell(name)
         operands = make_operands(problem, device)
-        for situation in SITUATIONS:
-            ours, theirs = _in_turn(problem, operands, situation, device)
-            found.append(_record(name, problem, situation, device, ours, theirs))
+        found += [_record(name, problem, operands, situation, device) for situation in SITUATIONS]
     return found
 
 
@@ -79,9 +77,9 @@ def write_csv(path: Path, records: Iterable[HostRecord], device: torch.device) -
     write_rows(path, columns, ([*row, *machine.values()] for row in rows))
 
 
-def _in_turn(
-    problem: ConvTransposeProblem, operands: Operands, situation: str, device: torch.device
-) -> tuple[list[float], list[float]]:
+def _record(
+    name: str, problem: ConvTransposeProblem, operands: Operands, situation: str, device: torch.device
+) -> HostRecord:
     import polyphase
 
     functions = (getattr(polyphase, f"conv_transpose{problem.dims}d"), torch_function(problem))
@@ -94,7 +92,18 @@ def _in_turn(
     calls = [_call(function, tensors, constants, operands.grad_output, situation) for function in functions]
     with torch.set_grad_enabled(wanted):
         ours, theirs = rounds_in_turn(calls, device)
-    return ours, theirs
+    kernels = _kernels(problem, situation, device)
+    return HostRecord(
+        layer=name,
+        problem=str(problem) + (", channels_last" if problem.channels_last else ""),
+        situation=situation,
+        kernels=" ".join(kernels),
+        launches=len(kernels),
+        polyphase_us=statistics.median(ours),
+        polyphase_p10=_p10(ours),
+        torch_us=statistics.median(theirs),
+        torch_p10=_p10(theirs),
+    )
 
 
 def _call(
@@ -109,28 +118,6 @@ def _call(
     output = function(*tensors, *constants)
     leaves = [tensor for tensor in tensors if tensor is not None]
     return lambda: torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
-
-
-def _record(
-    name: str,
-    problem: ConvTransposeProblem,
-    situation: str,
-    device: torch.device,
-    ours: list[float],
-    theirs: list[float],
-) -> HostRecord:
-    kernels = _kernels(problem, situation, device)
-    return HostRecord(
-        layer=name,
-        problem=str(problem) + (", channels_last" if problem.channels_last else ""),
-        situation=situation,
-        kernels=" ".join(kernels),
-        launches=len(kernels),
-        polyphase_us=statistics.median(ours),
-        polyphase_p10=_p10(ours),
-        torch_us=statistics.median(theirs),
-        torch_p10=_p10(theirs),
-    )
 
 
 def _p10(samples: list[float]) -> float:
