@@ -148,7 +148,7 @@ def _grouped(
     title: str, column: str, found: Iterable[Forecast], names: Callable[[Forecast], list[str]], over: float
 ) -> Table:
     """One line for each pass, dtype and name, those first that are most above their floors together."""
-    groups: dict[tuple[str, ...], list[float]] = {}
+    groups: dict[tuple[str, str, str], list[float]] = {}
     for forecast in found:
         for name in names(forecast):
             key = PASS_TITLES[forecast.pass_.value], forecast.problem.dtype, name

@@ -47,10 +47,9 @@ def warm_calls(device: torch.device, progress: Callable[[str], None]) -> list[Ho
 
     operands, parameters = make_operands(SMALL, device), parameters_of(SMALL)
     functions = (polyphase.conv_transpose2d, torch_function(SMALL))
-    modules = [
-        kind(SMALL.in_channels, SMALL.out_channels, SMALL.kernel_size, **parameters, device=device)
-        for kind in (polyphase.ConvTranspose2d, nn.ConvTranspose2d)
-    ]
+    kinds: tuple[Callable[..., nn.Module], ...] = (polyphase.ConvTranspose2d, nn.ConvTranspose2d)
+    sizes = (SMALL.in_channels, SMALL.out_channels, SMALL.kernel_size)
+    modules = [kind(*sizes, **parameters, device=device) for kind in kinds]
     x, weight, bias = operands.input, operands.weight, operands.bias
     found = []
     for grad in (False, True):
