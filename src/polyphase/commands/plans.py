@@ -36,9 +36,8 @@ def plans(
     Default: every layer of each suite. Float32 is planned with TF32 forbidden and allowed. Ignores tuning results and
     caches on disk. `diff` compares two such files.
     """
-    from rich.progress import Progress
+    from rich.progress import track
 
-    from polyphase.bench import gates
     from polyphase.bench import plans as planned
     from polyphase.bench.layers import every_layer
     from polyphase.bench.random_layers import random_layers
@@ -55,12 +54,9 @@ def plans(
         random_layers(random, seed),
         cold,
     )
-    found: list[gates.Row] = []
-    with Progress(console=make_console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"{len(cases)} problems", total=len(cases))
-        for rows in planned.rows(cases, jobs):
-            found += rows
-            progress.advance(task)
+    progress = make_console(stderr=True)
+    told = track(planned.rows(cases, jobs), f"{len(cases)} problems", len(cases), console=progress, transient=True)
+    found = [row for rows in told for row in rows]
     planned.write(csv, found)
     for name, (median, ninetieth, most) in planned.planning_seconds(found).items():
         text = f"a cold {name} plan takes {median:.3f} s in the median, {ninetieth:.3f} s at the 90th percentile"
