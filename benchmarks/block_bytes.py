@@ -21,8 +21,8 @@ from typing import Annotated
 
 import torch
 import typer
-from blocks import BLOCKS, contestants, least_bytes, operands
-from shared import ROOT, write
+from blocks import BLOCKS, contestants, least_bytes
+from shared import ROOT, operands, write
 
 from polyphase.bench.report import make_console
 from polyphase.jit.launcher import quiet
@@ -48,14 +48,14 @@ class Row:
 
 def moved(name: str, dtype: torch.dtype) -> float:
     """Megabytes of a block's inputs, output and weights."""
-    model, inputs = contestants(BLOCKS[name], dtype)["torch"], operands(BLOCKS[name], dtype)
+    model, inputs = contestants(BLOCKS[name], dtype)["torch"], operands(BLOCKS[name].inputs, dtype)
     with torch.inference_mode():
         return 1e-6 * least_bytes(model, inputs, model(*inputs))
 
 
 def run(name: str, dtype: torch.dtype) -> None:
     """One call of a fused block between the profiler's start and stop, and two calls before."""
-    model, inputs = contestants(BLOCKS[name], dtype)["fused"], operands(BLOCKS[name], dtype)
+    model, inputs = contestants(BLOCKS[name], dtype)["fused"], operands(BLOCKS[name].inputs, dtype)
     with torch.inference_mode(), quiet():
         for _ in range(2):
             model(*inputs)

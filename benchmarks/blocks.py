@@ -24,30 +24,32 @@ import torch
 import typer
 from kernelbench_level2 import LEVEL2
 from shared import (
+    CONTESTANTS,
     ROOT,
     compile_kernels,
     compiled,
-    copy_rate,
     error,
     fill_inductor,
+    operands,
     problems_met,
     reductions_met,
     sources_of,
     timed,
     write,
 )
+from sound_models import Snake
 from torch import Tensor, nn
+from zoo import evaluating
 
 import polyphase
 from polyphase.bench import environment
+from polyphase.bench.ceilings import copy_rate
 from polyphase.bench.report import make_console
 from polyphase.bench.timing import Timer
 from polyphase.jit.launcher import quiet
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.program.reduction import program_of
-
-CONTESTANTS = ("torch", "swapped", "fused")
 
 
 @dataclass
@@ -106,18 +108,6 @@ class UpBlock(nn.Module):
         return torch.cat([skip, self.up(x)], 1)
 
 
-class Snake1d(nn.Module):
-    """DAC's activation."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.rand(1, channels, 1) + 0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, L)."""
-        return x + (self.alpha + 1e-9).reciprocal() * torch.sin(self.alpha * x).pow(2)
-
-
 def dcgan(width: int = 64) -> nn.Module:
     """The generator of DCGAN, 64 pixels."""
     widths = (100, 8 * width, 4 * width, 2 * width, width)
@@ -167,21 +157,15 @@ BLOCKS: dict[str, Block] = {
         lambda: nn.Sequential(nn.LeakyReLU(0.1), nn.ConvTranspose1d(128, 64, 4, 2, 1)), ((16, 128, 6400),)
     ),
     "DAC up, batch 8": Block(
-        lambda: nn.Sequential(Snake1d(192), nn.ConvTranspose1d(192, 96, 4, 2, 1)), ((8, 192, 22016),)
+        lambda: nn.Sequential(Snake(192), nn.ConvTranspose1d(192, 96, 4, 2, 1)), ((8, 192, 22016),)
     ),
     **{f"KernelBench 2-{number}": Block(problem.build, problem.inputs) for number, problem in LEVEL2.items()},
 }
 
 
 def built(block: Block) -> nn.Module:
-    """The block with random weights, and statistics as training leaves them, in evaluation mode."""
-    torch.manual_seed(0)
-    model = block.build()
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.register_buffer("running_mean", torch.rand(module.num_features) - 0.5)
-            module.register_buffer("running_var", torch.rand(module.num_features) + 0.5)
-    return model.eval().requires_grad_(False)
+    """The block, as `evaluating` makes it, without gradients."""
+    return evaluating(block.build).requires_grad_(False)
 
 
 def kernels_of(name: str, dtype: torch.dtype, device: DeviceInfo) -> list[Any]:
@@ -210,18 +194,12 @@ def least_bytes(model: nn.Module, inputs: list[Tensor], output: Tensor) -> int:
     return sum(each.nbytes for each in (*inputs, *model.parameters(), output))
 
 
-def operands(block: Block, dtype: torch.dtype) -> list[Tensor]:
-    """A block's inputs."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    return [torch.randn(shape, device="cuda", dtype=dtype, generator=generator) for shape in block.inputs]
-
-
 def compile_one(job: tuple[str, str, str]) -> None:
     """Compile a block, a dtype and a contestant by Inductor, for its cache."""
     name, text, who = job
     dtype = getattr(torch, text)
     with torch.inference_mode(), quiet():
-        compiled(contestants(BLOCKS[name], dtype)[who], operands(BLOCKS[name], dtype), who == "fused")
+        compiled(contestants(BLOCKS[name], dtype)[who], operands(BLOCKS[name].inputs, dtype), who == "fused")
     torch.cuda.empty_cache()
 
 
@@ -230,7 +208,7 @@ def measured(
 ) -> list[Row]:
     """A block's rows; ``among``: who is compiled by `torch.compile`."""
     model, text = built(block), str(dtype).removeprefix("torch.")
-    inputs = operands(block, dtype)
+    inputs = operands(block.inputs, dtype)
     wanted = copy.deepcopy(model).cuda().double()(*(each[:2].double() for each in inputs))
     calls = contestants(block, dtype)
     output = calls["torch"](*inputs)

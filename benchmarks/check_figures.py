@@ -113,15 +113,11 @@ def _kind(line: str, before: str) -> str:
     return "code" if line.startswith("    ") else "paragraph"
 
 
-class Scoped(NamedTuple):
-    """A block with what may hold its source: itself, what introduces it, what its section begins with."""
+def scoped(text: str) -> Iterator[tuple[Block, str]]:
+    """The blocks of a page but its headings, each with what may hold its source.
 
-    block: Block
-    scope: str
-
-
-def scoped(text: str) -> Iterator[Scoped]:
-    """The blocks of a page but its headings."""
+    That is the block itself, what introduces it, and what its section begins with.
+    """
     opening, introduction, after_heading = "", "", False
     for block in blocks(text):
         if block.kind == "heading":
@@ -131,7 +127,7 @@ def scoped(text: str) -> Iterator[Scoped]:
             opening = block.text
         if block.kind == "paragraph":
             introduction = ""
-        yield Scoped(block, "\n".join((block.text, introduction, opening)))
+        yield block, "\n".join((block.text, introduction, opening))
         after_heading = False
         if block.kind == "paragraph":
             introduction = block.text

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from blocks import LayerNorm2d, dcgan, pose, sam
 from torch import Tensor, nn
-from zoo import Model
+from zoo import Model, Residual
 
 
 class Pix2Pix(nn.Module):
@@ -103,19 +103,6 @@ class Neck(nn.Module):
         return torch.cat([up(x) for up, x in zip(self.up, (fine, middle, coarse))], 1)
 
 
-class ResidualBlock(nn.Module):
-    """Layers whose result is added to what they are given."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.block = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W)."""
-        result: Tensor = x + self.block(x)
-        return result
-
-
 def cyclegan(width: int = 64, blocks: int = 9) -> nn.Module:
     """The generator of CycleGAN for 256 pixels: (N, 3, 256, 256) to the same."""
 
@@ -129,16 +116,16 @@ def cyclegan(width: int = 64, blocks: int = 9) -> nn.Module:
         first, second = (
             [nn.ReflectionPad2d(1), *normed(nn.Conv2d(4 * width, 4 * width, 3), 4 * width)] for _ in range(2)
         )
-        layers.append(ResidualBlock(*first, *second[:-1]))
+        layers.append(Residual(*first, *second[:-1]))
     for a in (2 * width, width):
         layers += normed(nn.ConvTranspose2d(2 * a, a, 3, 2, 1, 1), a)
     return nn.Sequential(*layers, nn.ReflectionPad2d(3), nn.Conv2d(width, 3, 7), nn.Tanh())
 
 
-def smoothing(channels: int, gain: float) -> Tensor:
-    """StyleGAN2's filter of four by four taps for each channel."""
+def smoothing(channels: int) -> Tensor:
+    """StyleGAN2's filter of four by four taps for each channel, for images of twice the size."""
     taps = torch.tensor([1.0, 3.0, 3.0, 1.0])
-    return (gain * taps * taps[:, None] / 64).expand(channels, 1, 4, 4)
+    return (4 * taps * taps[:, None] / 64).expand(channels, 1, 4, 4)
 
 
 class Styled(nn.Module):
@@ -156,7 +143,7 @@ class Styled(nn.Module):
         self.layer = up_layer if up else nn.Conv2d(a, b, 3, 1, 1, bias=False)
         self.strength, self.bias = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(b, 1, 1))
         self.register_buffer("noise", torch.randn(size, size))
-        self.register_buffer("filter", smoothing(b, 4.0))
+        self.register_buffer("filter", smoothing(b))
         self.up, self.grouped = up, grouped
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
@@ -197,7 +184,7 @@ class StyleGAN2(nn.Module):
         self.colours = nn.ModuleList(nn.Conv2d(width, 3, 1) for width in widths)
         self.larger = nn.ModuleList(nn.ConvTranspose2d(3, 3, 4, 2, 1, groups=3, bias=False) for _ in widths[1:])
         for layer in self.larger:  # filters, which stay as they are
-            layer.weight = nn.Parameter(smoothing(3, 4.0).clone(), requires_grad=False)
+            layer.weight = nn.Parameter(smoothing(3).clone(), requires_grad=False)
 
     def forward(self, w: Tensor) -> Tensor:
         """The image, a sum over all sizes."""
@@ -313,10 +300,10 @@ class UNETR(nn.Module):
         return tokens.transpose(1, 2).unflatten(2, self.grid).contiguous()
 
 
-def refined(channels: int) -> ResidualBlock:
+def refined(channels: int) -> Residual:
     """A residual unit of DPT's, with activations first."""
     layers = (each for _ in range(2) for each in (nn.ReLU(), nn.Conv2d(channels, channels, 3, 1, 1)))
-    return ResidualBlock(*layers)
+    return Residual(*layers)
 
 
 class DPT(nn.Module):

@@ -8,40 +8,34 @@ both.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from zoo import Model
 
 
 class OfTensor(nn.Module):
-    """A part of a model, of a tensor and perhaps constants, whose result is a tensor or the first of several."""
+    """A part of a model, of a tensor, whose result is a tensor or the first of several."""
 
-    def __init__(self, part: nn.Module, call: Callable[[Any, Tensor], Any] | None = None) -> None:
+    def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.part = part
-        self._call = call
 
     def forward(self, x: Tensor) -> Tensor:
         """What the part gives."""
-        result = self.part(x) if self._call is None else self._call(self.part, x)
+        result = self.part(x)
         return result if isinstance(result, Tensor) else result[0]
 
 
-def part(
-    where: str, name: str, config: str, call: Callable[[Any, Tensor], Any] | None = None, **sizes: Any
-) -> nn.Module:
-    """The class ``name`` of ``transformers.models.<where>`` with a configuration, which has ``sizes`` of its own."""
-    folder = where.split(".")[0]
-    made = getattr(importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"), config)(**sizes)
+def part(folder: str, name: str, config: str) -> nn.Module:
+    """The class ``name`` of ``transformers.models.<folder>`` with a configuration's published sizes."""
+    made = getattr(importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"), config)()
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     built: nn.Module = getattr(module, name)(made)
     for each in built.modules():
         for parametrized in list(getattr(each, "parametrizations", {})):
             nn.utils.parametrize.remove_parametrizations(each, parametrized)
-    return OfTensor(built, call)
+    return OfTensor(built)
 
 
 LIBRARY_MODELS: dict[str, Model] = {

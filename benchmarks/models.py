@@ -27,10 +27,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from blocks import CONTESTANTS
 from image_models import IMAGE_MODELS
 from library_models import LIBRARY_MODELS
 from shared import (
+    CONTESTANTS,
     ROOT,
     compile_kernels,
     compiled,
@@ -38,6 +38,7 @@ from shared import (
     fill_inductor,
     in_turn,
     norms_met,
+    operands,
     problems_met,
     sources_of,
     timed,
@@ -149,18 +150,12 @@ def around(model: Model, who: str) -> AbstractContextManager[Any]:
     return polyphase.override() if model.calls and who != "torch" else nullcontext()
 
 
-def operands(model: Model, dtype: torch.dtype, batch: int) -> list[Tensor]:
-    """A model's inputs."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes(model, batch)]
-
-
 def compile_one(job: tuple[str, str, str, int, str]) -> None:
     """Compile a model in a dtype, a run, a batch and by a contestant with Inductor, for its cache."""
     name, text, run, batch, who = job
     dtype = getattr(torch, text)
     module = contestants(MODELS[name], dtype)[0][who].train(run == "training")
-    inputs = operands(MODELS[name], dtype, batch)
+    inputs = operands(shapes(MODELS[name], batch), dtype)
     with quiet(), torch.inference_mode(run == "inference"), around(MODELS[name], who):
         if run == "inference":
             compiled(module, inputs, who == "fused")
@@ -174,7 +169,7 @@ def measured(
 ) -> list[Row]:
     """A model's rows of one batch."""
     module, text = built(model), str(dtype).removeprefix("torch.")
-    inputs = operands(model, dtype, batch)
+    inputs = operands(shapes(model, batch), dtype)
     few, (models, chains) = [each[:2] for each in inputs], contestants(model, dtype)
     wanted = outcome(module.to("cuda").double(), run, [each.double() for each in few])
     errors = {}

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import html
-import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-from polyphase.bench.records import Record, read_csv
+from polyphase.bench.records import Record, geometric_mean, read_csv
 
 RESULTS = Path(__file__).parent / "results"
 RECORD, PICTURE = RESULTS / "h200.csv", RESULTS / "h200-speedup.svg"
@@ -41,7 +40,7 @@ def drawn(records: list[Record]) -> str:
     layers = [each for each in records if (each.pass_name, each.dtype, each.layout) == ("forward", "float32", "nchw")]
     layers.sort(key=lambda record: -(record.speedup or 0))
     speedups = [record.speedup or 0.0 for record in layers]
-    mean = math.exp(sum(map(math.log, speedups)) / len(speedups))
+    mean = geometric_mean(speedups)
     slower = sum(speedup < 1 for speedup in speedups)
     height = TOP + ROW * len(layers) + MARGIN
     unit = (WIDTH - MARGIN - 44 - BARS) / max(speedups)

@@ -9,7 +9,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, fields, replace
 from functools import partial
@@ -34,6 +34,8 @@ from polyphase.problem.epilogue import NONE, Epilogue, decoded
 from polyphase.problem.reduction import Reduction
 
 ROOT = Path(__file__).parent.parent
+CONTESTANTS = ("torch", "swapped", "fused")
+"""PyTorch's layers, polyphase's, and those that compute what stands around them."""
 
 
 def problems_met(run: Callable[[], object], dtype: torch.dtype) -> list[ConvTransposeProblem]:
@@ -123,6 +125,12 @@ def compile_kernels(find: Callable[..., list[Any]], jobs: Sequence[tuple[Any, ..
     return len(sources)
 
 
+def operands(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    """Random tensors on the GPU, the same each time."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes]
+
+
 def timed(call: Callable[..., Any], inputs: list[Tensor], mode: str, timer: Timer, fusing: bool) -> float:
     """Milliseconds of a call: eager, by `torch.compile`, as a CUDA graph of either; ``fusing``: compiled, fused.
 
@@ -200,12 +208,6 @@ def graphed(call: Callable[..., object], inputs: list[Tensor]) -> Callable[[], o
 def error(found: Tensor, wanted: Tensor) -> float:
     """``‖found - wanted‖ / ‖wanted‖`` of the first of the batch."""
     return float((found[: len(wanted)].double() - wanted).norm() / wanted.norm())
-
-
-def copy_rate(timer: Timer) -> float:
-    """Bytes read and written in a second by a large copy."""
-    one, other = (torch.empty(1 << 28, device="cuda") for _ in range(2))
-    return 2 * one.nbytes / (1e-3 * timer.measure(lambda: other.copy_(one)).ms)
 
 
 def write(path: Path, rows: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo import Model
+from zoo import Model, Residual
 
 
 class HiFiGAN(nn.Module):
@@ -100,20 +100,6 @@ class CroppedUp(nn.Module):
         """(N, a, L) to (N, b, s·L), or less where both ends are cropped."""
         y = self.up(x)
         return y[..., self.left : y.shape[-1] - self.right].contiguous()
-
-
-class Residual(nn.Module):
-    """Activations and convolutions beside a shortcut."""
-
-    def __init__(self, *layers: nn.Module, shortcut: nn.Module | None = None) -> None:
-        super().__init__()
-        self.block = nn.Sequential(*layers)
-        self.shortcut = nn.Identity() if shortcut is None else shortcut
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, L)."""
-        result: Tensor = self.shortcut(x) + self.block(x)
-        return result
 
 
 def dac(width: int = 1536, given: int = 1024) -> nn.Module:

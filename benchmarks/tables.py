@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from polyphase.bench.records import PASS_TITLES, Record, geometric_mean, read_csv, summaries
+from polyphase.bench.records import PASS_TITLES, Record, Summary, geometric_mean, read_csv, summaries
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -110,17 +110,21 @@ def times(value: float | None, notable: float = float("inf")) -> str:
     return f"**{value:.2f}×**" if value >= notable else f"{value:.2f}×"
 
 
-def means() -> Iterable[list[str]]:
-    """Geometric means of each pass and dtype."""
-    found = records("h200.csv", "h200-gradients.csv")
+def compared(*names: str) -> Iterable[tuple[Summary, str, str]]:
+    """The means of each pass and dtype, and on how many layers polyphase is faster: than PyTorch, than its search."""
+    found = records(*names)
     for of in sorted(summaries(found), key=lambda of: (list(PASS_TITLES).index(of.pass_name), of.dtype == "bfloat16")):
         measured = [each for each in found if (each.pass_name, each.dtype) == (of.pass_name, of.dtype)]
         faster = sum((record.speedup or 0.0) >= 1 for record in measured)
         searched = f"{of.benchmark_speedup:.2f}, on {of.benchmarked - of.slower}" if of.benchmarked else "–"
-        yield [
-            of.pass_name, of.dtype, f"{of.times_floor:.1f}", f"{of.torch_times_floor:.1f}", f"{of.speedup:.2f}",
-            f"{faster} of {len(measured)}", searched,
-        ]  # fmt: skip
+        yield of, f"{faster} of {len(measured)}", searched
+
+
+def means() -> Iterable[list[str]]:
+    """Geometric means of each pass and dtype."""
+    for of, *counts in compared("h200.csv", "h200-gradients.csv"):
+        floors = (f"{of.times_floor:.1f}", f"{of.torch_times_floor:.1f}")
+        yield [of.pass_name, of.dtype, *floors, f"{of.speedup:.2f}", *counts]
 
 
 def every_pass() -> Iterable[list[str]]:
@@ -158,14 +162,8 @@ def against_the_faster(record: Record) -> list[str]:
 
 def channels_last_means() -> Iterable[list[str]]:
     """Geometric means in channels_last, against PyTorch in the same format."""
-    found = records("h200-channels-last.csv", "h200-gradients-channels-last.csv")
-    for of in sorted(summaries(found), key=lambda of: (list(PASS_TITLES).index(of.pass_name), of.dtype == "bfloat16")):
-        measured = [each for each in found if (each.pass_name, each.dtype) == (of.pass_name, of.dtype)]
-        faster = sum((record.speedup or 0.0) >= 1 for record in measured)
-        yield [
-            PASS_TITLES[of.pass_name], of.dtype, f"{of.times_floor:.1f}", f"{of.speedup:.2f}",
-            f"{faster} of {len(measured)}", f"{of.benchmark_speedup:.2f}, on {of.benchmarked - of.slower}",
-        ]  # fmt: skip
+    for of, *counts in compared("h200-channels-last.csv", "h200-gradients-channels-last.csv"):
+        yield [PASS_TITLES[of.pass_name], of.dtype, f"{of.times_floor:.1f}", f"{of.speedup:.2f}", *counts]
 
 
 def losses() -> Iterable[list[str]]:

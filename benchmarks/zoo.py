@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,33 @@ class Model:
     calls: bool = False
 
 
-def built(model: Model) -> nn.Module:
-    """The model with random weights, and statistics as training leaves them, in evaluation mode."""
+class Residual(nn.Module):
+    """Layers whose result is added to what they are given, or to a ``shortcut`` of that."""
+
+    def __init__(self, *layers: nn.Module, shortcut: nn.Module | None = None) -> None:
+        super().__init__()
+        self.block, self.shortcut = nn.Sequential(*layers), shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, *spatial)."""
+        result: Tensor = (x if self.shortcut is None else self.shortcut(x)) + self.block(x)
+        return result
+
+
+def evaluating(build: Callable[[], nn.Module]) -> nn.Module:
+    """A module with random weights, and statistics as training leaves them, in evaluation mode."""
     torch.manual_seed(0)
-    module = model.build()
+    module = build()
     for each in module.modules():
-        if isinstance(each, nn.BatchNorm2d):
+        if isinstance(each, nn.modules.batchnorm._BatchNorm):
             each.register_buffer("running_mean", torch.rand(each.num_features) - 0.5)
             each.register_buffer("running_var", torch.rand(each.num_features) + 0.5)
     return module.eval()
+
+
+def built(model: Model) -> nn.Module:
+    """The model, as `evaluating` makes it."""
+    return evaluating(model.build)
 
 
 def shapes(model: Model, batch: int) -> list[tuple[int, ...]]:

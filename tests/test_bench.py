@@ -185,10 +185,10 @@ def test_other_shapes_and_dtypes_are_not_compared_at_all() -> None:
 
 def test_kernelbench_s_own_rule() -> None:
     ones = torch.ones(4, 25)
-    assert accuracy.kernelbench_rule(ones + 1.9e-4, ones) == (True, 0.0)
-    assert accuracy.kernelbench_rule(torch.where(torch.arange(25) < 5, 1.01, 1.0).expand(4, 25), ones) == (False, 0.2)
-    assert accuracy.kernelbench_rule((ones + 1e-2).half(), ones.half()) == (True, 0.0)
-    assert accuracy.kernelbench_rule(torch.ones(0, 3), torch.ones(0, 3)) == (True, 0.0)
+    assert accuracy.kernelbench_rule(ones + 1.9e-4, ones) == 0
+    assert accuracy.kernelbench_rule(torch.where(torch.arange(25) < 5, 1.01, 1.0).expand(4, 25), ones) == 0.2
+    assert accuracy.kernelbench_rule((ones + 1e-2).half(), ones.half()) == 0
+    assert accuracy.kernelbench_rule(torch.ones(0, 3), torch.ones(0, 3)) == 0
 
 
 @pytest.mark.parametrize(("count", "wanted"), [(1, 1), (2, 1), (7, 2), (64, 12), (5, 5), (5, 9)])

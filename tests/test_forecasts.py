@@ -102,12 +102,14 @@ def test_the_worst_come_first_and_kinds_have_what_they_have_in_common() -> None:
     assert worst.index("worse") < worst.index("bad")
     assert "fine" not in worst
     assert "the 1 worst" in text(forecasts.worst_table(found, 3.0, 1))
-    line = next(line for line in text(forecasts.kind_table(found, 3.0)).splitlines() if "fewer than 8 outputs" in line)
-    assert line.split()[-5:] == ["2", "16.00", "32.00", "32.00", "2"]
-    line = next(line for line in text(forecasts.schedule_table(found, 3.0)).splitlines() if "quick" in line)
-    assert line.split()[-5:] == ["1", "2.00", "2.00", "2.00", "0"]
-    line = next(line for line in text(forecasts.summary_table(found, 3.0)).splitlines() if "nchw" in line)
-    assert line.split()[-5:] == ["3", "8.00", "32.00", "32.00", "2"]
+    figures = {
+        "fewer than 8 outputs": ["2", "16.00", "32.00", "32.00", "2"],
+        "quick": ["1", "2.00", "2.00", "2.00", "0"],
+        "nchw": ["3", "8.00", "32.00", "32.00", "2"],
+    }
+    for table, (name, expected) in zip(forecasts.group_tables(found, 3.0), figures.items(), strict=True):
+        line = next(line for line in text(table).splitlines() if name in line)
+        assert line.split()[-5:] == expected
 
 
 # What is wanted of 200 layers of 20 µs and more: forecasts of at most so many times the floor on 95 % and on all, and

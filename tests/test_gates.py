@@ -176,7 +176,7 @@ def test_diff_prints_what_differs_and_ends_with_1(tmp_path: Path) -> None:
 
 def test_digests_do_not_depend_on_the_order_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resources_of(source: KernelSource, arch: str) -> compiler.Resources:
-        return compiler.Resources(source.kernel, arch, 64, 0, 0, 0, 0, (), 0.1, source, digest=f"{hash(source):x}")
+        return compiler.Resources(64, 0, 0, 0, (), 0.1, source, digest=f"{hash(source):x}")
 
     monkeypatch.setattr(kernels, "resources_of", resources_of)
     monkeypatch.setattr(kernels, "compiler_version", lambda: "nvrtc 13.5")

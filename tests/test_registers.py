@@ -255,7 +255,7 @@ def test_reports() -> None:
         device = DeviceInfo.for_arch(ARCH)
         reports = [compiler.resources_of(source, ARCH) for source in kernel_sources(problem, pass_, device)]
         offered = [program for _, program in programs(problem, pass_, device)]
-        kernels = {report.kernel for report in reports}
+        kernels = {report.source.kernel for report in reports}
         assert {program.main.source.kernel for program in offered} <= kernels
         sums = {"reduce_splits"} if pass_ is Pass.WEIGHT_GRAD else set()
         assert kernels - sums <= {source.kernel for program in offered for source in program.sources}
@@ -263,5 +263,4 @@ def test_reports() -> None:
         for report in reports:
             assert report.clean, report
             assert 0 < report.registers <= 255
-            assert report.arch == ARCH
             assert report.seconds > 0

@@ -225,14 +225,14 @@ def test_the_recipe_leaves_what_it_says(model: Path) -> None:
     exec(report.recipe, {"model": made})
     assert type(made.up) is polyphase.ConvTranspose2d
     assert "fuse" not in report.recipe
-    report.check.fused = polyphase.accelerate(copy.deepcopy(fused), fuse=True)
+    report.check.blocks = polyphase.accelerate(copy.deepcopy(fused), fuse=True).blocks
     (line,) = re.findall(r"^# or, for inference: (.*)$", report.recipe, re.MULTILINE)
     exec(line, {"model": fused, "polyphase": polyphase})
     assert type(fused[0]) is polyphase.ConvTranspose2d
     assert not fused.training
     assert "  0: fused with 1 (ReLU); ends there: the next thing is the model's output" in summary(report)
     many = nn.Sequential(*(nn.ConvTranspose2d(3, 3, 3) for _ in range(8)), nn.ReLU())
-    report.check.fused = polyphase.accelerate(many, fuse=True)
+    report.check.blocks = polyphase.accelerate(many, fuse=True).blocks
     lines = summary(report)
     first = lines.index("with fuse=True, in evaluation mode:") + 1
     assert lines[first].startswith("  7: fused with 8 (ReLU)")

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 H200_INFO = DeviceInfo.for_arch("sm_90a")
 SMALL = NamedLayer("small", make((2, 8, 7, 5), 12, 3, stride=2, padding=1, groups=4, bias=True))
 OTHER = NamedLayer("other", make((2, 8, 9), 4, 4))
-SETUP = sweep.Setup(CPU, False, 5, Ceilings(1e10, {"float32": 1e10, "bfloat16": 1e10}))
+SETUP = sweep.Setup(CPU, False, Ceilings(1e10, {"float32": 1e10, "bfloat16": 1e10}))
 
 
 # Graphs
@@ -98,13 +98,13 @@ def test_a_graph_holds_the_calls_in_turn_and_its_time_is_shared(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    timer = GraphTimer(CPU, repetitions=5)
+    timer = GraphTimer(CPU)
     timer._stream = object()  # type: ignore[assignment]
     timing = timer.measure([lambda index=index: calls.append(index) for index in range(3)], 7)
     assert held == [(0, 1, 2, 0, 1, 2, 0)]
     assert set(calls[:4]) == {0, 1, 2}  # each before the capture: it may compile
-    assert timing.repetitions == 5
-    assert made[0].replays == 1 + 1 + 5
+    assert timing.repetitions == 7
+    assert made[0].replays == 1 + 1 + 7
     monkeypatch.setattr(graphs.Timer, "clock", lambda self, call: 1.0)
     timer.measure([lambda: calls.append(9)], 7)
     assert held[-1] == (9,)  # a second each: one is enough
@@ -139,7 +139,7 @@ def test_all_passes_and_the_step_are_checked_and_timed() -> None:
         assert record.ceilings
     assert records[STEP].floor_ms == pytest.approx(3 * (records["forward"].floor_ms or 0.0))
     assert all(record.error is not None for name, record in records.items() if name != STEP)
-    times = sweep._benchmark_mode(SETUP, SMALL, 1.0, ["forward", STEP])
+    times = sweep._benchmark_mode(SETUP, SMALL, ["forward", STEP])
     assert all(not isinstance(time, str) and time.ms > 0 for time in times.values())
 
 
@@ -166,7 +166,7 @@ def test_pytorch_s_failure_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     record = _records()["forward"]
     assert (record.status, record.torch_default_ms) == (OK, None)
     assert record.reason == "PyTorch default: NotImplementedError: not for this dtype"
-    times = sweep._benchmark_mode(SETUP, SMALL, 1.0, ["forward"])
+    times = sweep._benchmark_mode(SETUP, SMALL, ["forward"])
     assert times == {"forward": "NotImplementedError: not for this dtype"}
 
 

@@ -18,7 +18,7 @@ from polyphase.bench.operands import make_operands
 from polyphase.bench.records import FAILED, WRONG, Record, read_csv, write_csv
 from polyphase.bench.runner import Case
 from polyphase.bench.tuner import accuracy, sources, tune, worth_measuring
-from polyphase.commands import options
+from polyphase.commands import tune as command
 from polyphase.jit import ahead
 from polyphase.jit.source import KernelSource
 from polyphase.plan import measured as tuning
@@ -308,7 +308,7 @@ def test_the_command_measures_and_tells(status: str, tmp_path: Path, monkeypatch
             self.run = measuring(milliseconds)
 
     monkeypatch.setattr(runner, "Runner", Runner)
-    monkeypatch.setattr(options, "device_of", lambda text: torch.device("cuda"))
+    monkeypatch.setattr(command, "device_of", lambda text: torch.device("cuda"))
     monkeypatch.setattr(DeviceInfo, "of", staticmethod(lambda device: H200))
     compiled: list[KernelSource] = []
     monkeypatch.setattr(ahead, "compile_ahead", lambda kernels, arch, tell: compiled.extend(kernels) or tell(1, 2))

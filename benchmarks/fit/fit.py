@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
 
 import numpy as np  # noqa: E402
-from rows import Row, by_case, error, passes, planned, ranking, read_rows, recorded  # noqa: E402
+from rows import Row, bias, by_case, error, passes, planned, ranking, read_rows, recorded  # noqa: E402
 from search import Values, affected, fit, forecasts, forget, same_tiles  # noqa: E402
 
 from polyphase.costs import table  # noqa: E402
@@ -38,8 +37,6 @@ _GAINS = 4  # cases that are faster by as much, for each that is slower by more
 _AS_GOOD = 1.0005  # times the mean before, up to which choices are as good
 _ROWS_OF_A_TERM = 4  # at least
 _FOLDER = Path(table.__file__).parent
-
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -75,7 +72,7 @@ def take(section: Section, values: Values) -> None:
     forget()
 
 
-def candidate(section: Section, rows: Sequence[Row], say: Say, only: Sequence[str] = ()) -> Values | None:
+def candidate(section: Section, rows: Sequence[Row], only: Sequence[str] = ()) -> Values | None:
     """Values that a fit to all rows finds; None where there are few rows, or where a fit does not carry over.
 
     It carries over where fitted to two thirds of the layers it makes the error on the others less. ``only``: the terms
@@ -86,7 +83,7 @@ def candidate(section: Section, rows: Sequence[Row], say: Say, only: Sequence[st
     with same_tiles():
         told_of = sum(len(affected(section.rows, section.name, start, term)) > 0 for term in terms)
     if len(section.rows) < _ROWS_OF_A_TERM * told_of:
-        say(f"{section.name}: {len(section.rows)} rows are few for {told_of} terms (at least {_ROWS_OF_A_TERM} each)")
+        print(f"{section.name}: {len(section.rows)} rows are few for {told_of} terms (at least {_ROWS_OF_A_TERM} each)")
         return None
     seen = [row for row in section.rows if zlib.crc32(row.case[0].encode()) % 3]
     unseen = [row for row in section.rows if row not in set(seen)]
@@ -96,15 +93,13 @@ def candidate(section: Section, rows: Sequence[Row], say: Say, only: Sequence[st
         [error(some, list(forecasts(some, section.name, values))) for values in (start, fitted)]
         for some, fitted in ((unseen, part), (section.rows, found))
     )
-    say(f"{section.name}: error {own[0]:.3f} -> {own[1]:.3f}, on layers not seen {told[0]:.3f} -> {told[1]:.3f}")
+    print(f"{section.name}: error {own[0]:.3f} -> {own[1]:.3f}, on layers not seen {told[0]:.3f} -> {told[1]:.3f}")
     changed = (f"{name} {start[name]:.4g} -> {found[name]:.4g}" for name in found if found[name] != start[name])
-    say(f"    {', '.join(changed)}")
+    print(f"    {', '.join(changed)}")
     return found if told[1] < told[0] and own[1] < own[0] else None
 
 
-def judge(
-    sections: Sequence[Section], fits: dict[str, Values], rows: Sequence[Row], before: np.ndarray, say: Say
-) -> np.ndarray:
+def judge(sections: Sequence[Section], fits: dict[str, Values], rows: Sequence[Row], before: np.ndarray) -> np.ndarray:
     """Takes as many fits as make no choice worse, and gives the forecasts then.
 
     All are taken at first. While choices are worse by geometric mean, or more of them are slower by over `_SLOWER` than
@@ -138,9 +133,9 @@ def judge(
     taken = frozenset(fits)
     while taken and (worth(taken)[0] or worth(taken)[1] > _AS_GOOD * old.mean):
         slower, mean = worth(taken)
-        say(f"fits of {', '.join(sorted(taken))}: choices {mean:.4f}, {slower} too many lose over {_SLOWER - 1:.0%}")
+        print(f"fits of {', '.join(sorted(taken))}: choices {mean:.4f}, {slower} too many lose over {_SLOWER - 1:.0%}")
         taken = min((taken - {name} for name in sorted(taken)), key=worth)
-    say(f"taken are the fits of {', '.join(sorted(taken)) or 'no section'}: {old.mean:.4f} -> {worth(taken)[1]:.4f}")
+    print(f"taken are the fits of {', '.join(sorted(taken)) or 'no section'}: {old.mean:.4f} -> {worth(taken)[1]:.4f}")
     for name, section in by_name.items():
         take(section, fits[name] if name in taken else start[name])
     return seconds(taken)
@@ -185,8 +180,7 @@ def report(title: str, rows: Sequence[Row], seconds: Sequence[float]) -> None:
     print(f"\n{title}\n{'schedule, pass, format':52s} rows  error  forecast/measured")
     for name, group in passes(rows):
         found = [of[row] for row in group]
-        bias = math.exp(sum(math.log(f / row.seconds) for row, f in zip(group, found)) / len(group))
-        print(f"{name:52s} {len(group):4d}  {error(group, found):5.3f}  {bias:5.3f}")
+        print(f"{name:52s} {len(group):4d}  {error(group, found):5.3f}  {bias(group, found):5.3f}")
     print(f"{'all':52s} {len(rows):4d}  {error(rows, list(seconds)):5.3f}")
     print(f"chosen by forecast / fastest recorded: {ranking(rows, seconds)}")
 
@@ -278,12 +272,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if (
             section.name in wanted
             and not given.keep
-            and (found := candidate(section, rows, print, tuple(filter(None, given.terms.split(",")))))
+            and (found := candidate(section, rows, tuple(filter(None, given.terms.split(",")))))
         ):
             fits[section.name] = found
     values = {section.name: section.values for section in sections}
     if fits:
-        after = judge(sections, fits, rows, before, print)
+        after = judge(sections, fits, rows, before)
     for section in sections:
         changed = section.values != values[section.name]
         if changed or "commit" not in section.data or (given.keep and section.name in wanted):

@@ -6,7 +6,7 @@ import ast
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.schedules import SCHEDULES
-from polyphase.schedules.schedule import Candidate, Schedule
+from polyphase.schedules.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -213,42 +213,38 @@ def by_case(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
     return cases
 
 
+def _ranking(rows: Iterable[Row], choose: Callable[[list[Row]], Row | None]) -> Ranking:
+    """Of what is chosen among the rows of each case, where anything is."""
+    ratios = {}
+    for case, candidates in by_case(rows).items():
+        chosen = choose(candidates)
+        if chosen is not None:
+            ratios[case] = chosen.seconds / min(row.seconds for row in candidates)
+    return Ranking(ratios)
+
+
 def ranking(rows: Sequence[Row], forecasts: Sequence[float]) -> Ranking:
     """Of the candidate with the least forecast in each case."""
     seconds = dict(zip(rows, forecasts))
-    return Ranking(
-        {
-            case: min(found, key=seconds.__getitem__).seconds / min(row.seconds for row in found)
-            for case, found in by_case(rows).items()
-        }
-    )
+    return _ranking(rows, lambda candidates: min(candidates, key=seconds.__getitem__))
 
 
 def recorded(rows: Iterable[Row]) -> Ranking:
     """Of what the planner chose when the records were made."""
-    found = {}
-    for case, candidates in by_case(rows).items():
-        planned = [row.seconds for row in candidates if row.planned]
-        if planned:
-            found[case] = planned[0] / min(row.seconds for row in candidates)
-    return Ranking(found)
+    return _ranking(rows, lambda candidates: next((row for row in candidates if row.planned), None))
 
 
-def planned(rows: Iterable[Row]) -> tuple[Ranking, int]:
+def planned(rows: Sequence[Row]) -> tuple[Ranking, int]:
     """Of what the planner chooses today, with its lists and sizes; and the cases whose choice was not recorded."""
-    found, unknown = {}, 0
-    for case, candidates in by_case(rows).items():
+
+    def today(candidates: list[Row]) -> Row | None:
         one = candidates[0]
         choice = plan(parse_layer(one.case[1]), one.pass_, one.device, by_prediction=True).candidate
-        same = [row.seconds for row in candidates if choice and _is(row, choice)]
-        unknown += not same
-        if same:
-            found[case] = same[0] / min(row.seconds for row in candidates)
-    return Ranking(found), unknown
+        wanted = choice and (choice.schedule, choice.config)
+        return next((row for row in candidates if (row.schedule.name, row.config) == wanted), None)
 
-
-def _is(row: Row, choice: Candidate) -> bool:
-    return row.schedule.name == choice.schedule and row.config == choice.config
+    found = _ranking(rows, today)
+    return found, len(by_case(rows)) - len(found.ratios)
 
 
 def error(rows: Sequence[Row], forecasts: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -108,12 +108,7 @@ def losses(rows: Sequence[Row], seconds: np.ndarray, weights: np.ndarray, both_s
 
 
 def fit(
-    rows: Sequence[Row],
-    section: str,
-    values: Values,
-    terms: dict[str, dict[str, Any]],
-    weights: np.ndarray,
-    say: Callable[[str], None] = lambda text: None,
+    rows: Sequence[Row], section: str, values: Values, terms: dict[str, dict[str, Any]], weights: np.ndarray
 ) -> Values:
     """Values of less loss, of the terms that any row has a part in; tiles are those of the ``values`` given."""
     start, now = dict(values), dict(values)
@@ -145,9 +140,4 @@ def fit(
                     now[term] = best
                 if not moved:
                     break
-            say(f"    {section}, step {step}: {float(np.sum(_loss_of(rows, section, now, weights))) / scale:.5f}")
     return {term: float(f"{value:.4g}") if value != start[term] else value for term, value in now.items()}
-
-
-def _loss_of(rows: Sequence[Row], section: str, values: Values, weights: np.ndarray) -> np.ndarray:
-    return losses(rows, forecasts(rows, section, values), weights, False)

@@ -126,8 +126,8 @@ def spread(count: int, wanted: int) -> list[int]:
     return [round(index * (count - 1) / (wanted - 1)) for index in range(wanted)]
 
 
-def kernelbench_rule(out: torch.Tensor, torch_out: torch.Tensor) -> tuple[bool, float]:
-    """KernelBench's own test, ``|out - torch| ≤ tolerance·(1 + |torch|)``: whether it passes, and which share fails.
+def kernelbench_rule(out: torch.Tensor, torch_out: torch.Tensor) -> float:
+    """KernelBench's own test, ``|out - torch| ≤ tolerance·(1 + |torch|)``: which share of the elements fails.
 
     The tolerance is 1e-4 for float32 and float64, 1e-2 for half types.
     """
@@ -136,7 +136,7 @@ def kernelbench_rule(out: torch.Tensor, torch_out: torch.Tensor) -> tuple[bool, 
     for part, torch_part in zip(_parts(out), _parts(torch_out)):
         close = torch.isclose(part, torch_part, atol=tolerance, rtol=tolerance, equal_nan=True)
         failing += close.numel() - int(close.sum())
-    return failing == 0, failing / max(out.numel(), 1)
+    return failing / max(out.numel(), 1)
 
 
 def _equal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -23,10 +23,11 @@ def measure(timer: Timer, dtypes: Iterable[str]) -> Ceilings:
         if dtype == "float32" and timer.device.type == "cuda":
             rates[TF32] = _product_rate(timer, dtype, allow_tf32=True)
         rates[dtype] = _product_rate(timer, dtype, allow_tf32=False)
-    return Ceilings(_copy_rate(timer), rates)
+    return Ceilings(copy_rate(timer), rates)
 
 
-def _copy_rate(timer: Timer) -> float:
+def copy_rate(timer: Timer) -> float:
+    """Bytes read and written in a second by a large copy."""
     size = (1 << 30) if timer.device.type == "cuda" else (1 << 26)
     source = torch.ones(size // 4, device=timer.device)
     timing = timer.measure(partial(torch.empty_like(source).copy_, source))

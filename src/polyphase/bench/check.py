@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 import polyphase
-from polyphase.bench.model_file import Cut, ModelFile, copied, find_cut
+from polyphase.bench.model_file import Cut, ModelFile, copied, find_cut, sizes_of
 from polyphase.bench.runner import CPU_FLOPS
-from polyphase.bench.trial import CheckResult, Options, Trial, quiet_dropout, shapes_of
+from polyphase.bench.trial import CheckResult, Options, Trial, quiet_dropout
 from polyphase.functional_calls import NO_MODULES
 
 
@@ -41,7 +41,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
         result.problems.append(f"nothing to check: {nothing}")
         return result
     trial = Trial(file.path, model, fast, options, result, progress)
-    inputs, shapes = first, shapes_of(first)
+    inputs, sizes = first, sizes_of(first)
     for number in range(1, options.trials + 1):
         inputs = result.cut.apply(inputs)
         trial.run(number, inputs)
@@ -53,7 +53,7 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
             break
         progress(f"making the inputs of trial {number + 1}")
         inputs = file.inputs(options.device, options.dtype)
-        if number == 2 and shapes_of(inputs) == shapes:
+        if number == 2 and sizes_of(inputs) == sizes:
             result.remarks.append("get_inputs returns one size: two trials, the second with warm caches")
             break
     trial.conclude()
@@ -63,16 +63,15 @@ def check_model(file: ModelFile, options: Options, progress: Callable[[str], Non
 def _check_fused(of: Trial, inputs: list[Any]) -> None:
     """Compare and time a fused copy of a trial's model in evaluation mode, without derivatives.
 
-    What is found goes into the trial's result. Without chains there is nothing to compare: the report of the copy,
-    ``result.fused``, says why.
+    What is found goes into the trial's result. Without chains there is nothing to compare: ``result.blocks`` say why.
     """
     result, options = of.result, of.options
     plain = copied(of.model).eval()
     fast = copied(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result.fused = polyphase.accelerate(fast, fuse=True)
-    if not any(block.fused for block in result.fused.blocks):
+        result.blocks = polyphase.accelerate(fast, fuse=True).blocks
+    if not any(block.fused for block in result.blocks):
         return
     # Without a report of what was swapped, whose layers a trial watches by hooks: those would see what is not computed.
     found = CheckResult(result.cut, polyphase.Report("fused", ()), result.plans)

@@ -17,7 +17,7 @@ import torch
 import polyphase
 from polyphase.bench.accuracy import kernelbench_rule
 from polyphase.bench.environment import first_line
-from polyphase.bench.model_file import Cut, ModelFile, ModelFileError, copied, leaves, run_file
+from polyphase.bench.model_file import Cut, ModelFile, ModelFileError, copied, leaves, run_file, sizes_of
 from polyphase.bench.timing import Timer
 from polyphase.bench.trial import CheckResult, Finding, Options, Trial, quiet_dropout
 from polyphase.emit.rules import broken
@@ -55,7 +55,8 @@ def check_emitted(
 ) -> EmittedResult:
     """Compare an emitted file with its original on a GPU; ``progress`` is told what happens next."""
     result = EmittedResult()
-    result.problems += [f"KernelBench's static check refuses the file, which {rule}" for rule in _broken(emitted.path)]
+    rules = broken(emitted.path.read_text(encoding="utf-8"))
+    result.problems += [f"KernelBench's static check refuses the file, which {rule}" for rule in rules]
     progress("building the models")
     model = original.build(options.device, options.dtype, options.seed)
     polyphase.restore(model)  # a file may use polyphase's modules itself
@@ -91,10 +92,6 @@ def check_emitted(
     return result
 
 
-def _broken(path: Path) -> list[str]:
-    return broken(path.read_text(encoding="utf-8"))
-
-
 def _seeds(options: Options) -> list[int]:
     torch.manual_seed(options.seed)
     return [int(torch.randint(0, 2**32 - 1, (1,)).item()) for _ in range(options.trials)]
@@ -108,7 +105,7 @@ def _trial(
     model: torch.nn.Module,
     fast: torch.nn.Module,
 ) -> None:
-    sizes = ", ".join("×".join(map(str, value.shape)) for value in inputs if isinstance(value, torch.Tensor))
+    sizes = sizes_of(inputs)
     outputs = []
     for each in (model, fast):
         torch.manual_seed(seed)
@@ -123,14 +120,14 @@ def _trial(
         result.problems.append(f"{sizes}: the outputs are {shapes[1]}, and should be {shapes[0]}")
         return
     for expected, out in zip(*outputs):
-        passes, share = kernelbench_rule(out, expected)
+        share = kernelbench_rule(out, expected)
         result.trials.append((number, sizes, share))
-        if not passes:
+        if share:
             result.problems.append(f"{sizes}: {share:.2%} of the output fail KernelBench's rule in trial {number}")
 
 
 def _elements(inputs: list[object]) -> int:
-    return sum(value.numel() for value in leaves(inputs) if isinstance(value, torch.Tensor))
+    return sum(value.numel() for value in leaves(inputs))
 
 
 def _forward(model: torch.nn.Module, inputs: list[object]) -> Callable[[], object]:
@@ -154,9 +151,9 @@ def _against_float64(
     quiet_dropout(fast)
     found = CheckResult(Cut(), polyphase.Report("emitted", ()))
     Trial(path, model, fast, options, found, lambda stage: None).run(1, inputs)
-    gradients, found.findings = found.findings, []
-    Trial(path, model.eval(), fast.eval(), replace(options, grad=False), found, lambda stage: None).run(1, inputs)
-    evaluated = [replace(each, what=f"{each.what}, in evaluation mode, without derivatives") for each in found.findings]
-    found.findings = [*gradients, *evaluated]
     result.findings += found.findings
+    found.findings = []
+    Trial(path, model.eval(), fast.eval(), replace(options, grad=False), found, lambda stage: None).run(1, inputs)
+    what = "in evaluation mode, without derivatives"
+    result.findings += [replace(each, what=f"{each.what}, {what}") for each in found.findings]
     result.problems += found.problems

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyphase.bench.check_emitted import EmittedResult
-from polyphase.bench.report import OF_VANISHING, errors, milliseconds
+from polyphase.bench.report import OF_VANISHING, errors, milliseconds, table_of
 from polyphase.bench.trial import CheckResult, Finding
 
 
@@ -20,7 +20,7 @@ def show(console: Console, result: CheckResult) -> None:
             console.print(table)
     if result.races:
         console.print(_races(result))
-    for block in result.fused.blocks if result.fused else ():
+    for block in result.blocks:
         console.print(f"· fuse=True, {block}", style="dim", markup=False)
     for remark in result.remarks:
         console.print(f"· {remark}", style="dim", markup=False)
@@ -51,9 +51,7 @@ def show_emitted(console: Console, result: EmittedResult) -> None:
 
 
 def _plans(result: CheckResult) -> Table:
-    table = Table(title="Plans", title_justify="left")
-    for name in ("layer", "problem", "pass", "plan"):
-        table.add_column(name)
+    table = table_of("Plans", ("layer", "problem", "pass", "plan"))
     for name, problem, pass_name, chosen in result.plans:
         table.add_row(name, problem, pass_name, chosen)
     return table
@@ -65,11 +63,8 @@ def _findings(findings: list[Finding]) -> Table:
     if elementwise:
         title += "; worst is the largest error of an element over its limit"
     note = OF_VANISHING if any(found.comparison.vanishes for found in findings) else None
-    table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
-    for name in ("trial", "inputs", "what"):
-        table.add_column(name)
-    for name in ("polyphase error", "PyTorch error", *(["worst"] if elementwise else []), "elements"):
-        table.add_column(name, justify="right")
+    figures = ("polyphase error", "PyTorch error", *(["worst"] if elementwise else []), "elements")
+    table = table_of(title, ("trial", "inputs", "what"), figures, caption=note, caption_justify="left")
     table.add_column("")
     for found in findings:
         values = found.comparison
@@ -86,10 +81,8 @@ def _findings(findings: list[Finding]) -> Table:
 
 
 def _races(result: CheckResult) -> Table:
-    table = Table(title="Milliseconds, median (10th–90th percentile), the inputs of trial 1", title_justify="left")
-    table.add_column("what")
-    for name in ("polyphase", "PyTorch", "speed-up"):
-        table.add_column(name, justify="right")
+    title = "Milliseconds, median (10th–90th percentile), the inputs of trial 1"
+    table = table_of(title, ("what",), ("polyphase", "PyTorch", "speed-up"))
     for race in result.races:
         times = [f"{milliseconds(t.ms)} ({milliseconds(t.p10)}–{milliseconds(t.p90)})" for t in (race.ours, race.torch)]
         speedup = race.torch.ms / race.ours.ms

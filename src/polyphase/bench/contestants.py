@@ -44,7 +44,7 @@ def polyphase_call(problem: ConvTransposeProblem, pass_: Pass, operands: Operand
     match pass_:
         case Pass.FORWARD:
             function = getattr(polyphase, f"conv_transpose{problem.dims}d")
-            return _without_grad(lambda: function(x, weight, bias, **_parameters(problem)))
+            return _without_grad(lambda: function(x, weight, bias, **parameters_of(problem)))
         case Pass.INPUT_GRAD:
             return lambda: torch.ops.polyphase.conv_transpose_input_grad(grad, weight, *sizes)
         case Pass.WEIGHT_GRAD:
@@ -58,7 +58,7 @@ def torch_call(problem: ConvTransposeProblem, pass_: Pass, operands: Operands) -
     match pass_:
         case Pass.FORWARD:
             function = torch_function(problem)
-            return _without_grad(lambda: function(x, weight, bias, **_parameters(problem)))
+            return _without_grad(lambda: function(x, weight, bias, **parameters_of(problem)))
         case Pass.INPUT_GRAD:
             return lambda: _torch_backward(problem, grad, x, weight, [True, False, False])[0]
         case Pass.WEIGHT_GRAD:
@@ -82,6 +82,12 @@ def torch_function(problem: ConvTransposeProblem) -> Callable[..., torch.Tensor]
     """PyTorch's function for the number of dimensions of ``problem``."""
     function: Callable[..., torch.Tensor] = getattr(F, f"conv_transpose{problem.dims}d")
     return function
+
+
+def parameters_of(problem: ConvTransposeProblem) -> dict[str, Any]:
+    """The constants of a layer, by the names of PyTorch's parameters."""
+    names = ("stride", "padding", "output_padding", "groups", "dilation")
+    return {name: getattr(problem, name) for name in names}
 
 
 def torch_variant_call(
@@ -110,11 +116,6 @@ def torch_flags(variant: TorchVariant, strict_fp32: bool) -> Iterator[None]:
         yield
     finally:
         cudnn.benchmark, cudnn.allow_tf32 = before
-
-
-def _parameters(problem: ConvTransposeProblem) -> dict[str, Any]:
-    names = ("stride", "padding", "output_padding", "groups", "dilation")
-    return {name: getattr(problem, name) for name in names}
 
 
 def _without_grad(call: Call) -> Call:

@@ -128,7 +128,7 @@ def report() -> list[tuple[str, str]]:
         ("cuda-bindings", version("cuda-bindings")),
         ("NVRTC", nvrtc_version()),
     ]
-    rows += [(f"GPU {index}", _gpu(index)) for index in range(_gpu_count())] or [("GPU", "none")]
+    rows += [(f"GPU {index}", _gpu(index)) for index in range(torch.cuda.device_count())] or [("GPU", "none")]
     rows += [("kernel cache", cache_state())]
     rows += [(name, value) for name, value in sorted(os.environ.items()) if name.startswith("POLYPHASE_")]
     switches = ("NVIDIA_TF32_OVERRIDE", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING")
@@ -162,12 +162,6 @@ def first_line(failure: BaseException) -> str:
     """The first line of an exception, with its type: what fits into a table."""
     lines = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
-
-
-def _gpu_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _gpu(index: int) -> str:

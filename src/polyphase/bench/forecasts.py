@@ -42,7 +42,6 @@ class Forecast:
     schedule: str
     seconds: float
     floor_seconds: float
-    bound: str = ""
     lacks_tensor_cores: bool = False
 
     @property
@@ -73,7 +72,7 @@ def _forecast(layer: NamedLayer, pass_: Pass, card: Card) -> Forecast:
     enough = min(problem.in_channels_per_group, problem.out_channels_per_group) >= _FEW
     wanted = enough and problem.flops >= _LARGE_FLOPS and not chosen.selected[0].schedule.on_tensor_cores
     lacking = wanted and not _on_tensor_cores(problem, pass_, card.device)
-    return Forecast(layer.name, problem, pass_, chosen.schedule, candidate.seconds, floor, candidate.bound, lacking)
+    return Forecast(layer.name, problem, pass_, chosen.schedule, candidate.seconds, floor, lacking)
 
 
 def _on_tensor_cores(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
@@ -114,32 +113,13 @@ def kinds(problem: ConvTransposeProblem) -> list[str]:
     return [name for name, holds in named.items() if holds]
 
 
-def summary_table(found: Iterable[Forecast], over: float) -> Table:
-    """One line for each pass and dtype."""
-
-    def names(forecast: Forecast) -> list[tuple[str, ...]]:
-        return [(PASS_TITLES[forecast.pass_.value], forecast.problem.dtype, _layout(forecast))]
-
-    return _grouped("forecasts over the floor", ("pass", "dtype", "layout"), found, names, over)
-
-
-def schedule_table(found: Iterable[Forecast], over: float) -> Table:
-    """One line for each pass, dtype and kernel."""
-
-    def names(forecast: Forecast) -> list[tuple[str, ...]]:
-        return [(PASS_TITLES[forecast.pass_.value], forecast.problem.dtype, forecast.schedule)]
-
-    return _grouped("by what computes the pass", ("pass", "dtype", "kernel"), found, names, over)
-
-
-def kind_table(found: Iterable[Forecast], over: float) -> Table:
-    """One line for each pass, dtype and kind of layer, of which it may be several."""
-
-    def names(forecast: Forecast) -> list[tuple[str, ...]]:
-        title = PASS_TITLES[forecast.pass_.value]
-        return [(title, forecast.problem.dtype, kind) for kind in kinds(forecast.problem)]
-
-    return _grouped("by kind of layer", ("pass", "dtype", "kind"), found, names, over)
+def group_tables(found: Sequence[Forecast], over: float) -> list[Table]:
+    """How far passes are over their floors: by kind of layer, of which a layer may be several, by kernel, by layout."""
+    return [
+        _grouped("by kind of layer", "kind", found, lambda forecast: kinds(forecast.problem), over),
+        _grouped("by what computes the pass", "kernel", found, lambda forecast: [forecast.schedule], over),
+        _grouped("forecasts over the floor", "layout", found, lambda forecast: [_layout(forecast)], over),
+    ]
 
 
 def worst_table(found: Iterable[Forecast], over: float, count: int) -> Table:
@@ -165,21 +145,19 @@ def worst_table(found: Iterable[Forecast], over: float, count: int) -> Table:
 
 
 def _grouped(
-    title: str,
-    columns: Sequence[str],
-    found: Iterable[Forecast],
-    names: Callable[[Forecast], list[tuple[str, ...]]],
-    over: float,
+    title: str, column: str, found: Iterable[Forecast], names: Callable[[Forecast], list[str]], over: float
 ) -> Table:
-    """One line for each group that a forecast is of, those first that are most above their floors together."""
-    groups: dict[tuple[str, ...], list[float]] = {}
+    """One line for each pass, dtype and name, those first that are most above their floors together."""
+    groups: dict[tuple[str, str, str], list[float]] = {}
     for forecast in found:
         for name in names(forecast):
-            groups.setdefault(name, []).append(forecast.over)
-    table = plain_table(title, columns, ("passes", "× floor, mean", "95 % below", "highest", f"over {over:g}"))
-    for name, values in sorted(groups.items(), key=lambda group: -sum(map(math.log, group[1]))):
+            key = PASS_TITLES[forecast.pass_.value], forecast.problem.dtype, name
+            groups.setdefault(key, []).append(forecast.over)
+    figures = ("passes", "× floor, mean", "95 % below", "highest", f"over {over:g}")
+    table = plain_table(title, ("pass", "dtype", column), figures)
+    for key, values in sorted(groups.items(), key=lambda group: -sum(map(math.log, group[1]))):
         table.add_row(
-            *name,
+            *key,
             str(len(values)),
             factor(geometric_mean(values)),
             factor(percentile(values, 0.95)),

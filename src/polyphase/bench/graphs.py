@@ -51,8 +51,8 @@ class Rotation:
 class GraphTimer:
     """Times calls on one device, by graphs where that is a GPU. It owns the buffer that flushes the cache."""
 
-    def __init__(self, device: torch.device, repetitions: int = 7, budget_seconds: float = 0.05) -> None:
-        self._timer = Timer(device, repetitions, budget_seconds)
+    def __init__(self, device: torch.device) -> None:
+        self._timer = Timer(device, repetitions=7, budget_seconds=0.05)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def measure(self, calls: Sequence[Callable[[], object]], count: int) -> Timing:

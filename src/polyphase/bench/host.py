@@ -15,12 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from polyphase.bench.contestants import torch_function
+from polyphase.bench.contestants import parameters_of, torch_function
 from polyphase.bench.operands import make_operands
 from polyphase.problem import ConvTransposeProblem
 
@@ -38,32 +38,18 @@ class HostTime:
     torch: float
 
 
-def warm_calls(
-    device: torch.device,
-    problem: ConvTransposeProblem = SMALL,
-    progress: Callable[[str], None] = lambda what: None,
-) -> list[HostTime]:
-    """Time the functions and the modules, without and with gradients (of the forward call, then with its backward).
+def warm_calls(device: torch.device, progress: Callable[[str], None]) -> list[HostTime]:
+    """Time functions and modules on `SMALL`, without and with gradients (of the forward call, then with its backward).
 
     ``progress`` is told what is timed next.
     """
     import polyphase
 
-    operands = make_operands(replace(problem, bias=True), device)
-    parameters = {
-        "stride": problem.stride,
-        "padding": problem.padding,
-        "output_padding": problem.output_padding,
-        "groups": problem.groups,
-        "dilation": problem.dilation,
-    }
-    functions = (getattr(polyphase, f"conv_transpose{problem.dims}d"), torch_function(problem))
-    modules = [
-        getattr(home, f"ConvTranspose{problem.dims}d")(
-            problem.in_channels, problem.out_channels, problem.kernel_size, **parameters, device=device
-        )
-        for home in (polyphase, nn)
-    ]
+    operands, parameters = make_operands(SMALL, device), parameters_of(SMALL)
+    functions = (polyphase.conv_transpose2d, torch_function(SMALL))
+    kinds: tuple[Callable[..., nn.Module], ...] = (polyphase.ConvTranspose2d, nn.ConvTranspose2d)
+    sizes = (SMALL.in_channels, SMALL.out_channels, SMALL.kernel_size)
+    modules = [kind(*sizes, **parameters, device=device) for kind in kinds]
     x, weight, bias = operands.input, operands.weight, operands.bias
     found = []
     for grad in (False, True):
@@ -81,7 +67,7 @@ def warm_calls(
                 timed["function, forward and backward"] = both
             for what, compared in timed.items():
                 progress(what)
-                found.append(_compare(what, compared, device))
+                found.append(HostTime(what, *map(statistics.median, rounds_in_turn(compared, device))))
     return found
 
 
@@ -93,11 +79,6 @@ def _with_backward(
     call: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad_output: torch.Tensor
 ) -> Callable[[], object]:
     return lambda: torch.autograd.grad(call(), leaves, grad_output)
-
-
-def _compare(what: str, calls: Sequence[Callable[[], object]], device: torch.device) -> HostTime:
-    ours, rival = map(statistics.median, rounds_in_turn(calls, device))
-    return HostTime(what, ours, rival)
 
 
 def rounds_in_turn(calls: Sequence[Callable[[], object]], device: torch.device) -> list[list[float]]:
@@ -154,7 +135,7 @@ print(json.dumps({"package": package, **main(sys.argv[1])}))
 """
 
 
-def first_calls(device: torch.device, progress: Callable[[str], None] = lambda cache: None) -> list[FirstCall]:
+def first_calls(device: torch.device, progress: Callable[[str], None]) -> list[FirstCall]:
     """First calls with an empty kernel cache, with another empty one, then with the one that these have filled.
 
     The first of these processes may have to read PyTorch's and the compiler's libraries from a disk.

@@ -56,36 +56,30 @@ class HostRecord:
     polyphase_p10: float
     torch_us: float
     torch_p10: float
-    gpu: str
-    driver: str
-    torch: str
-    cudnn: str
-    commit: str
-    date: str
-    command: str
 
 
-def measure(device: torch.device, tell: Callable[[str], object] = lambda name: None) -> list[HostRecord]:
+def measure(device: torch.device, tell: Callable[[str], object]) -> list[HostRecord]:
     """Time all layers in all situations; ``tell`` is called with the name of each layer."""
     found = []
     for name, problem in LAYERS.items():
         tell(name)
         operands = make_operands(problem, device)
-        for situation in SITUATIONS:
-            ours, theirs = _in_turn(problem, operands, situation, device)
-            found.append(_record(name, problem, situation, device, ours, theirs))
+        found += [_record(name, problem, operands, situation, device) for situation in SITUATIONS]
     return found
 
 
-def write_csv(path: Path, records: Iterable[HostRecord]) -> None:
-    """Write ``records`` to ``path``, making its folder if need be."""
+def write_csv(path: Path, records: Iterable[HostRecord], device: torch.device) -> None:
+    """Write ``records`` and what they were measured on to ``path``, making its folder if need be."""
+    facts = environment.facts(device.type)
+    machine = {name: facts[name] for name in ("gpu", "driver", "torch", "cudnn", "commit", "date", "command")}
     rows = ([f"{each:.2f}" if isinstance(each, float) else each for each in astuple(record)] for record in records)
-    write_rows(path, [field.name for field in fields(HostRecord)], rows)
+    columns = [*(field.name for field in fields(HostRecord)), *machine]
+    write_rows(path, columns, ([*row, *machine.values()] for row in rows))
 
 
-def _in_turn(
-    problem: ConvTransposeProblem, operands: Operands, situation: str, device: torch.device
-) -> tuple[list[float], list[float]]:
+def _record(
+    name: str, problem: ConvTransposeProblem, operands: Operands, situation: str, device: torch.device
+) -> HostRecord:
     import polyphase
 
     functions = (getattr(polyphase, f"conv_transpose{problem.dims}d"), torch_function(problem))
@@ -98,7 +92,18 @@ def _in_turn(
     calls = [_call(function, tensors, constants, operands.grad_output, situation) for function in functions]
     with torch.set_grad_enabled(wanted):
         ours, theirs = rounds_in_turn(calls, device)
-    return ours, theirs
+    kernels = _kernels(problem, situation, device)
+    return HostRecord(
+        layer=name,
+        problem=str(problem),
+        situation=situation,
+        kernels=" ".join(kernels),
+        launches=len(kernels),
+        polyphase_us=statistics.median(ours),
+        polyphase_p10=_p10(ours),
+        torch_us=statistics.median(theirs),
+        torch_p10=_p10(theirs),
+    )
 
 
 def _call(
@@ -113,29 +118,6 @@ def _call(
     output = function(*tensors, *constants)
     leaves = [tensor for tensor in tensors if tensor is not None]
     return lambda: torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
-
-
-def _record(
-    name: str,
-    problem: ConvTransposeProblem,
-    situation: str,
-    device: torch.device,
-    ours: list[float],
-    theirs: list[float],
-) -> HostRecord:
-    kernels, facts = _kernels(problem, situation, device), environment.facts(device.type)
-    return HostRecord(
-        layer=name,
-        problem=str(problem) + (", channels_last" if problem.channels_last else ""),
-        situation=situation,
-        kernels=" ".join(kernels),
-        launches=len(kernels),
-        polyphase_us=statistics.median(ours),
-        polyphase_p10=_p10(ours),
-        torch_us=statistics.median(theirs),
-        torch_p10=_p10(theirs),
-        **{name: facts[name] for name in ("gpu", "driver", "torch", "cudnn", "commit", "date", "command")},
-    )
 
 
 def _p10(samples: list[float]) -> float:

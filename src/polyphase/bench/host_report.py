@@ -12,7 +12,7 @@ from rich.table import Table
 from polyphase.bench.environment import device_name
 from polyphase.bench.host import SMALL, first_calls, warm_calls
 from polyphase.bench.host_layers import SITUATIONS, HostRecord, measure, write_csv
-from polyphase.bench.report import telling
+from polyphase.bench.report import table_of, telling
 from polyphase.jit.launcher import quiet
 
 
@@ -22,11 +22,9 @@ def show_host_times(console: Console, device: torch.device, csv: Path | None = N
         warm = warm_calls(device, progress=lambda name: tell(f"warm calls: {name}"))
         records = measure(device, lambda name: tell(f"warm calls: {name}"))
     if csv is not None:
-        write_csv(csv, records)
-    table = Table(title=f"Host time of a warm call, µs ({device_name(device.type)})", title_justify="left")
-    table.add_column("what")
-    for name in ("polyphase", "PyTorch"):
-        table.add_column(name, justify="right")
+        write_csv(csv, records, device)
+    title = f"Host time of a warm call, µs ({device_name(device.type)})"
+    table = table_of(title, ("what",), ("polyphase", "PyTorch"))
     for time in warm:
         table.add_row(time.what, f"{time.ours:.1f}", f"{time.torch:.1f}")
     console.print(table)
@@ -37,10 +35,8 @@ def show_host_times(console: Console, device: torch.device, csv: Path | None = N
 
     with telling("first calls") as tell:
         first = first_calls(device, lambda cache: tell(f"first calls, in a new process: {cache} kernel cache"))
-    table = Table(title="First calls in a fresh process, ms", title_justify="left")
-    table.add_column("kernel cache")
-    for name in ("importing polyphase", "starting the device", "first layer", "second layer", "PyTorch's first layer"):
-        table.add_column(name, justify="right")
+    figures = ("importing polyphase", "starting the device", "first layer", "second layer", "PyTorch's first layer")
+    table = table_of("First calls in a fresh process, ms", ("kernel cache",), figures)
     for found in first:
         table.add_row(
             found.cache,
@@ -51,14 +47,8 @@ def show_host_times(console: Console, device: torch.device, csv: Path | None = N
 
 def _layers(records: list[HostRecord], device: torch.device) -> Table:
     """A row for each layer: polyphase's time, PyTorch's, and polyphase's launches in each situation."""
-    table = Table(
-        title=f"Host time of a warm call of a function, µs: polyphase, PyTorch ({device_name(device.type)})",
-        title_justify="left",
-    )
-    table.add_column("layer")
-    for situation in SITUATIONS:
-        table.add_column(situation, justify="right")
-        table.add_column("launches", justify="right")
+    title = f"Host time of a warm call of a function, µs: polyphase, PyTorch ({device_name(device.type)})"
+    table = table_of(title, ("layer",), [name for situation in SITUATIONS for name in (situation, "launches")])
     rows: dict[str, list[str]] = {}
     for record in records:
         row = rows.setdefault(record.layer, [record.layer])

@@ -14,6 +14,7 @@ from polyphase.bench import gates, plans, pool
 from polyphase.bench.environment import first_line
 from polyphase.bench.layers import NamedLayer
 from polyphase.bench.records import write_rows
+from polyphase.bench.report import table_of
 from polyphase.errors import CompilationError
 from polyphase.jit.compiler import Resources, compiler_version, resources_of
 from polyphase.jit.source import KernelSource
@@ -73,19 +74,9 @@ class Wanted:
     dynamic_shared: int
 
     @property
-    def layer(self) -> str:
-        """The first layer that asks for it."""
-        return self.askers[0].layer
-
-    @property
-    def problem(self) -> ConvTransposeProblem:
-        """The first problem that asks for it."""
-        return self.askers[0].problem
-
-    @property
-    def pass_(self) -> Pass:
-        """The pass that asks for it first."""
-        return self.askers[0].pass_
+    def first(self) -> Asker:
+        """What asks for it first."""
+        return self.askers[0]
 
     @property
     def chosen(self) -> bool:
@@ -95,7 +86,7 @@ class Wanted:
     @property
     def title(self) -> str:
         """Kernel, architecture and the layer that asks for it."""
-        return f"{self.source.kernel}, {self.arch}, {self.pass_.value} of {self.problem}"
+        return f"{self.source.kernel}, {self.arch}, {self.first.pass_.value} of {self.first.problem}"
 
 
 @dataclass(frozen=True)
@@ -188,20 +179,9 @@ def table(reports: Iterable[Report]) -> Table:
     groups: dict[tuple[str, str], list[Report]] = {}
     for report in reports:
         groups.setdefault((report.wanted.source.kernel, report.wanted.arch), []).append(report)
-    lines = Table(title="The most that any kernel of a file needs")
-    for name in ("kernel", "arch"):
-        lines.add_column(name)
-    for name in (
-        "kernels",
-        "registers",
-        "shared (B)",
-        "stack (B)",
-        "spills (B)",
-        "warnings",
-        "failures",
-        "seconds",
-    ):
-        lines.add_column(name, justify="right")
+    figures = ("kernels", "registers", "shared (B)", "stack (B)", "spills (B)", "warnings", "failures", "seconds")
+    title = "The most that any kernel of a file needs"
+    lines = table_of(title, ("kernel", "arch"), figures, title_justify="center")
     for (kernel, arch), group in sorted(groups.items()):
         known = [report.resources for report in group if report.resources is not None]
         low, high = (pick((found.registers for found in known), default=0) for pick in (min, max))
@@ -212,7 +192,7 @@ def table(reports: Iterable[Report]) -> Table:
             f"{low}–{high}",
             str(max(report.shared for report in group)),
             str(max((found.stack for found in known), default=0)),
-            str(max((_spills(found) for found in known), default=0)),
+            str(max((found.spills for found in known), default=0)),
             str(sum(len(found.warnings) for found in known)),
             str(len(group) - len(known)),
             f"{sum(found.seconds for found in known) / max(len(known), 1):.2f}",
@@ -223,18 +203,17 @@ def table(reports: Iterable[Report]) -> Table:
 
 def every_table(reports: Iterable[Report], title: str = "Every kernel") -> Table:
     """One line for each kernel."""
-    lines = Table(title=title)
-    for name in ("kernel", "arch", "pass", "first asked for by"):
-        lines.add_column(name)
-    for name in ("registers", "shared (B)", "stack (B)", "spills (B)", "warnings", "seconds"):
-        lines.add_column(name, justify="right")
+    names = ("kernel", "arch", "pass", "first asked for by")
+    figures = ("registers", "shared (B)", "stack (B)", "spills (B)", "warnings", "seconds")
+    lines = table_of(title, names, figures, title_justify="center")
     for report in sorted(reports, key=lambda report: report.wanted.title):
         kernel, found = report.wanted, report.resources
-        names = (kernel.source.kernel, kernel.arch, kernel.pass_.value, f"{kernel.layer}: {kernel.problem}")
+        asker = f"{kernel.first.layer}: {kernel.first.problem}"
+        names = (kernel.source.kernel, kernel.arch, kernel.first.pass_.value, asker)
         if found is None:
             lines.add_row(*names, "did not compile", style="bold red")
             continue
-        needs = (found.registers, report.shared, found.stack, _spills(found), len(found.warnings))
+        needs = (found.registers, report.shared, found.stack, found.spills, len(found.warnings))
         style = None if found.clean else "bold red"
         lines.add_row(*names, *map(str, needs), f"{found.seconds:.2f}", style=style)
     return lines
@@ -246,9 +225,9 @@ def write_csv(path: Path, reports: Iterable[Report]) -> None:
     rows = []
     for report in sorted(reports, key=lambda report: report.wanted.title):
         kernel, found = report.wanted, report.resources
-        needs = [found.registers, report.shared, found.stack, _spills(found)] if found else [""] * 4
-        names = [kernel.source.kernel, kernel.arch, kernel.pass_.value, kernel.layer, str(kernel.problem)]
-        rows.append([*names, *needs, " | ".join(report.messages)])
+        needs = [found.registers, report.shared, found.stack, found.spills] if found else [""] * 4
+        asker = [kernel.first.pass_.value, kernel.first.layer, str(kernel.first.problem)]
+        rows.append([kernel.source.kernel, kernel.arch, *asker, *needs, " | ".join(report.messages)])
     write_rows(path, columns, rows)
 
 
@@ -270,7 +249,3 @@ def _digests(report: Report) -> Iterator[gates.Row]:
             "compiler": compiler_version(),
             **dict(zip(("digest", "registers", "shared"), needs)),
         }
-
-
-def _spills(found: Resources) -> int:
-    return found.spill_stores + found.spill_loads

@@ -177,22 +177,16 @@ def suite(which: Suite) -> list[NamedLayer]:
     volumes and video. ``batch1``: one image, volume or second at a time. ``holes``: layers far from their floor.
     """
     layers = {layer.name: layer for layer in every_layer()}
-    match which:
-        case Suite.REFERENCE:
-            names = _REFERENCE
-        case Suite.KERNELBENCH:
-            names = [name for name in layers if re.match(r"KernelBench \d", name)]
-        case Suite.ALL:
-            names = [*_RECORD]
-        case Suite.MODELS:
-            names = [*_MODELS]
-        case Suite.VOLUMES:
-            names = [*KERNELBENCH_VOLUMES, "KernelBench 61", *VOLUMES]
-        case Suite.BATCH_ONE:
-            names = [*ALSO_BATCH_ONE, *BATCH_ONE]
-        case Suite.HOLES:
-            names = [*HOLES, *ALSO_HOLES]
-    return [layers[name] for name in names]
+    names = {
+        Suite.REFERENCE: _REFERENCE,
+        Suite.KERNELBENCH: [name for name in layers if re.match(r"KernelBench \d", name)],
+        Suite.ALL: _RECORD,
+        Suite.MODELS: _MODELS,
+        Suite.VOLUMES: [*KERNELBENCH_VOLUMES, "KernelBench 61", *VOLUMES],
+        Suite.BATCH_ONE: [*ALSO_BATCH_ONE, *BATCH_ONE],
+        Suite.HOLES: [*HOLES, *ALSO_HOLES],
+    }
+    return [layers[name] for name in names[which]]
 
 
 def every_layer() -> list[NamedLayer]:

@@ -31,9 +31,6 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 from polyphase.torch_op.memory_format import is_channels_last
 
 _FORM = "a model file's returns a list of what {takes}"
-ON_SHAPES = "the model does not run on shapes alone, so its layers are not known: it"
-"""What is said of a model that `trace` runs."""
-
 _SHOWN_LINES = 4  # of an exception's text: PyTorch's may be followed by a trace of its C++
 
 
@@ -220,6 +217,25 @@ def trace(model: nn.Module, inputs: Sequence[Any]) -> Run:
     return Run(problems, int(counter.get_total_flops()), computing == ["convolution"], operators.functional)
 
 
+def on_shapes(file: ModelFile, dtype: torch.dtype) -> tuple[nn.Module, list[Any], Run]:
+    """A model on the meta device, its inputs there, and what it runs with them. Raises `ModelFileError`."""
+    meta = torch.device("meta")
+    model = file.build(meta, dtype, seed=0)
+    inputs = file.inputs(meta, dtype)
+    what = "the model does not run on shapes alone, so its layers are not known: it"
+    with naming_the_line(file.path, what, only_modules=True):
+        return model, inputs, trace(model, inputs)
+
+
+def unlike(shown: str, module: nn.Module, problem: ConvTransposeProblem | None) -> str:
+    """Why a problem that was traced has no kernels, or is none of the layer that is ``shown``; "" where it is fine."""
+    if problem is None:
+        return f"the input of {shown} has a dtype without kernels: not real, or not floating-point"
+    if problem.in_channels != module.in_channels:
+        return f"{shown} has in_channels={module.in_channels}, and get_inputs() gives it {problem.in_channels}"
+    return ""
+
+
 class _Operators(TorchDispatchMode):
     """Notes the names of the operators that run within it, and transposed convolutions outside their modules."""
 
@@ -336,6 +352,11 @@ def _cost(model: nn.Module, inputs: Sequence[Any]) -> float:
 
 def _like(value: Any) -> Any:
     return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def sizes_of(inputs: Sequence[Any]) -> str:
+    """The shapes of those inputs that are tensors."""
+    return ", ".join("×".join(map(str, value.shape)) for value in inputs if isinstance(value, torch.Tensor))
 
 
 def leaves(tree: Any) -> list[torch.Tensor]:

@@ -6,9 +6,10 @@ the planner's forecasts for a card that is named. Accuracy is `polyphase.bench.c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,9 @@ from torch.nn.modules.conv import _ConvTransposeNd
 import polyphase
 from polyphase.bench import environment
 from polyphase.bench.check import check_model
-from polyphase.bench.layers import NamedLayer
-from polyphase.bench.model_file import ModelFile, Run, naming_the_line, recorder, trace
+from polyphase.bench.model_file import ModelFile, Run, naming_the_line, recorder, sizes_of, trace
 from polyphase.bench.records import FAILED, Record
-from polyphase.bench.runner import Runner, make_cases
+from polyphase.bench.runner import Case, Runner
 from polyphase.bench.trial import CheckResult, Options
 from polyphase.errors import UnsupportedError
 from polyphase.plan.planner import as_shown, plan
@@ -33,6 +33,12 @@ from polyphase.torch_op.tf32 import tf32_allowed
 
 if TYPE_CHECKING:
     from polyphase.fuse import Block
+
+
+def sum_of(values: Iterable[float | None]) -> float | None:
+    """The sum, None where one value is."""
+    listed = list(values)
+    return None if None in listed else sum(value for value in listed if value is not None)
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,8 @@ class Layer:
 
     def total(self, of: Callable[[Record], float | None]) -> float | None:
         """The sum over calls and passes, None where one lacks it."""
-        values = [of(record) for record in self.records]
-        return len(self.names) * sum(value for value in values if value is not None) if None not in values else None
+        total = sum_of(of(record) for record in self.records)
+        return None if total is None else len(self.names) * total
 
 
 @dataclass
@@ -112,8 +118,7 @@ class ModelReport:
     @property
     def fused(self) -> list[Block]:
         """The layers that compute more than themselves with ``fuse=True``."""
-        blocks = self.check.fused.blocks if self.check.fused else ()
-        return [block for block in blocks if block.fused or block.before]
+        return [block for block in self.check.blocks if block.fused or block.before]
 
     @property
     def recipe(self) -> str:
@@ -150,7 +155,7 @@ def report_on(
     polyphase.restore(model)
     inputs = file.inputs(options.device, options.dtype)
     run = _observed(file.path, model, inputs)
-    shapes = ", ".join("×".join(map(str, value.shape)) for value in inputs if isinstance(value, torch.Tensor))
+    sizes = sizes_of(inputs)
     del model, inputs
     checked = check_model(file, replace(options, time=measure), progress)
     passes = list(Pass) if options.grad else [Pass.FORWARD]
@@ -161,16 +166,18 @@ def report_on(
             grouped.setdefault(replace(problem, tf32=tf32_allowed()), []).append(name)
     own = sum(len(names) * problem.flops for problem, names in grouped.items())
     planned_for = Card.of(device)
-    if measure:
-        layers = _measured(grouped, passes, options, progress)
+    if measure and grouped:
+        progress("measuring this machine's peak bandwidth and rates")
+        with closing(Runner(options.device, [problem.dtype for problem in grouped], quick=True)) as runner:
+            layers = _layers(grouped, passes, runner.run, "timing", progress)
     else:
-        layers = _predicted(grouped, passes, planned_for, progress)
+        layers = _layers(grouped, passes, partial(_forecast, planned_for), "planning", progress)
     return ModelReport(
         target,
         card,
         measure,
         str(options.dtype).removeprefix("torch."),
-        shapes,
+        sizes,
         checked,
         layers,
         min(own / run.flops, 1.0) if run.flops else None,
@@ -198,47 +205,29 @@ def _observed(path: Path, model: nn.Module, inputs: Sequence[Any]) -> Run:
         return Run(problems, 0, False, 0)
 
 
-def _measured(
+def _layers(
     grouped: dict[ConvTransposeProblem, list[str]],
     passes: list[Pass],
-    options: Options,
+    record: Callable[[Case], Record],
+    doing: str,
     progress: Callable[[str], None],
 ) -> list[Layer]:
-    if not grouped:
-        return []
-    progress("measuring this machine's peak bandwidth and rates")
-    found: list[Layer] = []
-    with closing(Runner(options.device, [problem.dtype for problem in grouped], quick=True)) as runner:
-        for problem, names in grouped.items():
-            named = [NamedLayer(_shown(names[0]), problem)]
-            records = []
-            for case in make_cases(named, passes, [problem.dtype], [problem.channels_last]):
-                progress(f"timing {case.name}, {case.pass_.value}")
-                records.append(runner.run(case))
-            found.append(Layer(tuple(names), problem, tuple(records)))
-    return found
-
-
-def _predicted(
-    grouped: dict[ConvTransposeProblem, list[str]],
-    passes: list[Pass],
-    card: Card,
-    progress: Callable[[str], None],
-) -> list[Layer]:
-    found: list[Layer] = []
+    """The layers, with a record of each pass."""
+    found = []
     for problem, names in grouped.items():
         records = []
         for pass_ in passes:
-            progress(f"planning {_shown(names[0])}, {pass_.value}")
-            records.append(_forecast(_shown(names[0]), problem, pass_, card))
+            progress(f"{doing} {_shown(names[0])}, {pass_.value}")
+            records.append(record(Case(_shown(names[0]), problem, pass_)))
         found.append(Layer(tuple(names), problem, tuple(records)))
     return found
 
 
-def _forecast(name: str, problem: ConvTransposeProblem, pass_: Pass, card: Card) -> Record:
+def _forecast(card: Card, case: Case) -> Record:
     """A record with the planner's time alone."""
+    problem, pass_ = case.problem, case.pass_
     layout = "channels_last" if problem.channels_last else "nchw"
-    record = Record(name, str(problem), pass_.value, problem.dtype, layout)
+    record = Record(case.name, str(problem), pass_.value, problem.dtype, layout)
     record.floor_ms = floor_ms(problem, card.rates)
     try:
         chosen = plan(problem, pass_, card.device, by_prediction=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -33,6 +34,16 @@ def telling(what: str) -> Iterator[Callable[[str], None]]:
             yield status.update
     else:
         yield lambda stage: console.print(stage, markup=False)
+
+
+def table_of(title: str, names: Iterable[str], figures: Iterable[str] = (), **style: Any) -> Table:
+    """A table of columns of words, then of figures, which are aligned to the right."""
+    table = Table(title=title, **{"title_justify": "left", **style})
+    for name in names:
+        table.add_column(name)
+    for name in figures:
+        table.add_column(name, justify="right")
+    return table
 
 
 def plain_table(title: str, names: Iterable[str], figures: Iterable[str]) -> Table:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from polyphase.bench.model_report import Layer, ModelReport
+from polyphase.bench.model_report import ModelReport, sum_of
 from polyphase.bench.records import PASS_TITLES, Record
 from polyphase.bench.report import OF_VANISHING, errors, factor, milliseconds
 from polyphase.functional_calls import NO_MODULES, override_call
@@ -84,9 +85,7 @@ def summary(report: ModelReport) -> list[str]:
 
 def _fused(report: ModelReport) -> list[str]:
     """What is fused with which layers, and why nothing is with others; fused layers come first."""
-    blocks = sorted(
-        report.check.fused.blocks if report.check.fused else (), key=lambda block: block not in report.fused
-    )
+    blocks = sorted(report.check.blocks, key=lambda block: block not in report.fused)
     if not blocks:
         return []
     more = [f"  and {len(blocks) - _SHOWN} more layers, on the page"] if len(blocks) > _SHOWN else []
@@ -111,7 +110,7 @@ def page(report: ModelReport) -> str:
         f"<pre><code>{escape(report.recipe)}</code></pre>" if report.recipe else "<p>Nothing to add.</p>",
         "<h2>Layers</h2>",
         _layers(report),
-        *(["<h2>Fusion</h2>", _fusion(report)] if report.check.fused else []),
+        *(["<h2>Fusion</h2>", _fusion(report)] if report.check.blocks else []),
         "<h2>Accuracy</h2>",
         _accuracy(report),
         "<h2>Left alone</h2>",
@@ -149,26 +148,12 @@ def _cards(report: ModelReport) -> str:
 def _totals(report: ModelReport) -> list[tuple[str, float | None, float | None]]:
     """Title, forecast and floor of each pass, over all calls of all layers."""
     found = []
-    for index, title in enumerate(_titles(report)):
-        one = [Layer(layer.names, layer.problem, (layer.records[index],)) for layer in report.layers]
-        sums = []
-        for of in (_forecast, _floor):
-            values = [layer.total(of) for layer in one]
-            sums.append(sum(value for value in values if value is not None) if None not in values else None)
-        found.append((title, sums[0], sums[1]))
+    for index, record in enumerate(report.layers[0].records if report.layers else ()):
+        one = [replace(layer, records=(layer.records[index],)) for layer in report.layers]
+        time = sum_of(layer.total(lambda record: record.predicted_ms) for layer in one)
+        floor = sum_of(layer.total(lambda record: record.floor_ms) for layer in one)
+        found.append((PASS_TITLES[record.pass_name], time, floor))
     return found
-
-
-def _titles(report: ModelReport) -> list[str]:
-    return [PASS_TITLES[record.pass_name] for record in report.layers[0].records] if report.layers else []
-
-
-def _forecast(record: Record) -> float | None:
-    return record.predicted_ms
-
-
-def _floor(record: Record) -> float | None:
-    return record.floor_ms
 
 
 def _layers(report: ModelReport) -> str:
@@ -195,12 +180,11 @@ def _layers(report: ModelReport) -> str:
 
 def _fusion(report: ModelReport) -> str:
     """What each layer computes with fuse=True."""
-    fused = report.check.fused
     lead = (
         "What <code>polyphase.accelerate(model, fuse=True)</code> fuses into each layer's kernel in evaluation mode; "
         "functions only where no gradients are recorded."
     )
-    return f'<p class="soft">{lead}</p>{_list(map(str, fused.blocks if fused else ()))}'
+    return f'<p class="soft">{lead}</p>{_list(map(str, report.check.blocks))}'
 
 
 def _times(report: ModelReport, record: Record) -> tuple[float | None, float | None]:

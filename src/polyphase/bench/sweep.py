@@ -56,8 +56,11 @@ class Setup:
 
     device: torch.device
     strict_fp32: bool
-    repetitions: int
     ceilings: Ceilings
+
+    def rotation(self, problem: ConvTransposeProblem) -> Rotation:
+        """That of a layer's passes."""
+        return Rotation.of(problem, self.ceilings.floor_ms(problem, self.strict_fp32), self.device)
 
 
 def sources(layers: Sequence[NamedLayer], device: DeviceInfo, jobs: int) -> Iterator[list[KernelSource]]:
@@ -83,12 +86,10 @@ def _sources(of: tuple[ConvTransposeProblem, DeviceInfo]) -> list[KernelSource]:
 class Sweep:
     """Runs layers on one device. To be closed at the end."""
 
-    def __init__(
-        self, device: torch.device, dtypes: Sequence[str], strict_fp32: bool = False, repetitions: int = 7
-    ) -> None:
+    def __init__(self, device: torch.device, dtypes: Sequence[str], strict_fp32: bool = False) -> None:
         self._ours, self._rival = OtherProcess(), OtherProcess()
         known = self._ours.call(_ceilings, device, tuple(dtypes), seconds=ANSWER_SECONDS)
-        self._setup = Setup(device, strict_fp32, repetitions, known)
+        self._setup = Setup(device, strict_fp32, known)
 
     def run(self, layer: NamedLayer, seed: int | None = None) -> list[Record]:
         """A record for each of `TIMED`. Never raises for what the layer does: that is in the records."""
@@ -109,10 +110,9 @@ class Sweep:
         return [*records.values()]
 
     def _add_benchmark_mode(self, layer: NamedLayer, records: dict[str, Record], wanted: list[str]) -> None:
-        floor_ms = records[Pass.FORWARD.value].floor_ms or 1.0
         times: dict[str, Timing | str]
         try:
-            times = self._rival.call(_benchmark_mode, self._setup, layer, floor_ms, wanted, seconds=SEARCH_SECONDS)
+            times = self._rival.call(_benchmark_mode, self._setup, layer, wanted, seconds=SEARCH_SECONDS)
         except Exception as failure:
             times = dict.fromkeys(wanted, environment.first_line(failure))
         for name, time in times.items():
@@ -138,7 +138,7 @@ def _tools(setup: Setup) -> tuple[Runner, GraphTimer]:
     global _known
     if _known is None or _known[0] != setup:
         runner = Runner(setup.device, (), (), setup.strict_fp32, known=setup.ceilings)
-        _known = setup, runner, GraphTimer(setup.device, setup.repetitions)
+        _known = setup, runner, GraphTimer(setup.device)
     return _known[1:]
 
 
@@ -155,7 +155,7 @@ def _measured(setup: Setup, layer: NamedLayer, records: dict[str, Record]) -> di
     """Checks each pass, then times it and PyTorch by heuristics. The step is timed where all passes are right."""
     runner, timer = _tools(setup)
     problem, step = runner.as_run(layer.problem), records[STEP]
-    rotation = _rotation(setup, problem, records)
+    rotation = setup.rotation(problem)
     sets = rotation.operands(problem, setup.device)
     for pass_ in Pass:
         _check(runner, Case(layer.name, problem, pass_), sets[0], records[pass_.value])
@@ -188,11 +188,11 @@ def _time(record: Record, timer: GraphTimer, calls: Sequence[Call | Step], rotat
     record.take(timer.measure(calls, rotation.calls))
 
 
-def _benchmark_mode(setup: Setup, layer: NamedLayer, floor_ms: float, wanted: Sequence[str]) -> dict[str, Timing | str]:
+def _benchmark_mode(setup: Setup, layer: NamedLayer, wanted: Sequence[str]) -> dict[str, Timing | str]:
     """PyTorch's times in benchmark mode, or why there is none, if no layer was called in another mode here."""
     runner, timer = _tools(setup)
     problem = runner.as_run(layer.problem)
-    rotation = Rotation.of(problem, floor_ms, setup.device)
+    rotation = setup.rotation(problem)
     sets = rotation.operands(problem, setup.device)
     with torch_flags(TorchVariant.BENCHMARK, setup.strict_fp32):
         return {name: _torch_time(name, problem, sets, timer, rotation) for name in wanted}
@@ -217,10 +217,6 @@ def _add_torch(record: Record, variant: TorchVariant, time: Timing | str) -> Non
             record.speedup = time.ms / record.ms
         return
     record.note(f"PyTorch {variant.value}: {time}")
-
-
-def _rotation(setup: Setup, problem: ConvTransposeProblem, records: dict[str, Record]) -> Rotation:
-    return Rotation.of(problem, records[Pass.FORWARD.value].floor_ms or 1.0, setup.device)
 
 
 def _contestant(

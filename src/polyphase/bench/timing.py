@@ -57,18 +57,17 @@ class Timer:
         estimate = self.clock(call)
         wanted = min(self.repetitions, int(self.budget_seconds / max(estimate, 1e-9)))
         count = max(wanted, min(5, self.repetitions))
-        return Timing.of(self._events(call, count) if self.device.type == "cuda" else self._clocks(call, count))
+        return Timing.of(self._samples(call, count))
 
-    def means(self, calls: Sequence[Callable[[], object]], count: int = 100, warmups: int = 3) -> list[float]:
-        """Mean milliseconds of each call over ``count``, in four rounds in turn, so that none meets other clocks."""
+    def means(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Mean milliseconds of each call over a hundred, in four rounds in turn, so that none meets other clocks."""
         for call in calls:
-            for _ in range(warmups):
+            for _ in range(3):
                 call()
         samples: list[list[float]] = [[] for _ in calls]
-        for part in range(4):
+        for _ in range(4):
             for call, times in zip(calls, samples):
-                share = count * (part + 1) // 4 - count * part // 4
-                times += self._events(call, share) if self.device.type == "cuda" else self._clocks(call, share)
+                times += self._samples(call, 25)
         return [statistics.fmean(times) for times in samples]
 
     def synchronize(self) -> None:
@@ -84,10 +83,10 @@ class Timer:
         self.synchronize()
         return time.perf_counter() - start
 
-    def _clocks(self, call: Callable[[], object], count: int) -> list[float]:
-        return [1e3 * self.clock(call) for _ in range(count)]
-
-    def _events(self, call: Callable[[], object], count: int) -> list[float]:
+    def _samples(self, call: Callable[[], object], count: int) -> list[float]:
+        """Milliseconds of each of ``count`` calls."""
+        if self.device.type != "cuda":
+            return [1e3 * self.clock(call) for _ in range(count)]
         with torch.cuda.device(self.device):
             starts = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
             ends = [torch.cuda.Event(enable_timing=True) for _ in range(count)]

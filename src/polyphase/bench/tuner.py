@@ -11,7 +11,7 @@ from rich.table import Table
 
 from polyphase import functional
 from polyphase.bench.records import OK, Record
-from polyphase.bench.report import factor, milliseconds
+from polyphase.bench.report import factor, milliseconds, table_of
 from polyphase.bench.runner import Case
 from polyphase.jit.source import KernelSource
 from polyphase.plan import measured as tuning
@@ -160,11 +160,8 @@ def _fastest(records: Iterable[Record]) -> Record | None:
 
 def table(results: Iterable[Tuned]) -> Table:
     """One line for each case: the planner's own choice, the fastest, and which that is."""
-    lines = Table(title="milliseconds, median, L2 flushed", title_justify="left")
-    for name in ("layer", "pass", "dtype", "layout"):
-        lines.add_column(name)
-    for name in ("candidates", "planned", "fastest", "gain"):
-        lines.add_column(name, justify="right")
+    names, figures = ("layer", "pass", "dtype", "layout"), ("candidates", "planned", "fastest", "gain")
+    lines = table_of("milliseconds, median, L2 flushed", names, figures)
     lines.add_column("which is", overflow="fold")
     for result in results:
         first, best = result.planned, result.fastest

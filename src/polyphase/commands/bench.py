@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts, Least, Seed
+from polyphase.commands.options import SUITES, LayerTexts, Least, Seed, choices, device_of, forms
 
 if TYPE_CHECKING:
     import torch
@@ -91,8 +91,6 @@ def bench(
 
         tell(console, _read(summarise, "--summarise"))
         return
-    from polyphase.commands.options import device_of
-
     place = device_of(device)
     if host:
         from polyphase.bench.host_report import show_host_times
@@ -103,14 +101,13 @@ def bench(
     from polyphase.bench.contestants import TorchVariant
     from polyphase.bench.report import notes, results_table, summary_lines
     from polyphase.bench.runner import Runner, make_cases
-    from polyphase.commands.options import Dtype, Layout, choices, drawn_layers, named_layers
+    from polyphase.commands.options import drawn_layers, named_layers
     from polyphase.problem import Pass
 
     graphs |= random > 0
     layers = named_layers(layer, suite) + drawn_layers(random, seed, least)
     layers = _not_too_large(layers or named_layers(None, "reference"), place, console)
-    names = [dtype.value for dtype in choices(dtypes or _DTYPES[graphs], Dtype, "--dtypes")]
-    last = [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")]
+    names, last = forms(dtypes or _DTYPES[graphs], layouts)
     if graphs:
         from polyphase.commands.bench_graphs import sweep, tell
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts
-
-if TYPE_CHECKING:
-    from polyphase.bench.kernels import Report
+from polyphase.commands.options import SUITES, LayerTexts, architectures, choices, forms, named_layers
 
 
 def compile_kernels(
@@ -48,12 +45,11 @@ def compile_kernels(
 
     The exit status is 1 if a kernel spills, has a stack frame, makes the assembler warn, or does not compile.
     """
-    from rich.progress import Progress
+    from rich.progress import track
 
     from polyphase.bench import kernels
     from polyphase.bench.layers import every_layer
     from polyphase.bench.report import make_console
-    from polyphase.commands.options import Dtype, Layout, architectures, choices, named_layers
     from polyphase.errors import UnsupportedError
     from polyphase.jit.compiler import compiler_version
     from polyphase.problem import Pass
@@ -63,8 +59,7 @@ def compile_kernels(
     asked = (
         [each.around(one) for each in choices(functions, kernels.Functions, "--functions") for one in layers],
         choices(passes, Pass, "--passes"),
-        [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
-        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
+        *forms(dtypes, layouts),
         architectures(arch),
     )
     try:
@@ -75,12 +70,8 @@ def compile_kernels(
     wanted = kernels.wanted(*asked, jobs)
     if variants:
         wanted = kernels.one_of_each_variant(wanted)
-    reports: list[Report] = []
-    with Progress(console=make_console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"{len(wanted)} kernels", total=len(wanted))
-        for report in kernels.compile_all(wanted, jobs):
-            reports.append(report)
-            progress.advance(task)
+    progress, compiled = make_console(stderr=True), kernels.compile_all(wanted, jobs)
+    reports = [*track(compiled, f"{len(wanted)} kernels", len(wanted), console=progress, transient=True)]
 
     console.print(kernels.every_table(reports) if every else kernels.table(reports))
     faulty = [report for report in reports if not report.clean]

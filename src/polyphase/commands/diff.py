@@ -57,19 +57,16 @@ def diff(
 
 def _table(found: Comparison) -> Table:
     """Lines that only one file has, by kernel or algorithm."""
-    from rich.table import Table
-
     from polyphase.bench.gates import subject
+    from polyphase.bench.report import table_of
 
     counts: dict[str, list[int]] = {}
     for change in found.changes:
         for place, rows in enumerate((change.before, change.after)):
             for row in rows:
                 counts.setdefault(subject(row), [0, 0])[place] += 1
-    lines = Table(title="Lines that only one file has")
-    lines.add_column("kernel or algorithm")
-    for name in ("before", "after"):
-        lines.add_column(name, justify="right")
+    title = "Lines that only one file has"
+    lines = table_of(title, ("kernel or algorithm",), ("before", "after"), title_justify="center")
     for name, (before, after) in sorted(counts.items()):
         lines.add_row(name, str(before), str(after))
     return lines

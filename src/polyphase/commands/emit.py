@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import NOTATION, Dtype, model_files
+from polyphase.commands.options import NOTATION, Dtype, architectures, model_files
 
 if TYPE_CHECKING:
     from polyphase.emit.model import Model
@@ -61,14 +61,7 @@ def emit(
         what = "a folder" if output.is_dir() else "the model's own file"
         raise typer.BadParameter(f"{output} is {what}", param_hint="--output")
     devices = _devices(arch)
-    words = [
-        "python",
-        "-m",
-        "polyphase",
-        "emit",
-        *(["--layer", layer] if layer else []),
-        *([str(file)] if file else []),
-    ]
+    words = ["python", "-m", "polyphase", "emit", *(["--layer", layer] if layer else [str(file)])]
     words += ["--arch", ",".join(device.arch for device in devices)]
     words += ["--dtype", dtype.value] if dtype else []
     words += ["--strict-fp32"] if strict_fp32 else []
@@ -113,7 +106,6 @@ def _model(file: Path | None, layer: str | None, dtype: Dtype | None, tf32: bool
 
 def _devices(arch: str | None) -> list[DeviceInfo]:
     """A typical device of each architecture, so that the same command writes the same file anywhere."""
-    from polyphase.commands.options import architectures
     from polyphase.problem.device import DeviceInfo
 
     if arch is None:

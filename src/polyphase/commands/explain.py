@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts, Least, ModelTargets, Seed
+from polyphase.commands.options import LayerTexts, Least, ModelTargets, Seed, Suites, forms
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +21,7 @@ _OVER = 3.0  # times the floor, above which passes of random layers are shown
 def explain(
     files: ModelTargets = [],  # noqa: B006 (none are needed)
     layer: LayerTexts = None,
-    suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
+    suite: Suites = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -55,6 +55,7 @@ def explain(
     from dataclasses import replace
 
     from polyphase import explanation
+    from polyphase.bench.plans import problems
     from polyphase.bench.report import make_console
     from polyphase.commands.options import drawn_layers, some_layers
     from polyphase.errors import UnsupportedError
@@ -71,7 +72,7 @@ def explain(
     if drawn or over is not None:
         if not card.device.is_cuda:
             raise typer.BadParameter("forecasts are for NVIDIA GPUs, such as sm_90a", param_hint="--device")
-        _tell_forecasts(console, _in_forms(layers, dtypes, layouts, strict_fp32), card, over, show, jobs)
+        _tell_forecasts(console, [*problems(layers, *forms(dtypes, layouts), strict_fp32)], card, over, show, jobs)
         return
     tf32 = tf32_allowed() and not strict_fp32
     for index, named in enumerate(layers):
@@ -94,16 +95,6 @@ def _is_notation(named: NamedLayer) -> bool:
         return False
 
 
-def _in_forms(layers: list[NamedLayer], dtypes: str, layouts: str, strict_fp32: bool) -> list[NamedLayer]:
-    """The layers in each dtype and memory format."""
-    from polyphase.bench.plans import problems
-    from polyphase.commands.options import Dtype, Layout, choices
-
-    names = [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")]
-    last = [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")]
-    return [*problems(layers, names, last, strict_fp32)]
-
-
 def _tell_forecasts(
     console: Console, layers: list[NamedLayer], card: Card, over: float | None, show: int, jobs: int
 ) -> None:
@@ -120,9 +111,9 @@ def _tell_forecasts(
     found = [each for some in track(plans, "planning", len(layers), console=progress, transient=True) for each in some]
     console.print(f"on {card}; {about_rates(card)}", markup=False)
     console.print(forecasts.worst_table(found, over, show))
-    for table in (forecasts.kind_table, forecasts.schedule_table, forecasts.summary_table):
+    for table in forecasts.group_tables(found, over):
         console.print()
-        console.print(table(found, over))
+        console.print(table)
     lacking = [each for each in found if each.lacks_tensor_cores]
     console.print(f"\n{len(lacking)} passes with at least 8 channels and 1 GFLOP have no schedule on tensor cores")
     for each in lacking:

@@ -35,6 +35,8 @@ SUITES = (
 )
 """The values of ``--suite``, several of which may be given, separated by commas."""
 
+Suites = Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)]
+"""The option ``--suite`` where there is no default."""
 
 ModelTargets = Annotated[
     list[str],
@@ -80,6 +82,14 @@ def choices(text: str, kind: type[Choice], option: str) -> list[Choice]:
     if not found:
         raise typer.BadParameter("no value is given", param_hint=option)
     return list(dict.fromkeys(found))
+
+
+def forms(dtypes: str, layouts: str) -> tuple[list[str], list[bool]]:
+    """What ``--dtypes`` names, and of what ``--layouts`` names whether it is channels_last."""
+    return (
+        [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
+        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
+    )
 
 
 def device_of(text: str | None) -> torch.device:
@@ -179,31 +189,20 @@ def _layers_of_model(target: str) -> list[NamedLayer]:
     import torch
 
     from polyphase.bench.layers import NamedLayer
-    from polyphase.bench.model_file import ON_SHAPES, ModelFileError, naming_the_line, trace
+    from polyphase.bench.model_file import ModelFileError, on_shapes, unlike
     from polyphase.bench.target import opened
 
-    meta = torch.device("meta")
     try:
         with opened(target) as file:
-            model = file.build(meta, torch.float32, seed=0)
-            inputs = file.inputs(meta, torch.float32)
-            with naming_the_line(file.path, ON_SHAPES, only_modules=True):
-                run = trace(model, inputs)
+            model, _, run = on_shapes(file, torch.float32)
     except ModelFileError as failure:
         raise typer.BadParameter(str(failure), param_hint="FILE") from None
     modules, found = dict(model.named_modules()), []
     for name, problem in run.problems:
-        shown, module = f"{target}: {name or 'the model itself'}", modules[name]
-        if problem is None:
-            raise typer.BadParameter(
-                f"the input of {shown} has a dtype without kernels: not real, or not floating-point",
-                param_hint="FILE",
-            )
-        if problem.in_channels != module.in_channels:
-            raise typer.BadParameter(
-                f"{shown} has in_channels={module.in_channels}, and get_inputs() gives it {problem.in_channels}",
-                param_hint="FILE",
-            )
+        shown = f"{target}: {name or 'the model itself'}"
+        if reason := unlike(shown, modules[name], problem):
+            raise typer.BadParameter(reason, param_hint="FILE")
+        assert problem is not None
         found.append(NamedLayer(shown, problem))
     if not found:
         message = (

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts
+from polyphase.commands.options import LayerTexts, Seed, Suites, architectures, choices, forms, named_layers
 
 
 def plans(
@@ -16,12 +16,12 @@ def plans(
     arch: Annotated[
         str, typer.Option(help="Architectures, comma-separated, as the compiler calls them.")
     ] = "sm_80,sm_90a",
-    suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
+    suite: Suites = None,
     layer: LayerTexts = None,
     random: Annotated[
         int, typer.Option(min=0, help="Number of random layers, each in one of the dtypes and formats.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the random layers.")] = 0,
+    seed: Seed = 0,
     dtypes: Annotated[str, typer.Option(help="Dtypes, comma-separated.")] = "float32,bfloat16,float16,float64",
     layouts: Annotated[str, typer.Option(help="nchw, channels_last, or both.")] = "nchw,channels_last",
     passes: Annotated[str, typer.Option(help="Passes, comma-separated.")] = "forward,input_grad,weight_grad",
@@ -36,14 +36,12 @@ def plans(
     Default: every layer of each suite. Float32 is planned with TF32 forbidden and allowed. Ignores tuning results and
     caches on disk. `diff` compares two such files.
     """
-    from rich.progress import Progress
+    from rich.progress import track
 
-    from polyphase.bench import gates
     from polyphase.bench import plans as planned
     from polyphase.bench.layers import every_layer
     from polyphase.bench.random_layers import random_layers
     from polyphase.bench.report import make_console
-    from polyphase.commands.options import Dtype, Layout, architectures, choices, named_layers
     from polyphase.problem import Pass
 
     console = make_console()
@@ -51,18 +49,14 @@ def plans(
     cases = planned.cases(
         layers if layers or random else every_layer(),
         choices(passes, Pass, "--passes"),
-        [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")],
-        [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")],
+        *forms(dtypes, layouts),
         architectures(arch),
         random_layers(random, seed),
         cold,
     )
-    found: list[gates.Row] = []
-    with Progress(console=make_console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"{len(cases)} problems", total=len(cases))
-        for rows in planned.rows(cases, jobs):
-            found += rows
-            progress.advance(task)
+    progress = make_console(stderr=True)
+    told = track(planned.rows(cases, jobs), f"{len(cases)} problems", len(cases), console=progress, transient=True)
+    found = [row for rows in told for row in rows]
     planned.write(csv, found)
     for name, (median, ninetieth, most) in planned.planning_seconds(found).items():
         text = f"a cold {name} plan takes {median:.3f} s in the median, {ninetieth:.3f} s at the 90th percentile"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from polyphase.commands.options import SUITES, LayerTexts, ModelTargets
+from polyphase.commands.options import LayerTexts, ModelTargets, Suites, choices, device_of, forms, some_layers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def tune(
     files: ModelTargets = [],  # noqa: B006 (none are needed)
     layer: LayerTexts = None,
-    suite: Annotated[str | None, typer.Option(help=f"Suites: {SUITES}.", show_default=False)] = None,
+    suite: Suites = None,
     passes: Annotated[str, typer.Option(help="forward, input_grad, weight_grad.")] = "forward",
     dtypes: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
     layouts: Annotated[str, typer.Option(help="nchw, channels_last.")] = "nchw",
@@ -51,7 +51,6 @@ def tune(
     from polyphase.bench.runner import Runner, make_cases
     from polyphase.bench.tuner import sources
     from polyphase.bench.tuner import tune as tune_case
-    from polyphase.commands.options import Dtype, Layout, choices, device_of, some_layers
     from polyphase.jit.ahead import compile_ahead
     from polyphase.plan import measured as tuning
     from polyphase.problem import Pass
@@ -66,8 +65,7 @@ def tune(
     place = device_of(device)
     if place.type != "cuda":
         raise typer.BadParameter("polyphase's kernels run on NVIDIA GPUs only", param_hint="--device")
-    names = [dtype.value for dtype in choices(dtypes, Dtype, "--dtypes")]
-    last = [layout is Layout.CHANNELS_LAST for layout in choices(layouts, Layout, "--layouts")]
+    names, last = forms(dtypes, layouts)
     cases = [
         case
         for case in make_cases(layers, choices(passes, Pass, "--passes"), names, last, tf32=not strict_fp32)

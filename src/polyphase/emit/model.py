@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from polyphase.bench.layers import LayerSyntaxError, parse_layer
-from polyphase.bench.model_file import ON_SHAPES, ModelFile, ModelFileError, naming_the_line, on_the_path, trace
+from polyphase.bench.model_file import ModelFile, ModelFileError, on_shapes, on_the_path, unlike
 from polyphase.emit.fusion import Fusion, fusion_of
 from polyphase.emit.rewrite import rewrite
 from polyphase.emit.support import constants
@@ -55,23 +55,21 @@ def model_of_file(path: Path, dtype: str, tf32: bool, fuse: bool = True) -> Mode
 
 def _of_file(path: Path, dtype: str, tf32: bool, fuse: bool) -> Model:
     file = ModelFile.load(path)
-    meta = torch.device("meta")
     try:
-        model = file.build(meta, getattr(torch, dtype), seed=0)
-        inputs = file.inputs(meta, getattr(torch, dtype))
-        with naming_the_line(path, ON_SHAPES, only_modules=True):
-            run = trace(model, inputs)
+        model, inputs, run = on_shapes(file, getattr(torch, dtype))
     except ModelFileError as failure:
         raise EmitError(str(failure)) from failure
     except Exception as failure:  # whatever else the model raises
         raise EmitError(f"{path} does not run on shapes alone: {type(failure).__name__}: {failure}") from failure
-    found = _model(str(path), path.read_text(encoding="utf-8"), model, run.problems, tf32)
-    found = replace(found, is_class=isinstance(file.make_model, type))
-    if not fuse:
-        return found
-    problems = {name: replace(each, tf32=tf32, tf32_as_pytorch=tf32) for name, each in run.problems if each is not None}
+    problems = _problems(str(path), model, dict(run.problems), tf32)
+    layers: dict[str, ConvTransposeProblem] = {}
+    for name, problem in problems.items():
+        if constants(problem) not in map(constants, layers.values()):
+            layers[name] = problem
+    source, defined, imported = _read(str(path), path.read_text(encoding="utf-8"))
     called = getattr(file.get_inputs, "__globals__", {})
-    return replace(found, fusion=fusion_of(model, inputs, problems, called))
+    fusion = fusion_of(model, inputs, problems, called) if fuse else Fusion()
+    return Model(source, layers, defined, imported, isinstance(file.make_model, type), fusion)
 
 
 def model_of_layer(text: str, dtype: str | None, tf32: bool) -> Model:
@@ -118,14 +116,14 @@ def get_init_inputs() -> list:
 '''
 
 
-def _model(
-    name: str, text: str, model: torch.nn.Module, problems: list[tuple[str, ConvTransposeProblem | None]], tf32: bool
-) -> Model:
+def _problems(
+    name: str, model: torch.nn.Module, traced: dict[str, ConvTransposeProblem | None], tf32: bool
+) -> dict[str, ConvTransposeProblem]:
+    """The problem of each layer, by its name. Raises `EmitError` for a layer that has no kernels in emitted files."""
     modules = {name: module for name, module in model.named_modules() if isinstance(module, _ConvTransposeNd)}
     if not modules:
         raise EmitError(f"{name}: {NO_MODULES}. Kernels are emitted for modules, not for calls of torch.nn.functional")
-    traced = dict(problems)
-    layers: dict[str, ConvTransposeProblem] = {}
+    found = {}
     for path, module in modules.items():
         shown = path or "the model itself"
         if not any(type(module) is cls for cls in _CLASSES):  # polyphase's own are equal to them
@@ -137,17 +135,11 @@ def _model(
                 f"{name}: {shown} is not called with the inputs of get_inputs(), so its sizes are not known"
             )
         problem = traced[path]
-        if problem is None:
-            raise EmitError(
-                f"{name}: the input of {shown} has a dtype without kernels: not real, or not floating-point"
-            )
-        if problem.in_channels != module.in_channels:
-            raise EmitError(
-                f"{name}: {shown} has in_channels={module.in_channels}, and get_inputs() gives it {problem.in_channels}"
-            )
-        if constants(problem) not in map(constants, layers.values()):
-            layers[path] = replace(problem, tf32=tf32, tf32_as_pytorch=tf32)
-    return _read(name, text, layers)
+        if reason := unlike(shown, module, problem):
+            raise EmitError(f"{name}: {reason}")
+        assert problem is not None
+        found[path] = replace(problem, tf32=tf32, tf32_as_pytorch=tf32)
+    return found
 
 
 def _class_and_remedy(module: _ConvTransposeNd) -> str:
@@ -163,8 +155,8 @@ def _class_and_remedy(module: _ConvTransposeNd) -> str:
     return f"{told}build that in the model, as emitted files have kernels for no other class"
 
 
-def _read(name: str, text: str, layers: dict[str, ConvTransposeProblem]) -> Model:
-    """The text without what an emitted file has elsewhere or cannot have."""
+def _read(name: str, text: str) -> tuple[str, frozenset[str], dict[str, str]]:
+    """The text without what an emitted file has elsewhere or cannot have; names in it, and what others stand for."""
     tree = ast.parse(text)
     defined, imported = set(), {}
     kept = text.splitlines()
@@ -184,7 +176,7 @@ def _read(name: str, text: str, layers: dict[str, ConvTransposeProblem]) -> Mode
     if isinstance(tree.body[0], ast.Expr) and ast.get_docstring(tree) is not None:
         comment = [f"# {line}".rstrip() for line in (ast.get_docstring(tree) or "").splitlines()]
         kept[tree.body[0].lineno - 1 : tree.body[0].end_lineno] = comment
-    return Model(rewrite("\n".join(kept)), layers, frozenset(defined), imported)
+    return rewrite("\n".join(kept)), frozenset(defined), imported
 
 
 def _imports(name: str, statement: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:

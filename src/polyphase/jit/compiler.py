@@ -35,13 +35,10 @@ class Resources:
     ``digest``: of the kernel's machine code (`polyphase.jit.cubin`).
     """
 
-    kernel: str
-    arch: str
     registers: int
     shared: int
     stack: int
-    spill_stores: int
-    spill_loads: int
+    spills: int
     warnings: tuple[str, ...]
     seconds: float
     source: KernelSource = field(repr=False)
@@ -50,7 +47,7 @@ class Resources:
     @property
     def clean(self) -> bool:
         """No spill, no stack frame, no warning."""
-        return not (self.stack or self.spill_stores or self.spill_loads or self.warnings)
+        return not (self.stack or self.spills or self.warnings)
 
 
 def cache() -> KernelCache:
@@ -99,13 +96,10 @@ def resources_of(source: KernelSource, arch: str) -> Resources:
     seconds = time.perf_counter() - started
     warnings = [line.strip() for line in log.splitlines() if re.search(r"warning|\bC75\d\d\b", line, re.IGNORECASE)]
     return Resources(
-        kernel=source.kernel,
-        arch=arch,
         registers=_number(log, r"Used (\d+) registers"),
         shared=_number(log, r"(\d+) bytes smem"),
         stack=_number(log, r"(\d+) bytes stack frame"),
-        spill_stores=_number(log, r"(\d+) bytes spill stores"),
-        spill_loads=_number(log, r"(\d+) bytes spill loads"),
+        spills=_number(log, r"(\d+) bytes spill (?:stores|loads)"),
         warnings=tuple(warnings),
         seconds=seconds,
         source=source,
