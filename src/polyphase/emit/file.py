@@ -92,16 +92,11 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
     all_sources = [source for sources in settled_kernels.values() for source in sources]
     structs = {source.kernel: params.params_of(source) for source in all_sources}
     operations = {
-        arch: {
-            number: (source.epilogue, source.prologue)
-            for number, source in enumerate(sources)
-            if source.epilogue or source.prologue
-        }
+        arch: {i: (each.epilogue, each.prologue) for i, each in enumerate(sources) if each.epilogue or each.prologue}
         for arch, sources in settled_kernels.items()
     }
-    tails = list(model.fusion.tails)
     literals = _Literals()
-    literals.of([layers, tails, structs, operations])  # notes what it names
+    literals.of([layers, *model.fusion.tails, structs, operations])  # notes what it names
     found, names = _collected(model, literals.roots)
     host = _host(found, names)
     parts = [
@@ -123,7 +118,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         f"COSTS = {literals.of(_costs_of(host, devices))}",
         _section("What was emitted: layers, and what computes their passes"),
         f"LAYERS = {literals.of(layers, names)}",
-        *([f"TAILS = {literals.of(tails, names)}"] if tails else []),
+        *([f"TAILS = {literals.of([*model.fusion.tails], names)}"] if model.fusion.tails else []),
         _classes(model, names),
         _UNLISTED,
         _section("The model"),

@@ -306,18 +306,18 @@ class _Forward:
     def _note(self, layer: Node, calls: list[Operation], epilogue: Epilogue, found: reductions.Arranged) -> None:
         """Notes what one or two calls compute."""
         own, tail = parted(calls)
-        problem, value = self._layers[str(layer.target)], layer
         if epilogue:
-            nodes, value = [layer, *(node for call in own for node in call.nodes)], own[-1].nodes[-1]
-            names = tuple(name_of(call.nodes[0]) for call in own)
-            chain = Chain(str(layer.target), names, replace(problem, epilogue=epilogue))
+            nodes = [layer, *(node for call in own for node in call.nodes)]
+            problem = replace(self._layers[str(layer.target)], epilogue=epilogue)
+            chain = Chain(str(layer.target), tuple(name_of(call.nodes[0]) for call in own), problem)
             listed = ", ".join(name for call in own for name, _ in call.operands)
-            target = attribute(str(layer.target))
-            self.parts[value] = _Part(chain, nodes, f"{target}, {layer.args[0]}, [{listed}]", chain.title)
-        elif own:  # copies, which PyTorch makes
-            value = own[-1].nodes[-1]
-        if not tail:
-            return
+            read = f"{attribute(chain.layer)}, {layer.args[0]}, [{listed}]"
+            self.parts[nodes[-1]] = _Part(chain, nodes, read, chain.title)
+        if tail:
+            title = " → ".join((str(layer.target), *(name_of(call.nodes[0]) for call in calls)))
+            self._note_tail(own[-1].nodes[-1] if own else layer, tail, found, title)
+
+    def _note_tail(self, value: Node, tail: list[Operation], found: reductions.Arranged, title: str) -> None:
         computing = [call for call in tail if call.steps]
         named = {
             (place, role): operand
@@ -325,12 +325,17 @@ class _Forward:
             for (role, _), operand in zip(call.steps[0].tensors, call.operands)
         }
         read = [named[each] for reads in found.reads for each in reads]
-        shapes = tuple(shape for _, shape in read)
-        source, nodes = tuple(value.meta["value"].shape), [node for call in tail for node in call.nodes]
-        any_batch = all(call.any_batch for call in tail)
-        computed = Tail(problem.dtype, source, found.parts, shapes, found.shape, any_batch)
-        title = " → ".join((str(layer.target), *(name_of(call.nodes[0]) for call in calls)))
-        self.parts[nodes[-1]] = _Part(computed, nodes, f"{value.name}, [{', '.join(name for name, _ in read)}]", title)
+        source, dtype = value.meta["value"].shape, str(value.meta["value"].dtype).removeprefix("torch.")
+        computed = Tail(
+            dtype,
+            tuple(source),
+            found.parts,
+            tuple(shape for _, shape in read),
+            found.shape,
+            all(call.any_batch for call in tail),
+        )
+        nodes = [node for call in tail for node in call.nodes]
+        self.parts[nodes[-1]] = _Part(computed, nodes, f"{value}, [{', '.join(name for name, _ in read)}]", title)
 
     def _why_not(self, node: Node, layer: Node, taken: Collection[Node]) -> str:
         """Why a node cannot be computed with the layer and what is between, or ""."""
