@@ -23,7 +23,6 @@ from polyphase.program.step import GRAD, SRC, Step, X
 from polyphase.schedules.cost import slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.product import (
-    MOST_STEP,
     Product,
     as_read,
     common_limits,
@@ -34,6 +33,7 @@ from polyphase.schedules.tap_gemm.product import (
     seconds_before,
     step_of,
 )
+from polyphase.schedules.tensor_cores import MAX_BOX_STEP
 from polyphase.schedules.tiles import affordable_planes, constants_of
 
 _WARPS = 8
@@ -179,7 +179,7 @@ class TapGemm(_TapGemm):
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if device.has_wgmma and step_of(problem, pass_, Layouts.dense(problem)) <= MOST_STEP:
+        if device.has_wgmma and step_of(problem, pass_, Layouts.dense(problem)) <= MAX_BOX_STEP:
             return "superseded here by tap_gemm_tma (TMA and wgmma)"
         return super().limits(problem, pass_, device)
 

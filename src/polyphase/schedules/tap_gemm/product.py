@@ -11,15 +11,14 @@ from functools import cached_property, lru_cache, reduce
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.integers import round_up
+from polyphase.problem.integers import equal_part, round_up
 from polyphase.problem.layouts import Layouts, dense_strides, extent
 from polyphase.program.planes import Planes, Three
 from polyphase.program.program import Transposed
 from polyphase.program.step import MANY_BLOCKS, Step, plain_step
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import planes_seconds, transpose_seconds
-from polyphase.schedules.tensor_cores import parts_of
-from polyphase.schedules.tiles import picked
+from polyphase.schedules.tensor_cores import MAX_BOX_STEP, parts_of
 
 _MOST_TERMS = 1 << 21  # terms of a sum, and columns of a group: quotients in float32 are exact below
 _MOST_CELLS = 1 << 30
@@ -33,9 +32,6 @@ _PACK_CONSTANTS = (
     "PACKED_STAGES WEIGHT_STRIDE_IN WEIGHT_STRIDE_OUT WEIGHT_STRIDE_TAP"
 )
 _PACK_ITEMS = (1024, 512, 256)  # 16-byte pieces of a packing block: the most with enough blocks
-
-#: The largest element stride of a TMA box.
-MOST_STEP = 8
 
 
 @dataclass(frozen=True)
@@ -259,7 +255,7 @@ def pack_step(
         tiles = -(-padded // tile_rows) * -(-product.gather.taps // tile_taps)
         blocks = tiles * chunks * product.problem.groups
         own |= {"DEPTH": depth, "SWIZZLED": swizzled, "TILE_ROWS": tile_rows, "TILE_TAPS": tile_taps, "MIN_BLOCKS": 4}
-    settings = (*picked(constants, names), *own.items())
+    settings = (*((name, constants[name]) for name in names.split()), *own.items())
     source = KernelSource(kernel, product.problem.dtype, True, settings, folder="steps")
     return plain_step(source, blocks, _PACK_THREADS), counters + elements * product.size * product.parts
 
@@ -271,7 +267,7 @@ def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[in
     items = next((each for each in _PACK_ITEMS if all_items >= each * MANY_BLOCKS), _PACK_ITEMS[-1])
     pairs = max(1, items // pieces)
     if not product.gather.weight_channels_last:
-        tile_taps = -(-taps // -(-taps // min(pairs, _PACK_RUN)))
+        tile_taps = equal_part(taps, min(pairs, _PACK_RUN))
         return min(rows, pairs // tile_taps), tile_taps
     tile_rows = 1 if not product.gather.forward else min(rows, pairs, _PACK_RUN)
     tile_taps = min(taps, pairs // tile_rows)
@@ -333,7 +329,7 @@ def is_dense(side: Side) -> bool:
 def kernels_change(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
     """Whether kernels differ by size: TMA can step over the elements of a folded layer, but not of others."""
     stride, folded = problem.axes3[2].stride, problem.axes3[2].stride // _folded_channels(problem)
-    return device.has_wgmma and pass_ is Pass.INPUT_GRAD and folded <= MOST_STEP < stride
+    return device.has_wgmma and pass_ is Pass.INPUT_GRAD and folded <= MAX_BOX_STEP < stride
 
 
 def step_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:

@@ -29,9 +29,8 @@ from polyphase.program.transpose import to_channels_last
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, LEAST_PIPELINE, THREADS, pipeline_stages
+from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, THREADS
 from polyphase.schedules.tap_gemm.product import (
-    MOST_STEP,
     Product,
     as_read,
     common_limits,
@@ -56,7 +55,7 @@ from polyphase.schedules.tap_gemm.tma_config import (
     stages_of,
 )
 from polyphase.schedules.tap_gemm.tma_cost import options, splits_of, tiles_of_cells, work_tiles_of
-from polyphase.schedules.tensor_cores import STAGED_BYTES, counter_bytes
+from polyphase.schedules.tensor_cores import LEAST_PIPELINE, MAX_BOX_STEP, STAGED_BYTES, counter_bytes, pipeline_stages
 from polyphase.schedules.tiles import Four
 
 _PIXELS, _PIXEL = (16, 32, 64, 128), 64  # bytes of a transposed pixel: one of these, or a multiple of the last
@@ -78,7 +77,7 @@ class TapGemmTma(Schedule):
             return f"{device.arch} has no wgmma"
         layouts = Layouts.dense(problem)
         if (step := _too_far(problem, pass_, layouts)) > 0:
-            return f"an element stride of {step} is too large for TMA (at most {MOST_STEP})"
+            return f"an element stride of {step} is too large for TMA (at most {MAX_BOX_STEP})"
         return common_limits(problem)
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
@@ -244,14 +243,14 @@ def _stores_together(product: Product, aligned: bool) -> bool:
 def _too_far(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
     """Source elements from a cell to the next, if TMA cannot load them and they are not runs; else 0."""
     gather, step = product_of(problem, pass_, layouts).gather, step_of(problem, pass_, layouts)
-    return step if step > MOST_STEP and not side_by_side(gather.axes[2], gather.forward) else 0
+    return step if step > MAX_BOX_STEP and not side_by_side(gather.axes[2], gather.forward) else 0
 
 
 def _can_read(product: Product, config: TmaTapConfig) -> bool:
     """Whether TMA can load the source."""
     if config.runs:
         return of_config(product, config) is not None
-    return max(axis.src for axis in product.gather.cell_axes) <= MOST_STEP
+    return max(axis.src for axis in product.gather.cell_axes) <= MAX_BOX_STEP
 
 
 def _written(problem: ConvTransposeProblem, layouts: Layouts, config: TmaTapConfig) -> Layouts | None:
@@ -311,7 +310,7 @@ def _stores_columns(product: Product) -> bool:
 def _pipeline(product: Product, config: TmaTapConfig, device: DeviceInfo) -> int:
     """Stages of the pipeline."""
     staged = CONSUMER_GROUPS * STAGED_BYTES if _stores_columns(product) else 0
-    return pipeline_stages(stage_bytes(product, config), device, staged)
+    return pipeline_stages(stage_bytes(product, config), device, staged=staged)
 
 
 def _weight_boxes(product: Product, layouts: Layouts) -> tuple[tuple[Step, ...], int]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from polyphase.problem.integers import round_up
-from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, MOST_COLUMNS
-from polyphase.schedules.tap_gemm.product import MOST_STEP, Product, with_merged_phases
+from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS
+from polyphase.schedules.tap_gemm.product import Product, with_merged_phases
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
+from polyphase.schedules.tensor_cores import MAX_BOX_STEP, MOST_COLUMNS
 
 _MOST_SUMS, _MOST_SUMS_MERGED = 192, 128  # accumulators of a thread; twice as many registers if promoted
 _MOST_ODD_COLUMNS = 160  # of merged phases whose number is no power of two
@@ -126,7 +127,7 @@ def _pitches(product: Product, runs: bool) -> list[int]:
         return []
     length = {pitch: sum(stages_of(product, config)) * pitch for pitch, config in ways.items()}
     by_taps = sum(stages_of(product, ways[128]._replace(runs=False))) * 128
-    far = max(axis.src for axis in product.gather.cell_axes) > MOST_STEP
+    far = max(axis.src for axis in product.gather.cell_axes) > MAX_BOX_STEP
     if (far and not runs) or (not far and runs and length[128] >= by_taps):
         return []
     return sorted({min(length, key=lambda pitch: (length[pitch], -pitch)), 128})

@@ -11,7 +11,7 @@ from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.integers import round_up
+from polyphase.problem.integers import equal_part, round_up
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.problem import DTYPE_BYTES
 from polyphase.problem.sizes import standard
@@ -27,7 +27,7 @@ from polyphase.program.program import (
 )
 from polyphase.program.step import GRAD, Step, X
 from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.schedules.cost import overlapped_time, slower_of, transpose_seconds
+from polyphase.schedules.cost import overlapped_time, slower_of, transpose_seconds, whole_waves
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.flat import (
     PITCH,
@@ -37,18 +37,11 @@ from polyphase.schedules.tap_gemm.flat import (
     may_spread,
     may_swap,
 )
-from polyphase.schedules.tap_gemm.k_major import (
-    LEAST_PIPELINE,
-    LEAST_STAGES,
-    THREADS,
-    best_splits,
-    pipeline_stages,
-    stage_cycles,
-    whole_waves,
-)
+from polyphase.schedules.tap_gemm.k_major import LEAST_STAGES, THREADS, stage_cycles
 from polyphase.schedules.tap_gemm.product import common_limits
 from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, legal_configs
-from polyphase.schedules.tiles import affordable_planes, constants_of
+from polyphase.schedules.tensor_cores import LEAST_PIPELINE, pipeline_stages
+from polyphase.schedules.tiles import affordable_planes, constants_of, fastest_splits
 
 _FLUSH = 8192  # most positions that tensor cores accumulate before a flush
 _MOST_BYTES, _MOST_OF_IMAGE = 1 << 30, 8 << 30  # bytes of the planes; the second if one image has more than the first
@@ -197,7 +190,7 @@ def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
         return [(0, flat)]
     least = flat.of_images(unit)
     most = unit * max(1, min(_MOST_BYTES // max(1, least.written_bytes), _MOST_POSITIONS // least.positions))
-    each = round_up(-(-problem.batch // -(-problem.batch // most)), unit)
+    each = round_up(equal_part(problem.batch, most), unit)
     return [(first, flat.of_images(min(each, problem.batch - first))) for first in range(0, problem.batch, each)]
 
 
@@ -361,9 +354,8 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
         end = 0.0 if alone else terms.reduce + weights * (8 * splits + product.size) / bandwidth
         return (overlapped_time(cycles, moving, terms.overlap) + terms.launch) / device.clock_hz, end
 
-    most = min(affordable_planes(product.problem), stages // LEAST_STAGES)
-    found = best_splits(lambda splits: sum(seconds(splits)), most, work_tiles, device)
-    return (found, *seconds(found))
+    waves = 2 * device.multiprocessors // max(1, work_tiles)
+    return fastest_splits(min(affordable_planes(product.problem), stages // LEAST_STAGES, waves), seconds)
 
 
 def _stage_cycles(flat: FlatProduct, config: WgradTmaConfig, terms: Costs) -> float:

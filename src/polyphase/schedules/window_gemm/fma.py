@@ -13,7 +13,7 @@ from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import REGISTERS, DeviceInfo
-from polyphase.problem.integers import parted, round_up
+from polyphase.problem.integers import equal_part, parted, round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.problem import accumulator_bytes
 from polyphase.problem.sizes import standard
@@ -22,10 +22,10 @@ from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import Four, best_first, constants_of, layer_constants, tiles_of
+from polyphase.schedules.tiles import Four, constants_of, layer_constants, least
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES
 from polyphase.schedules.window_gemm.wgmma_window import PIECE_BYTES, Window, copied_window, least_extent
-from polyphase.schedules.window_gemm.window import extents_of
+from polyphase.schedules.window_gemm.window import extents_of, input_tiles
 
 _MOST_CHANNELS = 64  # input channels of a group: with more, `direct_tiled` reads its weights less often
 _FEW, _MANY_TERMS = 8, 1024  # channels of a group and terms of a sum from which on tensor cores are faster
@@ -147,7 +147,7 @@ def legal_configs(problem: ConvTransposeProblem) -> Iterator[FmaConfig]:
     """Every config of a layer."""
     inputs, out, taps = problem.in_channels_per_group, problem.out_channels_per_group, problem.taps
     height = problem.axes3[1]
-    in_tiles = sorted({math.ceil(inputs / math.ceil(inputs / most)) for most in (4, 8)})
+    in_tiles = sorted({equal_part(inputs, most) for most in (4, 8)})
     most = _MOST_EXACT_TERMS if problem.dtype == "float32" else _MOST_TERMS
     chunk = max(chunk for chunk in (1, 2, 4, 8) if chunk == 1 or (chunk < 2 * out and chunk * taps <= most))
     for threads, in_tile, cells in itertools.product((128, 256), in_tiles, (1, 2, 4, 8)):
@@ -231,12 +231,12 @@ def _shares(
 @lru_cache(maxsize=4096)
 def _tiling(problem: ConvTransposeProblem, layouts: Layouts, config: FmaConfig, device: DeviceInfo) -> _Tiling | None:
     """The tiles of least work."""
-    terms, sizes = costs("window_fma", device), five(problem.input_shape)[2:]
+    terms = costs("window_fma", device)
     found = list(_extents(problem, config))
     tilings: dict[int, _Tiling] = {}
 
     def work(place: int, conflicts: float, window: Window) -> float:
-        tiles = math.prod(tiles_of(problem.batch, sizes, found[place][1]))
+        tiles = math.prod(input_tiles(problem, found[place][1]))
         resident = _resident(problem, config, window, device)
         return tiles * _item_cycles(problem, config, window, conflicts, resident, terms)
 
@@ -253,13 +253,10 @@ def _tiling(problem: ConvTransposeProblem, layouts: Layouts, config: FmaConfig, 
         window = copied_window(problem, layouts, config.out_chunk, extent, conflicts.at, _is_masked(problem))
         if window is None or _shared(problem, config, window) > device.shared_bytes_per_block + _RESERVED:
             return None
-        tiles = tiles_of(problem.batch, sizes, extent)
-        tilings[place] = _Tiling(lanes, extent, tiles, window, conflicts.at(window.steps))
+        tilings[place] = _Tiling(lanes, extent, input_tiles(problem, extent), window, conflicts.at(window.steps))
         return work(place, tilings[place].conflicts, window)
 
-    bounds = list(map(least_work, range(len(found))))
-    places = best_first(bounds, lambda place: None if bounds[place] == math.inf else work_of(place))
-    best = next(places, None)
+    best = least(map(least_work, range(len(found))), work_of)
     return None if best is None else tilings[best]
 
 

@@ -13,15 +13,15 @@ from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.integers import parted, round_up
-from polyphase.problem.layouts import Layouts, five
+from polyphase.problem.integers import equal_part, parted, round_up
+from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import overlapped_time, slower_of, waves_of
 from polyphase.schedules.schedule import Cost
-from polyphase.schedules.tiles import Four, affordable_planes, best_first, constants_of, layer_constants, tiles_of
+from polyphase.schedules.tiles import Four, affordable_planes, constants_of, layer_constants, least
 from polyphase.schedules.window_gemm.stages import (
     MAX_SIDE,
     MOVING_BYTES,
@@ -38,6 +38,7 @@ from polyphase.schedules.window_gemm.window import (
     Gradient,
     blocks_of,
     extent_of_window,
+    input_tiles,
     split_params,
     tile_extents,
     window_of,
@@ -225,9 +226,9 @@ class _Cut:
         self._long = [each for each in extents if each[3] >= least]
         self._short = [each for each in extents if each[3] < least]
         # Lower bounds of the work: products alone, without loads.
-        stage, sizes = _product_cycles(problem, pass_, config, terms), five(problem.input_shape)[2:]
+        stage = _product_cycles(problem, pass_, config, terms)
         self._operand = config.rows * _depth(problem, pass_, config) * DTYPE_BYTES[problem.dtype]  # bytes of a stage
-        self._bounds = [math.prod(tiles_of(problem.batch, sizes, each)) * stage for each in self._long]
+        self._bounds = [math.prod(input_tiles(problem, each)) * stage for each in self._long]
 
     def best(self, config: MmaConfig, device: DeviceInfo) -> _Tiling | None:
         """The tiling of least work that fits at the depth of ``config``; if all rows are short, the first that fits."""
@@ -237,7 +238,7 @@ class _Cut:
             tiling = self._fitting(self._long[place], config, device)
             return None if tiling is None else tiling.total * _stage_cycles(problem, pass_, config, tiling, self._terms)
 
-        place = next(best_first(self._bounds, work_of), None)
+        place = least(self._bounds, work_of)
         if place is not None:
             return self._fitting(self._long[place], config, device)
         tilings = (self._fitting(each, config, device) for each in self._short)
@@ -293,8 +294,7 @@ def _tiles(
     moving = pass_ is Pass.WEIGHT_GRAD
     tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
     stage = config.rows * a_pitch + config.out_chunk * window.pitch
-    counts = tiles_of(problem.batch, x.shape[2:], tile)
-    return _Tiling(tile, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
+    return _Tiling(tile, input_tiles(problem, tile), skew, window, operand, round_up(tables, 128), round_up(stage, 128))
 
 
 def _stage_cycles(
@@ -386,8 +386,7 @@ def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo
         if pass_ is Pass.WEIGHT_GRAD:
             if taps > config.columns:
                 continue
-            chunk = min(out, config.columns // taps)
-            chunk = math.ceil(out / math.ceil(out / chunk))
+            chunk = equal_part(out, config.columns // taps)
             chunks = {chunk, min(config.columns // taps, round_up(chunk, per_piece))}
             sizes: Iterator[tuple[int, int]] = itertools.product(chunks, (32, 64))
         else:

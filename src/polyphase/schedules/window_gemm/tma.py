@@ -18,7 +18,8 @@ from polyphase.program.transpose import to_channels_last, to_halves
 from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
-from polyphase.schedules.tiles import Four, constants_of, layer_constants, tiles_of
+from polyphase.schedules.tensor_cores import MAX_BOX_STEP
+from polyphase.schedules.tiles import Four, constants_of, layer_constants
 from polyphase.schedules.window_gemm.tma_config import (
     ALONE,
     TmaConfig,
@@ -34,10 +35,9 @@ from polyphase.schedules.window_gemm.tma_cost import (
     weight_blocks,
     weight_splits,
 )
-from polyphase.schedules.window_gemm.window import FLUSH, Gradient, channel_pitch, is_long_sum
+from polyphase.schedules.window_gemm.window import FLUSH, Gradient, channel_pitch, input_tiles, is_long_sum
 
 _ALONE_OFFERED = 2  # least number of offered configs that have a window for each tap
-_MAX_BOX_STEP = 8  # TMA's largest element stride
 
 
 class _WindowTma(Gradient):
@@ -54,8 +54,8 @@ class _WindowTma(Gradient):
             if channels * DTYPE_BYTES[problem.dtype] % 16:
                 pixel = channels * DTYPE_BYTES[problem.dtype]
                 return f"a group's {what} channels, {pixel} bytes, are no multiple of 16 bytes"
-        if max(problem.stride) > _MAX_BOX_STEP:
-            return f"an element stride of {max(problem.stride)} is too large for TMA (at most {_MAX_BOX_STEP})"
+        if max(problem.stride) > MAX_BOX_STEP:
+            return f"an element stride of {max(problem.stride)} is too large for TMA (at most {MAX_BOX_STEP})"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
@@ -138,7 +138,7 @@ class WindowDgradTma(_WindowTma):
         given = given or problem
         scaled = given.dtype != problem.dtype
         tile = tile_extent(problem, pass_, config)
-        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
+        tiles = input_tiles(problem, tile)
         work_tiles, stages = input_work_tiles(problem, config, math.prod(tiles)), depth_stages(problem, config)
         dense = layouts.input == dense_strides(problem.input_shape, not config.first)
         length, splits = parted(stages, input_splits(problem, config, work_tiles, device)[0] if dense else 1)
@@ -195,7 +195,7 @@ class WindowWgradTma(_WindowTma):
         given = given or problem
         scaled = given.dtype != problem.dtype
         tile = tile_extent(problem, pass_, config)
-        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
+        tiles = input_tiles(problem, tile)
         total, blocks = math.prod(tiles), weight_blocks(problem, config)
         planes = weight_splits(problem, config, total, device)[0]
         flush = max(1, FLUSH // math.prod(tile))

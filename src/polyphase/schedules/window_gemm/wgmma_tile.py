@@ -16,12 +16,11 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.schedules.cells import Side
-from polyphase.schedules.tensor_cores import OPERATION_BYTES
-from polyphase.schedules.tiles import Four, best_first, tiles_of
+from polyphase.schedules.tensor_cores import MAX_BOX_SIDE, OPERATION_BYTES
+from polyphase.schedules.tiles import Four, least
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, widest_piece
 from polyphase.schedules.window_gemm.wgmma_window import (
     FOUND,
-    MAX_BOX_SIDE,
     PIECE_BYTES,
     Window,
     as_rows,
@@ -34,15 +33,16 @@ from polyphase.schedules.window_gemm.wgmma_window import (
 from polyphase.schedules.window_gemm.window import (
     channel_pitch,
     extent_of_window,
+    input_tiles,
     is_long_sum,
     sectors_of,
     tile_extents,
+    widths,
 )
 
 CONSUMER_GROUPS = 2  # consumer warpgroups; ``mainloop/window_wgmma.cuh`` fixes their registers for this number
 LOADERS = 128  # threads of the producer warpgroup
 _STAGES = (6, 5, 4, 3)  # pipeline depths, deepest first
-_MOST_COLUMNS = 256  # N of a wgmma
 _MOST_SUMS = 256  # N x m64 tiles per warpgroup: 128 fp32 accumulators per thread
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
 _ROUNDING = 1 - 1e-9  # bounds are rounded differently from the costs that they bound
@@ -140,14 +140,8 @@ def _shapes(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaConfig]
         out, taps = 1, out * taps
     operation = OPERATION_BYTES // size
     most = _MOST_SUMS // 2 if pass_ is Pass.INPUT_GRAD and is_long_sum(problem) else _MOST_SUMS
-    n_granularity = channel_pitch(problem, problem.in_channels_per_group) // size if problem.channels_last else 8
-    widths = {
-        round_up(
-            math.ceil(problem.in_channels_per_group / math.ceil(problem.in_channels_per_group / max_n)), n_granularity
-        )
-        for max_n in (_MOST_COLUMNS, 128, 64)
-    }
-    for columns, row_tiles in itertools.product(sorted(widths), (1, 2, 3, 4)):
+    multiple = channel_pitch(problem, problem.in_channels_per_group) // size if problem.channels_last else 8
+    for columns, row_tiles in itertools.product(widths(problem.in_channels_per_group, multiple), (1, 2, 3, 4)):
         if columns * row_tiles > most:
             continue
         config = WgmmaConfig(row_tiles=row_tiles, columns=columns, out_chunk=1, positions=1, buffers=min(_STAGES))
@@ -223,7 +217,7 @@ class _Tilings:
             cycles = stage_cycles(problem, pass_, alike, tiling, self._terms)
             return tiling.total * (cycles + self._stored(tiling.tile_extent))
 
-        return next(best_first(self._works, work_of), None)
+        return least(self._works, work_of)
 
     def _tiling(self, place: int) -> Tiling | None:
         if place not in self._tilings:
@@ -257,7 +251,7 @@ class _Tilings:
         """Lower bounds of the work: no bank conflicts, and rows without padding."""
         problem, pass_, _, config = self._layer
         terms = self._terms
-        size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
+        size = DTYPE_BYTES[problem.dtype]
         weights = pass_ is Pass.WEIGHT_GRAD
         steps = config.out_chunk * problem.taps * size // OPERATION_BYTES
         reads, joined = 4 * _reads(problem, pass_), _joined(problem)
@@ -268,7 +262,7 @@ class _Tilings:
             loads = 0.0 if boxed else _copied(pass_, config, least_extent(problem, each), terms)
             fewest = reads if positions >= FOUND else reads / 4  # some of four reads may have no row
             cycles = steps * _operation(config, fewest, joined, terms) + terms.stage + loads + self._stored(each)
-            yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
+            yield math.prod(input_tiles(problem, each)) * cycles * _ROUNDING
 
 
 _tilings = lru_cache(maxsize=64)(_Tilings)  # each has up to hundreds of kilobytes
@@ -305,8 +299,8 @@ def _tiles(
     steps, window_at = math.ceil(depth * size / OPERATION_BYTES), runs.bytes
     shift = 0 if window_map is not None else PIECE_BYTES
     stage = round_up(window_at + config.out_chunk * window.steps[3] * size + shift, 1024)
-    tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
     table = round_up(4 * steps * OPERATION_BYTES // size, 16)
+    tiles = input_tiles(problem, tile)
     return Tiling(tile, tiles, window, skew, runs, window_map, joined, steps, window_at, stage, table, places)
 
 

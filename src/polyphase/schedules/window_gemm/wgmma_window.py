@@ -13,10 +13,10 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.program.tensor_map import TensorMap, tma_strides
+from polyphase.schedules.tensor_cores import MAX_BOX_SIDE
 from polyphase.schedules.tiles import Four
 from polyphase.schedules.window_gemm.window import extent_of_window
 
-MAX_BOX_SIDE = 256  # elements of a TMA box along one dimension
 PIECE_BYTES = 16  # bytes of a cp.async
 _LEAST_STAGES, _MOST_SHARED = 3, 256 << 10  # least stages of a kernel; bytes of shared memory, more than any GPU has
 FOUND = 32  # the first positions and taps, for which bank conflicts are counted
