@@ -208,15 +208,15 @@ def as_read(
 ) -> tuple[Side, Transposed | None]:
     """A tensor as a kernel reads it, and its transpose if it has another layout.
 
-    Its channels are innermost, in ``parts``, and those of a group a ``multiple``, by default of whole pieces.
-    If they are ``written`` they are a multiple of that.
+    Its channels are innermost, in ``parts``, and those of a group a ``multiple``, by default of whole pieces; if they
+    have to be copied they are ``written``, by default the next multiple.
     """
     groups, multiple = product.problem.groups, multiple or product.piece
     batch, channels, depth, height, width = side.shape
     whole = math.gcd(channels // groups, side.apart(1)) % multiple == 0
     if parts == 1 and aligned and side.channels_last and whole:
         return side, None
-    padded = round_up(channels // groups, written or multiple)
+    padded = written or round_up(channels // groups, multiple)
     shape = batch, groups * parts * padded, depth, height, width
     return Side(shape, dense_strides(shape, True)), Transposed(side.shape, side.strides, groups, padded, parts)
 

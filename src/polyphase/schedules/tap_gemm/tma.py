@@ -10,7 +10,7 @@ from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts, dense_strides, five
+from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
 from polyphase.program.planes import SRC_PLANES, Planes, write_planes
@@ -23,9 +23,8 @@ from polyphase.program.program import (
     reading_channels_last,
     writing_channels_last,
 )
-from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step
-from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.program.transpose import to_channels_last
+from polyphase.program.step import SRC, Step
+from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
@@ -55,10 +54,18 @@ from polyphase.schedules.tap_gemm.tma_config import (
     stages_of,
 )
 from polyphase.schedules.tap_gemm.tma_cost import options, splits_of, tiles_of_cells, work_tiles_of
-from polyphase.schedules.tensor_cores import LEAST_PIPELINE, MAX_BOX_STEP, STAGED_BYTES, counter_bytes, pipeline_stages
+from polyphase.schedules.tensor_cores import (
+    LEAST_PIPELINE,
+    MAX_BOX_STEP,
+    STAGED_BYTES,
+    counter_bytes,
+    pack_for_boxes,
+    pipeline_stages,
+    pixel_map,
+    pixel_pitch,
+    weight_map,
+)
 from polyphase.schedules.tiles import Four
-
-_PIXELS, _PIXEL = (16, 32, 64, 128), 64  # bytes of a transposed pixel: one of these, or a multiple of the last
 
 
 class TapGemmTma(Schedule):
@@ -164,8 +171,9 @@ class TapGemmTma(Schedule):
         }
         forms = (WgmmaForm(config.columns, problem.dtype),)
         source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()), forms)
-        packs, packed_bytes = _weight_boxes(product, layouts)
-        if not config.boxes:
+        if config.boxes:
+            packs, packed_bytes = _weight_boxes(product, layouts)
+        else:
             pack, packed_bytes = pack_step(product, source, config.columns, chunk, stages, True, counters)
             packs = (pack,)
         params = params_of(source).pack(
@@ -222,8 +230,10 @@ def _read(product: Product, config: TmaTapConfig, aligned: bool, tile: Four) -> 
     else:
         side, how = _as_read(product, config, aligned)
         padded, inner = side.shape[1] // (product.problem.groups * product.parts), (1, 1)
-        source = _map(product, config, side, tile)
-        maps = source, _weight_map(product, config) if config.boxes else source
+        box = *tile[:3], tile[3] + halo(product, config)
+        steps = tuple(axis.src for axis in product.gather.cell_axes)
+        source = pixel_map(product.problem.dtype, side, box, config.pitch, steps)
+        maps = source, weight_map(product.problem, config.pitch, config.columns) if config.boxes else source
     joined = runs is not None and runs.joined
     constants: dict[str, Constant] = {"RUNS": config.runs, "JOINED": joined, "PADDED_CHANNELS": padded}
     return _Read({**constants, "INNER_D": inner[0], "INNER_H": inner[1]}, maps, how)
@@ -271,29 +281,8 @@ def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Sid
     """
     if product.problem.groups * product.parts > 1:
         return as_read(product, product.gather.src, aligned, chunk_of(product, config), product.parts)
-    pixel = product.gather.src_channels * product.size
-    written = next((each for each in _PIXELS if pixel <= each), _PIXEL) // product.size
+    written = pixel_pitch(product.gather.src_channels * product.size) // product.size
     return as_read(product, product.gather.src, aligned, written=written)
-
-
-def _map(product: Product, config: TmaTapConfig, read: Side, tile: Four) -> TensorMap:
-    """The box of a stage of a tile of cells."""
-    size = product.size
-    batch, channels, depth, height, width = read.shape
-    image, _, slab, row, column = (step * size for step in read.strides)
-    dimensions = zip((width, height, depth, batch), (column, row, slab, image))
-    counts = (tile[3] + halo(product, config), tile[2], tile[1])
-    steps = (axis.src if count > 1 else 1 for axis, count in zip(product.gather.cell_axes[::-1], counts))
-    return TensorMap(
-        product.problem.dtype,
-        (channels, width, height, depth, max(1, batch)),
-        tuple(16 if count == 1 else step for count, step in dimensions),
-        (config.pitch // size, tile[3] + halo(product, config), *tile[2::-1]),
-        config.pitch,
-        True,
-        0,
-        (1, *steps, 1),
-    )
 
 
 def _lies(product: Product, layouts: Layouts) -> bool:
@@ -317,25 +306,6 @@ def _weight_boxes(product: Product, layouts: Layouts) -> tuple[tuple[Step, ...],
     """The step that writes the weight for TMA boxes, unless TMA reads it in place, and the bytes written."""
     if _lies(product, layouts):
         return (), 0
-    shape, padded = five(product.problem.weight_shape), round_up(product.gather.src_channels, product.piece)
-    strides = dense_strides(shape, product.gather.weight_channels_last)
-    step = to_channels_last(product.problem.dtype, shape, strides, padded=padded)
-    elements = math.prod(shape) // product.gather.src_channels * padded
-    return (replace(step, operands=(WEIGHT, WORKSPACE)),), elements * product.size
-
-
-def _weight_map(product: Product, config: TmaTapConfig) -> TensorMap:
-    """The box of a tap's weights: source channels, destination channels, taps."""
-    gather, size, taps = product.gather, product.size, product.problem.taps
-    rows, channels = product.problem.groups * gather.dst_channels, round_up(gather.src_channels, product.piece)
-    strides = tma_strides([(rows, taps * channels * size), (taps, channels * size), (1, 0), (1, 0)])
-    assert strides is not None, "channels are whole pieces of 16 bytes"
-    return TensorMap(
-        product.problem.dtype,
-        (gather.src_channels, rows, taps, 1, 1),
-        strides,
-        (config.pitch // size, config.columns, 1, 1, 1),
-        config.pitch,
-        True,
-        1,
-    )
+    padded = round_up(product.gather.src_channels, product.piece)
+    step = pack_for_boxes(product.problem, product.gather.weight_channels_last, padded)
+    return (step,), product.problem.in_channels * product.problem.taps * padded * product.size

@@ -57,10 +57,10 @@ def weight_planes(problem: ConvTransposeProblem, config: TmaConfig, device: Devi
     tile = tile_extent(problem, Pass.WEIGHT_GRAD, config)
     tiles = math.prod(input_tiles(problem, tile))
     splits = weight_splits(problem, config, tiles, device)[0]
-    return 0 if splits == 1 and (DTYPE_BYTES[problem.dtype] == 4 or tiles <= _flush(tile)) else splits
+    return 0 if splits == 1 and (DTYPE_BYTES[problem.dtype] == 4 or tiles <= flush_of(tile)) else splits
 
 
-def _flush(tile: tuple[int, ...]) -> int:
+def flush_of(tile: tuple[int, ...]) -> int:
     """Stages of a weight gradient between flushes."""
     return max(1, FLUSH // math.prod(tile))
 
@@ -134,7 +134,7 @@ def weight_splits(
     terms = _terms(Pass.WEIGHT_GRAD, device)
     stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, config, terms)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
-    flush = _flush(config.lanes)
+    flush = flush_of(config.lanes)
     results, once = config.rows * config.block_columns, terms.item / config.resident
 
     def seconds(splits: int) -> tuple[float, float]:

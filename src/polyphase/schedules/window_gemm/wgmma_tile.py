@@ -16,7 +16,7 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.schedules.cells import Side
-from polyphase.schedules.tensor_cores import MAX_BOX_SIDE, OPERATION_BYTES
+from polyphase.schedules.tensor_cores import MAX_BOX_SIDE, OPERATION_BYTES, pixel_map, pixel_strides
 from polyphase.schedules.tiles import Four, least
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, widest_piece
 from polyphase.schedules.window_gemm.wgmma_window import (
@@ -347,16 +347,11 @@ def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, *apart:
 def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, tile: Four) -> Runs | None:
     """The input's runs in NHWC: the pixels of a tile, some channels in each box."""
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
-    batch, _, depth, height, width = five(problem.input_shape)
-    image, _, slab, row, column = (step * size for step in layouts.input)
-    strides = tma_strides([(width, column), (height, row), (depth, slab), (batch, image)])
-    pitch = channel_pitch(problem, channels)
+    x, pitch = Side(five(problem.input_shape), layouts.input), channel_pitch(problem, channels)
     whole = math.prod(tile) * size % OPERATION_BYTES == 0 and config.columns * size % pitch == 0
-    if not layouts.aligned or strides is None or not whole or max(tile) > MAX_BOX_SIDE:
+    if not layouts.aligned or not whole or max(tile) > MAX_BOX_SIDE or pixel_strides(problem.dtype, x) is None:
         return None
-    sides = (channels, width, height, depth, max(1, batch))
-    tensor_map = TensorMap(problem.dtype, sides, strides, (pitch // size, *tile[::-1]), pitch, tf32=True)
-    return Runs.of_boxes((1, 1, 1, config.columns * size // pitch), tensor_map)
+    return Runs.of_boxes((1, 1, 1, config.columns * size // pitch), pixel_map(problem.dtype, x, tile, pitch))
 
 
 def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig) -> Runs | None:
