@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import ConvTransposeProblem, Pass
@@ -12,7 +11,6 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.planes import SRC_PLANES, Planes, write_planes
 from polyphase.program.program import (
     Buffer,
@@ -23,7 +21,7 @@ from polyphase.program.program import (
     reading_channels_last,
     writing_channels_last,
 )
-from polyphase.program.step import SRC, Step
+from polyphase.program.step import SRC, Step, main_step
 from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
@@ -148,14 +146,14 @@ class TapGemmTma(Schedule):
         gather, chunk = product.gather, chunk_of(product, config)
         tile, tiles = tiles_of_cells(product, config, device)
         splits, stages = splits_of(product, config, device)[0], max(stages_of(product, config))
-        read = _read(product, config, layouts.aligned, tile)
+        reading, maps, how = _read(product, config, layouts.aligned, tile)
         constants = {
             **product.constants,
             "CHUNK": chunk,
             "PITCH": config.pitch,
             "WINDOW": config.window,
             "BOX_ROWS": box_rows(product, config),
-            **read.constants,
+            **reading,
             "PARTS": product.parts,
             "WEIGHT_BOXES": config.boxes,
             "PACKED_STAGES": stages,
@@ -176,29 +174,23 @@ class TapGemmTma(Schedule):
         else:
             pack, packed_bytes = pack_step(product, source, config.columns, chunk, stages, True, counters)
             packs = (pack,)
-        params = params_of(source).pack(
-            dst=gather.dst,
-            source_size=gather.src.shape[2:],
-            batch=problem.batch,
-            groups=problem.groups,
-            tile_extent=tile,
-            tiles=tiles,
-            splits=splits,
-            sums=layouts.in_sums or splits > 1,
-            vector=_stores_together(product, layouts.aligned),
-            plane=math.prod(gather.dst.shape),
-        )
-        main = Step(
-            source=source,
-            grid=(min(work_tiles_of(product, config, tiles) * splits, device.multiprocessors), 1, 1),
-            block=THREADS,
-            shared_bytes=pipeline * stage_bytes(product, config),
-            params=params,
-            tensor_maps=read.maps,
-        )
+        params = {
+            "dst": gather.dst,
+            "source_size": gather.src.shape[2:],
+            "batch": problem.batch,
+            "groups": problem.groups,
+            "tile_extent": tile,
+            "tiles": tiles,
+            "splits": splits,
+            "sums": layouts.in_sums or splits > 1,
+            "vector": _stores_together(product, layouts.aligned),
+            "plane": math.prod(gather.dst.shape),
+        }
+        blocks = min(work_tiles_of(product, config, tiles) * splits, device.multiprocessors)
+        main = main_step(source, blocks, THREADS, pipeline * stage_bytes(product, config), params, maps)
         own = not layouts.in_sums  # else the reader of the sums adds the planes
         program = assemble(problem, pass_, main, packs, packed_bytes, splits if own else 1, may_split=own)
-        program = read.before(replace(program, splits=splits), problem.dtype)
+        program = _reading(replace(program, splits=splits), problem.dtype, how)
         return writing_channels_last(program, problem.dtype, problem.output_shape) if config.back else program
 
 
@@ -206,23 +198,10 @@ def _product(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, confi
     return product_of_config(product_of(problem, pass_, layouts), config)
 
 
-class _Read(NamedTuple):
-    """The source as the kernel reads it, and the step that writes it so."""
-
-    constants: dict[str, Constant]
-    maps: tuple[TensorMap, TensorMap]
-    transposed: Transposed | Planes | None
-
-    def before(self, inner: Program, dtype: str) -> Program:
-        """The program with the step that writes it before."""
-        how = self.transposed
-        if isinstance(how, Planes):
-            return prepared(inner, (write_planes(dtype, how),), {SRC: Buffer(SRC_PLANES, dtype, how.elements)})
-        return reading_channels_last(inner, dtype, {} if how is None else {SRC: how})
-
-
-def _read(product: Product, config: TmaTapConfig, aligned: bool, tile: Four) -> _Read:
-    """The source of a config."""
+def _read(
+    product: Product, config: TmaTapConfig, aligned: bool, tile: Four
+) -> tuple[dict[str, Constant], tuple[TensorMap, TensorMap], Transposed | Planes | None]:
+    """How the kernel reads the source: its constants and maps, and how the source is written before."""
     how: Transposed | Planes | None
     if runs := of_config(product, config):
         padded, inner, how = runs.channels, runs.inner, runs.planes
@@ -236,7 +215,14 @@ def _read(product: Product, config: TmaTapConfig, aligned: bool, tile: Four) -> 
         maps = source, weight_map(product.problem, config.pitch, config.columns) if config.boxes else source
     joined = runs is not None and runs.joined
     constants: dict[str, Constant] = {"RUNS": config.runs, "JOINED": joined, "PADDED_CHANNELS": padded}
-    return _Read({**constants, "INNER_D": inner[0], "INNER_H": inner[1]}, maps, how)
+    return {**constants, "INNER_D": inner[0], "INNER_H": inner[1]}, maps, how
+
+
+def _reading(inner: Program, dtype: str, how: Transposed | Planes | None) -> Program:
+    """The program with the step before it that writes the source."""
+    if isinstance(how, Planes):
+        return prepared(inner, (write_planes(dtype, how),), {SRC: Buffer(SRC_PLANES, dtype, how.elements)})
+    return reading_channels_last(inner, dtype, {} if how is None else {SRC: how})
 
 
 def _stores_together(product: Product, aligned: bool) -> bool:
