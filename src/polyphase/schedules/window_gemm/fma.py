@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
@@ -24,7 +24,14 @@ from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, constants_of, layer_constants, least
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES
-from polyphase.schedules.window_gemm.wgmma_window import PIECE_BYTES, Window, copied_window, least_extent
+from polyphase.schedules.window_gemm.wgmma_window import (
+    PIECE_BYTES,
+    Window,
+    copied_window,
+    first_places,
+    least_extent,
+    wavefronts,
+)
 from polyphase.schedules.window_gemm.window import extents_of, input_tiles
 
 _MOST_CHANNELS = 64  # input channels of a group: with more, `direct_tiled` reads its weights less often
@@ -249,11 +256,11 @@ def _tiling(problem: ConvTransposeProblem, layouts: Layouts, config: FmaConfig, 
 
     def work_of(place: int) -> float | None:
         lanes, extent = found[place]
-        conflicts = _Conflicts(problem, config, lanes)
-        window = copied_window(problem, layouts, config.out_chunk, extent, conflicts.at, _is_masked(problem))
+        conflicts = partial(_conflicts, problem, config, lanes)
+        window = copied_window(problem, layouts, config.out_chunk, extent, conflicts, _is_masked(problem))
         if window is None or _shared(problem, config, window) > device.shared_bytes_per_block + _RESERVED:
             return None
-        tilings[place] = _Tiling(lanes, extent, input_tiles(problem, extent), window, conflicts.at(window.steps))
+        tilings[place] = _Tiling(lanes, extent, input_tiles(problem, extent), window, conflicts(window.steps))
         return work(place, tilings[place].conflicts, window)
 
     best = least(map(least_work, range(len(found))), work_of)
@@ -286,32 +293,14 @@ def _extents(problem: ConvTransposeProblem, config: FmaConfig) -> Iterator[tuple
             yield lanes, (lanes[0], d, h * cells, w)
 
 
-class _Conflicts:
-    """Wavefronts of a warp's read of a window with given steps."""
-
-    def __init__(self, problem: ConvTransposeProblem, config: FmaConfig, lanes: Four) -> None:
-        of_d, of_h, of_w = problem.axes3
-        step, cells = (_row_step(problem)[0], config.cells) if config.by_rows else (1, 1)
-        self._size = DTYPE_BYTES[problem.dtype]
-        self._alone: float | None = None
-        places = itertools.product(*map(range, lanes))
-        self._places = [
-            (n, d * of_d.stride, (h // step * step * cells + h % step) * of_h.stride, w * of_w.stride)
-            for n, d, h, w in itertools.islice(places, _LANES)
-        ]
-        if lanes[3] >= _LANES:  # in one row, whatever the steps
-            self._alone = self._of((0, 0, 0, 0))
-
-    def at(self, steps: Four) -> float:
-        """Wavefronts if images, slabs and rows are ``steps`` apart."""
-        return self._of(steps) if self._alone is None else self._alone
-
-    def _of(self, steps: Four) -> float:
-        image, slab, row, _ = steps
-        banks = [0] * 32
-        for word in {(n * image + d * slab + h * row + w) * self._size // 4 for n, d, h, w in self._places}:
-            banks[word & 31] += 1
-        return float(max(banks))
+def _conflicts(problem: ConvTransposeProblem, config: FmaConfig, lanes: Four, steps: Four) -> float:
+    """Wavefronts of a warp's read of a window whose images, slabs and rows are ``steps`` apart."""
+    of_d, of_h, of_w = problem.axes3
+    step, cells = (_row_step(problem)[0], config.cells) if config.by_rows else (1, 1)
+    (n, d, h, w), (image, slab, row, _) = lanes, steps
+    row *= of_h.stride
+    places = first_places((n, d, h // step, step, w), (image, of_d.stride * slab, step * cells * row, row, of_w.stride))
+    return wavefronts(places, DTYPE_BYTES[problem.dtype])
 
 
 @lru_cache(maxsize=4096)
