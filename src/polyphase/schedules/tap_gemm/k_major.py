@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polyphase.costs import Costs
-from polyphase.schedules.cost import overlapped_time, whole_waves
+from polyphase.schedules.cost import overlapped_time
 from polyphase.schedules.tensor_cores import wgmma_cycles
 
 #: Consumer warpgroups; one more warpgroup is the producer.
@@ -25,12 +25,3 @@ def stage_cycles(
     products = terms.product * operations * wgmma_cycles(columns)
     cycles: float = overlapped_time(taps * products, loading, terms.overlap) + taps * terms.stage
     return cycles
-
-
-def waves_of_unequal(waves: float, most: float) -> float:
-    """Waves of work tiles of unequal length, the longest of them ``most`` times the mean.
-
-    Blocks end half of a longest one apart; they never take longer than if all were the longest.
-    """
-    whole = whole_waves(waves)
-    return max(whole, min(whole * most, waves + most / 2))

@@ -235,7 +235,7 @@ class TapGemm(_TapGemm):
             cells=product.cells,
             splits=splits,
             plane=math.prod(gather.dst.shape),
-            pairs=splits == 1 and _pairs(product, layouts),
+            pairs=splits == 1 and layouts.aligned and gather.cell_axes[2].dst == 1 and gather.dst.in_pairs,
         )
         main = Step(
             source=source,
@@ -262,13 +262,6 @@ def _cut(product: Product, config: TapConfig, device: DeviceInfo) -> tuple[int, 
     slots, planes = device.multiprocessors * config.min_blocks, affordable_planes(product.problem, gather.pass_)
     splits = max(1, min(slots // blocks, max(stages) // 4, planes, 64)) if is_dense(gather.dst) else 1
     return chunk, stages, row_blocks, tiles, splits
-
-
-def _pairs(product: Product, layouts: Layouts) -> bool:
-    """Whether pairs of columns are contiguous and aligned in the destination."""
-    dst, axis = product.gather.dst, product.gather.cell_axes[2]
-    even = math.gcd(dst.shape[4], dst.apart(4)) % 2 == 0
-    return layouts.aligned and axis.dst == 1 and dst.strides[4] == 1 and even
 
 
 class TapGemmWgrad(_TapGemm):

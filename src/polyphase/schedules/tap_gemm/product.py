@@ -316,9 +316,8 @@ def common_limits(problem: ConvTransposeProblem) -> str | None:
 
 def pairs_along_width(product: Product) -> bool:
     """Whether merged outputs that are neighbours along the width are in aligned pairs."""
-    axis, dst = product.problem.axes3[2], product.gather.dst
-    even = reduce(math.gcd, (axis.stride, axis.padding, dst.shape[4], dst.apart(4))) % 2 == 0
-    return dst.strides[4] == 1 and even
+    axis = product.problem.axes3[2]
+    return math.gcd(axis.stride, axis.padding) % 2 == 0 and product.gather.dst.in_pairs
 
 
 def is_dense(side: Side) -> bool:

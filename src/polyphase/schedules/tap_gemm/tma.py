@@ -37,6 +37,7 @@ from polyphase.schedules.tap_gemm.product import (
     product_of,
     seconds_before,
     step_of,
+    with_merged_phases,
 )
 from polyphase.schedules.tap_gemm.runs import side_by_side
 from polyphase.schedules.tap_gemm.tma_config import (
@@ -47,7 +48,6 @@ from polyphase.schedules.tap_gemm.tma_config import (
     halo,
     legal_configs,
     of_config,
-    product_of_config,
     stage_bytes,
     stages_of,
 )
@@ -195,7 +195,9 @@ class TapGemmTma(Schedule):
 
 
 def _product(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: TmaTapConfig) -> Product:
-    return product_of_config(product_of(problem, pass_, layouts), config)
+    """The product as a config computes it."""
+    product = product_of(problem, pass_, layouts)
+    return (with_merged_phases(product, config.merged) if config.merged else None) or product
 
 
 def _read(

@@ -51,11 +51,6 @@ def of_config(product: Product, config: TmaTapConfig) -> Runs | None:
     return runs_of(product, chunk_of(product, config)) if config.runs else None
 
 
-def product_of_config(product: Product, config: TmaTapConfig) -> Product:
-    """The product as a config computes it."""
-    return (with_merged_phases(product, config.merged) if config.merged else None) or product
-
-
 def legal_configs(product: Product) -> Iterator[TmaTapConfig]:
     """Configs of a product, also with merged phases while there are few columns."""
     yield from _configs(product)

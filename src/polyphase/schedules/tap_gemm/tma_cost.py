@@ -10,7 +10,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import equal_part, round_up
 from polyphase.program.planes import Three
 from polyphase.schedules.cost import whole_waves
-from polyphase.schedules.tap_gemm.k_major import LEAST_STAGES, stage_cycles, waves_of_unequal
+from polyphase.schedules.tap_gemm.k_major import LEAST_STAGES, stage_cycles
 from polyphase.schedules.tap_gemm.product import Product, is_dense, pairs_along_width, taps_met
 from polyphase.schedules.tap_gemm.tma_config import (
     TmaTapConfig,
@@ -136,7 +136,7 @@ def splits_of(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tup
     def seconds(splits: int) -> tuple[float, float]:
         of_block = work_tiles * splits / device.multiprocessors
         in_turn = whole_waves(of_block) * most_over_mean  # static: every n-th work tile
-        waves = in_turn if config.boxes else waves_of_unequal(of_block, most_over_mean)
+        waves = in_turn if config.boxes else _waves_of_unequal(of_block, most_over_mean)
         cycles = waves * (math.ceil(mean / splits) * stage + once)
         end = terms.reduce + elements * (8 * splits + size) / device.copy_bytes_per_second if splits > 1 else 0.0
         return (cycles + terms.launch) / device.clock_hz, end
@@ -147,6 +147,15 @@ def splits_of(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tup
         most = min(planes, int(mean) // LEAST_STAGES, 2 * device.multiprocessors // max(1, work_tiles))
     splits, multiplying, reducing = fastest_splits(most, seconds)
     return splits, packing + (multiplying + reducing)
+
+
+def _waves_of_unequal(waves: float, most: float) -> float:
+    """Waves of work tiles of unequal length, the longest of them ``most`` times the mean.
+
+    Blocks end half of a longest one apart; they never take longer than if all were the longest.
+    """
+    whole = whole_waves(waves)
+    return max(whole, min(whole * most, waves + most / 2))
 
 
 def _stage_cycles(product: Product, config: TmaTapConfig, tile: Four, device: DeviceInfo) -> float:

@@ -15,8 +15,7 @@ from polyphase.problem.integers import equal_part, round_up
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.problem import DTYPE_BYTES
 from polyphase.problem.sizes import standard
-from polyphase.program.flatten import GRAD_PLANES, X_PLANES, Flattened, flatten_positions
-from polyphase.program.params import params_of
+from polyphase.program.flatten import GRAD_PLANES, X_PLANES, flatten_positions
 from polyphase.program.program import (
     Buffer,
     Program,
@@ -25,7 +24,7 @@ from polyphase.program.program import (
     transpose_reduces,
     writing_weight_channels_last,
 )
-from polyphase.program.step import GRAD, Step, X
+from polyphase.program.step import GRAD, Step, X, main_step
 from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.schedules.cost import overlapped_time, slower_of, transpose_seconds, whole_waves
 from polyphase.schedules.schedule import Cost, Schedule
@@ -91,7 +90,7 @@ class TapGemmWgradTma(Schedule):
             ways.setdefault((config.batched, config.spread, config.in_place), []).append(config)
         first = [each for way in ways.values() for each in way[: self.offered // len(ways)]]
         first.sort(key=order.index)
-        return first + [config for config in order if config not in first]
+        return list(dict.fromkeys((*first, *order)))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
@@ -259,42 +258,39 @@ def _main(
     product, slabs = flat.product, flat.outer[1]
     first_images = [0 if new else first for new in flat.written]
     column, work_tiles = flat.images or 1, _tiles(flat, config) * product.problem.groups * splits
-    params = params_of(source).pack(
-        groups=product.problem.groups,
-        splits=splits,
-        work_tiles=work_tiles,
-        stages=flat.stages,
-        slab_stages=max(1, flat.slab_stages),
-        slabs=slabs,
-        flush=max(1, _flush(flat)),
-        again=first > 0,
-        narrowed=narrowed,
-        column=column,
-        row=column * flat.padded[2],
-        slab=column * flat.padded[1] * flat.padded[2] if slabs == 1 else 0,
-        base_image=first_images[0],
-        phased_image=first_images[1],
-        plane=math.prod(product.problem.weight_shape),
+    params = {
+        "groups": product.problem.groups,
+        "splits": splits,
+        "work_tiles": work_tiles,
+        "stages": flat.stages,
+        "slab_stages": max(1, flat.slab_stages),
+        "slabs": slabs,
+        "flush": max(1, _flush(flat)),
+        "again": first > 0,
+        "narrowed": narrowed,
+        "column": column,
+        "row": column * flat.padded[2],
+        "slab": column * flat.padded[1] * flat.padded[2] if slabs == 1 else 0,
+        "base_image": first_images[0],
+        "phased_image": first_images[1],
+        "plane": math.prod(product.problem.weight_shape),
+    }
+    maps = (
+        _map(flat, 0, config.base[0], first_images[0]),
+        _map(flat, 1, config.phased[0], first_images[1]),
     )
-    base, phased = flat.planes
-    return Step(
-        source=source,
-        grid=(min(work_tiles, device.multiprocessors), 1, 1),
-        block=THREADS,
-        shared_bytes=pipeline_stages(_stage_bytes(flat, config), device) * _stage_bytes(flat, config),
-        params=params,
-        tensor_maps=(
-            _map(flat, base, config.base[0], first_images[0], int(config.swapped)),
-            _map(flat, phased, config.phased[0], first_images[1], int(not config.swapped)),
-        ),
-        overlaps=0 < flat.written_bytes <= _OVERLAPPED,
-    )
+    stage = _stage_bytes(flat, config)
+    shared_bytes, blocks = pipeline_stages(stage, device) * stage, min(work_tiles, device.multiprocessors)
+    main = main_step(source, blocks, THREADS, shared_bytes, params, maps)
+    return replace(main, overlaps=0 < flat.written_bytes <= _OVERLAPPED)
 
 
-def _map(flat: FlatProduct, planes: Flattened, chunk: int, first: int, tensor: int) -> TensorMap:
-    """TMA map of an operand: (position, channel, copy, slab, image). A box is a stage of an item; ``first``: image."""
-    side = int((tensor == 0) == flat.swapped)
-    (images, slabs), (channel, slab, image) = flat.outer, flat.strides(side)
+def _map(flat: FlatProduct, side: int, chunk: int, first: int) -> TensorMap:
+    """The map of the base (0) or the phased operand (1): (position, channel, copy, slab, image).
+
+    A box is a stage of an item; ``first``: image.
+    """
+    planes, (images, slabs), (channel, slab, image) = flat.planes[side], flat.outer, flat.strides(side)
     channels, positions = planes.shape[1], math.prod(planes.padded) if flat.in_place else planes.positions
     deep = planes.padded[0] if slabs > 1 else 1
     counts = channels, math.prod(planes.planes) * planes.parts, deep, first + images
@@ -309,7 +305,7 @@ def _map(flat: FlatProduct, planes: Flattened, chunk: int, first: int, tensor: i
         (flat.depth, chunk, 1, 1, 1),
         PITCH,
         True,
-        tensor,
+        int((side == 0) == flat.swapped),
     )
 
 

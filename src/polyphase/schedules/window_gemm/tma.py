@@ -78,9 +78,7 @@ class _WindowTma(Gradient):
     def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
         """Some configs with a window for each tap first: shared windows fix the tile, which may not suit images."""
         alone = [config for config in order if config.taps == ALONE]
-        first = order[: self.offered - _ALONE_OFFERED]
-        first += [config for config in alone[:_ALONE_OFFERED] if config not in first]
-        return first + [config for config in order if config not in first]
+        return list(dict.fromkeys((*order[: self.offered - _ALONE_OFFERED], *alone[:_ALONE_OFFERED], *order)))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig

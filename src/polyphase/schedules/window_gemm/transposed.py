@@ -91,11 +91,8 @@ class _Transposed(Gradient):
         """Input-gradient configs of both ways to store first: the image size decides which is better."""
         if self.pass_ is Pass.WEIGHT_GRAD:
             return self._tma.arranged(order)
-        chosen = order[: self.offered - 2]
-        for first in (False, True):
-            fastest = next((config for config in order if config.first is first), None)
-            chosen += [fastest] if fastest is not None and fastest not in chosen else []
-        return chosen + [config for config in order if config not in chosen]
+        fastest = [config for first in (False, True) for config in [c for c in order if c.first is first][:1]]
+        return list(dict.fromkeys((*order[: self.offered - 2], *fastest, *order)))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig

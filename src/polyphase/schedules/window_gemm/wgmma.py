@@ -130,13 +130,13 @@ class _WindowWgmma(Gradient):
             "box_bytes": tiling.box_bytes,
             "table_bytes": tiling.table,
             "stage_bytes": tiling.stage,
-            "window_offset": tiling.window_at,
+            "window_offset": tiling.runs.bytes,
         }
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _splits(flattened, config, tiling, device))
             narrowed = _narrows(flattened, tiling, length)
             params |= split_params(flattened, length, tiling.total) | {
-                "joined": tiling.joined,
+                "joined": tiling.runs.joined,
                 "steps": tiling.steps,
                 "flush": _flush(flattened, tiling),
                 "narrowed": narrowed,

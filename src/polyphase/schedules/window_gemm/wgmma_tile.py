@@ -78,16 +78,17 @@ class Runs:
     box_bytes: int  # or of the copy instead of a box
     tensor_map: TensorMap | None  # none where threads copy it
     piece_bytes: int = 0  # of one copy by threads
+    joined: int = 0  # length of rows that are one (H and W as one dimension)
 
     def params(self) -> dict[str, Any]:
         """The kernels' ``Runs``."""
         return {"count": self.count, "length": self.length, "bytes": self.span, "box": self.box_bytes}
 
     @classmethod
-    def of_boxes(cls, count: Four, tensor_map: TensorMap) -> Runs:
+    def of_boxes(cls, count: Four, tensor_map: TensorMap, joined: int = 0) -> Runs:
         """Runs that TMA loads."""
-        size = DTYPE_BYTES[tensor_map.dtype]
-        return cls(count, tensor_map.swizzle // size, tensor_map.swizzle, math.prod(tensor_map.box) * size, tensor_map)
+        size, span = DTYPE_BYTES[tensor_map.dtype], tensor_map.swizzle
+        return cls(count, span // size, span, math.prod(tensor_map.box) * size, tensor_map, joined=joined)
 
     @property
     def bytes(self) -> int:
@@ -110,12 +111,9 @@ class Tiling:
     skew: int
     runs: Runs
     window_map: TensorMap | None  # none where threads copy it
-    joined: int
     steps: int
-    window_at: int
     stage: int
     table: int
-    places: int
 
     @property
     def total(self) -> int:
@@ -159,7 +157,8 @@ def _shapes(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaConfig]
 
 def shared_bytes_of(config: WgmmaConfig, tiling: Tiling) -> int:
     """Dynamic shared memory of a block."""
-    return config.buffers * tiling.stage + tiling.table + tiling.places
+    places = MOVING_BYTES * tiling.window.rows if tiling.window_map is None else 0
+    return config.buffers * tiling.stage + tiling.table + places
 
 
 def tiling_of(
@@ -279,35 +278,30 @@ def _tiles(
 ) -> Tiling | None:
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD and Side(five(problem.input_shape), layouts.input).channels_last:
-        found = _pixel_runs(problem, layouts, config, tile), 0
+        runs = _pixel_runs(problem, layouts, config, tile)
     elif pass_ is Pass.WEIGHT_GRAD:
-        found = _input_runs(problem, layouts, config, tile)
+        runs = _input_runs(problem, layouts, config, tile)
     else:
-        found = _weight_runs(problem, layouts, config), 0
-    runs, joined = found
+        runs = _weight_runs(problem, layouts, config)
     if runs is None:
         return None
-    window_map, places, chunk = None, 0, config.out_chunk
+    window_map, chunk = None, config.out_chunk
     if runs.tensor_map is not None and (brought := window_by_tma(problem, pass_, layouts, chunk, tile)) is not None:
         window, window_map, skew = brought
     elif (copied := as_rows(problem, pass_, layouts, chunk, tile)) is not None:
         window, skew = copied, 0
-        places = MOVING_BYTES * window.rows
     else:
         return None
     depth = math.prod(tile) if pass_ is Pass.WEIGHT_GRAD else config.out_chunk * problem.taps
-    steps, window_at = math.ceil(depth * size / OPERATION_BYTES), runs.bytes
+    steps = math.ceil(depth * size / OPERATION_BYTES)
     shift = 0 if window_map is not None else PIECE_BYTES
-    stage = round_up(window_at + config.out_chunk * window.steps[3] * size + shift, 1024)
+    stage = round_up(runs.bytes + config.out_chunk * window.steps[3] * size + shift, 1024)
     table = round_up(4 * steps * OPERATION_BYTES // size, 16)
-    tiles = input_tiles(problem, tile)
-    return Tiling(tile, tiles, window, skew, runs, window_map, joined, steps, window_at, stage, table, places)
+    return Tiling(tile, input_tiles(problem, tile), window, skew, runs, window_map, steps, stage, table)
 
 
-def _input_runs(
-    problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, tile: Four
-) -> tuple[Runs | None, int]:
-    """The input's runs in NCHW, a row of positions each; and the length of joined rows (H and W as one), or 0."""
+def _input_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, tile: Four) -> Runs | None:
+    """The input's runs in NCHW, a row of positions each."""
     size = DTYPE_BYTES[problem.dtype]
     images, slabs, rows, columns = tile
     batch, channels, depth, height, width = five(problem.input_shape)
@@ -321,19 +315,18 @@ def _input_runs(
         length = round_up(length, OPERATION_BYTES // size)  # threads fill the rest of a run with zeros
     span = next((span for span in (128, 64, 32) if length * size % span == 0), None)
     if not layouts.aligned or layouts.input[4] != 1 or span is None:
-        return None, 0
+        return None
     count = (images, slabs, rows, length * size // span)
     if strides is None:
         apart = [step for count, step in zip(sides[1:], (channel, row, slab, image)) if count > 1]
         pitch = columns * size if width > columns else 0  # bytes from one tile along the width to the next
-        runs = _copied_runs(size, count, span, config, pitch, *apart)
-        return (runs, joined) if runs else (None, 0)
+        return _copied_runs(size, count, span, config, joined, pitch, *apart)
     box = (span // size, config.columns, 1, 1, 1)
     tensor_map = TensorMap(problem.dtype, sides, strides, box, span, tf32=True)
-    return Runs.of_boxes(count, tensor_map), joined
+    return Runs.of_boxes(count, tensor_map, joined)
 
 
-def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, *apart: int) -> Runs | None:
+def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, joined: int, *apart: int) -> Runs | None:
     """Runs of the input that threads copy, in half types: float32 would have to be rounded to TF32 on the way.
 
     ``apart``: bytes from one row, channel and so on to the next.
@@ -341,7 +334,7 @@ def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, *apart:
     piece = min(8, widest_piece(1, *apart))
     if size != 2 or piece < 4 or not 0 < math.prod(count) * span // piece <= LOADERS:
         return None
-    return Runs(count, span // size, span, config.columns * span, None, piece)
+    return Runs(count, span // size, span, config.columns * span, None, piece, joined)
 
 
 def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, tile: Four) -> Runs | None:
