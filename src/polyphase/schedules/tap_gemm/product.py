@@ -75,13 +75,10 @@ class Product:
     @cached_property
     def axis_taps(self) -> tuple[tuple[int, ...], ...]:
         """Taps of each phase along depth, height and width."""
-        along = []
-        for axis in self.gather.axes:
-            counts = [0] * (axis.stride if self.gather.forward else 1)
-            for tap in range(axis.kernel):
-                counts[axis.phase(tap) if self.gather.forward else 0] += 1
-            along.append(tuple(counts))
-        return tuple(along)
+        axes = self.gather.axes
+        if not self.gather.forward:
+            return tuple((axis.kernel,) for axis in axes)
+        return tuple(tuple(len(axis.taps_by_phase.get(i, ())) for i in range(axis.stride)) for axis in axes)
 
     @cached_property
     def phase_taps(self) -> tuple[int, ...]:

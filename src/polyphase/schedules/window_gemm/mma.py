@@ -221,10 +221,10 @@ class _Cut:
     ) -> None:
         self._layer, self._terms = (problem, pass_, layouts, config), terms
         self._tilings: dict[Four, _Tiling] = {}
-        least = min(_LEAST_ROW, problem.input_size[-1])
+        least_row = min(_LEAST_ROW, problem.input_size[-1])
         extents = list(tile_extents(problem, config.positions))
-        self._long = [each for each in extents if each[3] >= least]
-        self._short = [each for each in extents if each[3] < least]
+        self._long = [each for each in extents if each[3] >= least_row]
+        self._short = [each for each in extents if each[3] < least_row]
         # Lower bounds of the work: products alone, without loads.
         stage = _product_cycles(problem, pass_, config, terms)
         self._operand = config.rows * _depth(problem, pass_, config) * DTYPE_BYTES[problem.dtype]  # bytes of a stage

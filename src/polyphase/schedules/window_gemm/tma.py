@@ -138,9 +138,9 @@ class WindowDgradTma(_WindowTma):
         scaled = given.dtype != problem.dtype
         tile = tile_extent(problem, pass_, config)
         tiles = input_tiles(problem, tile)
-        work_tiles, stages = input_work_tiles(problem, config, math.prod(tiles)), depth_stages(problem, config)
+        work_tiles, stages = input_work_tiles(problem, config), depth_stages(problem, config)
         dense = layouts.input == dense_strides(problem.input_shape, not config.first)
-        length, splits = parted(stages, input_splits(problem, config, work_tiles, device)[0] if dense else 1)
+        length, splits = parted(stages, input_splits(problem, config, device)[0] if dense else 1)
         pitch = config.depth_bytes
         flush = max(1, FLUSH // 2 * DTYPE_BYTES[problem.dtype] // pitch) if is_long_sum(problem) else stages
         packed = scaled or _is_packed(problem, layouts) or given.out_channels != problem.out_channels
@@ -197,7 +197,7 @@ class WindowWgradTma(_WindowTma):
         tile = tile_extent(problem, pass_, config)
         tiles = input_tiles(problem, tile)
         total, blocks = math.prod(tiles), weight_blocks(problem, config)
-        planes = weight_splits(problem, config, total, device)[0]
+        planes = weight_splits(problem, config, device)[0]
         flush = flush_of(tile)
         narrowed = planes == 1 and total <= flush and not scaled
         work_tiles = math.prod(blocks) * problem.groups * planes

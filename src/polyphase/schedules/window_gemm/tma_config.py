@@ -156,10 +156,7 @@ def tile_extent(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -
     else:
         found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in tile_extents(problem, config.rows))
 
-    def fits(tile: Four) -> bool:
-        return box_fits(tile[1:], problem) and max(tile) <= _MOST_IMAGES
-
-    legal = list(filter(fits, found))
+    legal = [tile for tile in found if box_fits(tile[1:], problem) and max(tile) <= _MOST_IMAGES]
     long = [tile for tile in legal if sectors_of(problem, *tile[2:]) <= _MOST_SECTORS] if config.first else legal
     return min(long or legal, key=lambda tile: math.prod(input_tiles(problem, tile)))
 

@@ -17,10 +17,10 @@ from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch, input_t
 _LEAST_STAGES = 4  # least stages of a split of an input gradient
 
 
-def input_work_tiles(problem: ConvTransposeProblem, config: TmaConfig, tiles: int) -> int:
+def input_work_tiles(problem: ConvTransposeProblem, config: TmaConfig) -> int:
     """Work tiles of an input gradient, without split-K."""
     columns = math.ceil(problem.in_channels_per_group / config.columns)
-    return tiles * problem.groups * columns
+    return _tiles(problem, Pass.INPUT_GRAD, config) * problem.groups * columns
 
 
 def weight_blocks(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[int, int]:
@@ -35,6 +35,10 @@ def depth_stages(problem: ConvTransposeProblem, config: TmaConfig) -> int:
     return problem.taps * math.ceil(pixel / config.depth_bytes)
 
 
+def _tiles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> int:
+    return math.prod(input_tiles(problem, tile_extent(problem, pass_, config)))
+
+
 def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
     return costs("window_dgrad_tma" if pass_ is Pass.INPUT_GRAD else "window_wgrad_tma", device)
 
@@ -42,11 +46,8 @@ def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
 def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = _terms(pass_, device)
-    tiles = math.prod(input_tiles(problem, tile_extent(problem, pass_, config)))
-    if pass_ is Pass.WEIGHT_GRAD:
-        _, seconds, end = weight_splits(problem, config, tiles, device)
-    else:
-        _, seconds, end = input_splits(problem, config, input_work_tiles(problem, config, tiles), device)
+    splits_of = weight_splits if pass_ is Pass.WEIGHT_GRAD else input_splits
+    _, seconds, end = splits_of(problem, config, device)
     moving = problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(seconds, moving)
     return overlapped_time(seconds, moving, terms.beside) + end, bound
@@ -54,10 +55,9 @@ def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, devi
 
 def weight_planes(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> int:
     """Partial planes of a weight gradient; 0 if the kernel writes the result itself."""
-    tile = tile_extent(problem, Pass.WEIGHT_GRAD, config)
-    tiles = math.prod(input_tiles(problem, tile))
-    splits = weight_splits(problem, config, tiles, device)[0]
-    return 0 if splits == 1 and (DTYPE_BYTES[problem.dtype] == 4 or tiles <= flush_of(tile)) else splits
+    splits = weight_splits(problem, config, device)[0]
+    at_once = DTYPE_BYTES[problem.dtype] == 4 or _tiles(problem, Pass.WEIGHT_GRAD, config) <= flush_of(config.lanes)
+    return 0 if splits == 1 and at_once else splits
 
 
 def flush_of(tile: tuple[int, ...]) -> int:
@@ -105,14 +105,12 @@ def _result(problem: ConvTransposeProblem, config: TmaConfig, terms: Costs) -> f
 
 
 @lru_cache(maxsize=4096)
-def input_splits(
-    problem: ConvTransposeProblem, config: TmaConfig, work_tiles: int, device: DeviceInfo
-) -> tuple[int, float, float]:
+def input_splits(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> tuple[int, float, float]:
     """Split-K count of an input gradient, and predicted seconds of the kernel and of the reduction."""
     terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * config.resident
     stages, stage = depth_stages(problem, config), _stage_cycles(problem, Pass.INPUT_GRAD, config, terms)
     once = config.rows * config.block_columns * _result(problem, config, terms) + terms.item / config.resident
-    moved = problem.elements[0]
+    work_tiles, moved = input_work_tiles(problem, config), problem.elements[0]
 
     def seconds(splits: int) -> tuple[float, float]:
         waves = whole_waves(work_tiles * splits / places)
@@ -125,16 +123,14 @@ def input_splits(
 
 
 @lru_cache(maxsize=4096)
-def weight_splits(
-    problem: ConvTransposeProblem, config: TmaConfig, tiles: int, device: DeviceInfo
-) -> tuple[int, float, float]:
+def weight_splits(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> tuple[int, float, float]:
     """Split-K count of a weight gradient, and predicted seconds of the kernel and of the reduction."""
     blocks = math.prod(weight_blocks(problem, config)) * problem.groups
     places = device.multiprocessors * config.resident
     terms = _terms(Pass.WEIGHT_GRAD, device)
     stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, config, terms)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
-    flush = flush_of(config.lanes)
+    tiles, flush = _tiles(problem, Pass.WEIGHT_GRAD, config), flush_of(config.lanes)
     results, once = config.rows * config.block_columns, terms.item / config.resident
 
     def seconds(splits: int) -> tuple[float, float]:
