@@ -207,7 +207,7 @@ class TapGemm(_TapGemm):
         lines = product.parts * config.rows + config.columns
         work = _seconds(product, config, device, blocks, mean, lines, fragments)
         packed = row_blocks * config.rows * sum(stages) * config.stage_words * 4 * product.parts * problem.groups
-        work += seconds_before(product, (as_read(product, product.gather.src, layouts.aligned)[1],), device)
+        work += seconds_before(product, as_read(product, product.gather.src, layouts.aligned)[1], device)
         work += terms.pack + packed * terms.packed / device.copy_bytes_per_second
         if splits > 1:
             work += terms.reduce + 8 * splits * math.prod(product.gather.dst.shape) / device.copy_bytes_per_second
@@ -309,8 +309,8 @@ class TapGemmWgrad(_TapGemm):
         blocks = row_blocks * sum(column_blocks) * problem.groups * parts
         fragments = product.parts * (2 * config.row_tiles + config.column_tiles)
         work = _seconds(product, config, device, blocks, stages, config.rows + config.columns, fragments)
-        sides = (as_read(product, side, layouts.aligned)[1] for side in (product.gather.src, product.gather.dst))
-        work += seconds_before(product, sides, device)
+        transposed = (as_read(product, side, layouts.aligned)[1] for side in (product.gather.src, product.gather.dst))
+        work += sum(seconds_before(product, how, device) for how in transposed)
         work += terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 

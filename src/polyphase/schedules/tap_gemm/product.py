@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 
@@ -218,15 +217,13 @@ def as_read(
     return Side(shape, dense_strides(shape, True)), Transposed(side.shape, side.strides, groups, padded, parts)
 
 
-def seconds_before(product: Product, transposed: Iterable[Transposed | Planes | None], device: DeviceInfo) -> float:
-    """Predicted seconds of the transposes before a kernel."""
-
-    def seconds(how: Transposed | Planes) -> float:
-        if isinstance(how, Planes):
-            return planes_seconds(how, product.size, device)
-        return transpose_seconds((how.elements + math.prod(how.shape)) * product.size, device)
-
-    return sum(seconds(how) for how in transposed if how is not None)
+def seconds_before(product: Product, how: Transposed | Planes | None, device: DeviceInfo) -> float:
+    """Predicted seconds of the step that writes a tensor as the kernel reads it, if it is not read in place."""
+    if how is None:
+        return 0.0
+    if isinstance(how, Planes):
+        return planes_seconds(how, product.size, device)
+    return transpose_seconds((how.elements + math.prod(how.shape)) * product.size, device)
 
 
 def pack_step(

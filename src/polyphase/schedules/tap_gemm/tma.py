@@ -133,7 +133,7 @@ class TapGemmTma(Schedule):
             seconds += transpose_seconds(2 * math.prod(product.gather.dst.shape) * product.size, device)
         runs = of_config(product, config)
         before = runs.planes if runs else _as_read(product, config, layouts.aligned)[1]
-        seconds += seconds_before(product, (before,), device)
+        seconds += seconds_before(product, before, device)
         moving = problem.bytes / device.copy_bytes_per_second
         return slower_of(seconds, moving)
 

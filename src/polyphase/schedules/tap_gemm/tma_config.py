@@ -26,9 +26,9 @@ class TmaTapConfig(NamedTuple):
 
     ``back``: the result is written in channels_last, and transposed to where it belongs. ``runs``: the source is
     written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else a stage reads one box for up
-    to ``window`` taps along the width. ``boxes``: weights, too, are loaded as boxes
-    by TMA, with their source channels innermost; else they are packed. ``merged``: dimensions, the last ones, along
-    which a cell's outputs are columns (`polyphase.schedules.tap_gemm.product.with_merged_phases`).
+    to ``window`` taps along the width. ``boxes``: weights, too, are loaded as boxes by TMA, with their source channels
+    innermost; else they are packed. ``merged``: dimensions, the last ones, along which a cell's outputs are columns
+    (`polyphase.schedules.tap_gemm.product.with_merged_phases`).
     """
 
     row_tiles: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +35,6 @@ from polyphase.schedules.tap_gemm.flat import (
     flat_product,
     may_count_images_last,
     may_spread,
-    may_swap,
 )
 from polyphase.schedules.tap_gemm.k_major import LEAST_STAGES, THREADS, stage_cycles
 from polyphase.schedules.tap_gemm.product import common_limits
@@ -173,12 +173,12 @@ def _flats(problem: ConvTransposeProblem) -> Iterator[FlatProduct]:
     ways = [(False, False)]
     ways += [(True, False)] if may_count_images_last(problem, layouts) else []
     ways += [(False, True)] if may_spread(problem, layouts) else []
-    for batched, spread in ways:
-        for swapped in (False, True) if may_swap(problem) else (False,):
-            flat = flat_product(problem, layouts, swapped, batched, spread)
-            yield flat
-            if flat.base_lies:
-                yield flat_product(problem, layouts, swapped, batched, spread, in_place=True)
+    swaps = (False, True) if max(problem.stride) == 1 else (False,)
+    for (batched, spread), swapped in itertools.product(ways, swaps):
+        flat = flat_product(problem, layouts, swapped, batched, spread)
+        yield flat
+        if flat.base_lies:
+            yield flat_product(problem, layouts, swapped, batched, spread, in_place=True)
 
 
 @lru_cache(maxsize=1024)

@@ -76,19 +76,8 @@ def legal_configs(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
             continue
         shapes = _column_shapes(columns, column_taps, min(MOST_COLUMNS, 2 * most // row_tiles), all_rows)
         for column_chunk, column_items in shapes[:_SHAPES]:
-            yield WgradTmaConfig(
-                row_tiles,
-                row_items,
-                row_chunk,
-                column_items,
-                column_chunk,
-                mirrored,
-                flat.swapped,
-                *window,
-                flat.batched,
-                flat.spread,
-                flat.in_place,
-            )
+            shape = row_tiles, row_items, row_chunk, column_items, column_chunk
+            yield WgradTmaConfig(*shape, mirrored, flat.swapped, *window, flat.batched, flat.spread, flat.in_place)
 
 
 def _sides(flat: FlatProduct, mirrored: bool, window: tuple[bool, bool]) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -187,7 +187,7 @@ def _pitch(problem: ConvTransposeProblem, config: FmaConfig) -> int:
 
 
 def _slab(problem: ConvTransposeProblem, config: FmaConfig) -> int:
-    """The same for a slab of taps."""
+    """Weights of a slab of taps in shared memory, for a slice."""
     _, height, width = problem.axes3
     return round_up(height.kernel * width.kernel * _pitch(problem, config), 16 // accumulator_bytes(problem.dtype))
 
