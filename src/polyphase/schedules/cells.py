@@ -199,7 +199,7 @@ class Gather:
         return depth, height, width
 
     def constants(self, **config: Constant) -> tuple[tuple[str, Constant], ...]:
-        """The constants of both kernels, and the config's own."""
+        """The constants of a kernel that gathers, and the config's own."""
         out_channels = self.dst_channels if self.forward is not self.mirrored else self.src_channels
         last = self.weight_channels_last
         strides = out_channels * self.taps, 1 if last else self.taps

@@ -21,7 +21,7 @@ OPERATION_BYTES = 32
 #: N of a ``wgmma``, at most.
 MOST_COLUMNS = 256
 
-#: A TMA box spans at most so many elements along a dimension, and at least every so many-th of them.
+#: Limits of a TMA box: elements that it spans along a dimension, and the distance of those that it copies.
 MAX_BOX_SIDE, MAX_BOX_STEP = 256, 8
 
 #: Stages of a pipeline that TMA fills, at least.

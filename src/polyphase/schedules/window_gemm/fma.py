@@ -19,7 +19,6 @@ from polyphase.problem.problem import accumulator_bytes
 from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
-from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, constants_of, layer_constants, least
@@ -32,7 +31,7 @@ from polyphase.schedules.window_gemm.wgmma_window import (
     least_extent,
     wavefronts,
 )
-from polyphase.schedules.window_gemm.window import extents_of, input_tiles
+from polyphase.schedules.window_gemm.window import Tiles, extents_of, input_tiles
 
 _MOST_CHANNELS = 64  # input channels of a group: with more, `direct_tiled` reads its weights less often
 _FEW, _MANY_TERMS = 8, 1024  # channels of a group and terms of a sum from which on tensor cores are faster
@@ -65,18 +64,12 @@ class FmaConfig(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Tiling:
-    """How a config cuts the input positions into tiles; ``lanes``: the threads of a slice."""
+class _Tiling(Tiles):
+    """The tiles of a config; ``lanes``: the threads of a slice."""
 
-    lanes: Four
-    extent: Four
-    tiles: Four
     window: Window
+    lanes: Four
     conflicts: float
-
-    @property
-    def total(self) -> int:
-        return math.prod(self.tiles)
 
 
 class WindowDgradFma(Schedule):
@@ -119,7 +112,6 @@ class WindowDgradFma(Schedule):
     ) -> Program:
         tiling = _tiling(problem, layouts, config, device)
         assert tiling is not None
-        x, grad = sides_of(problem, layouts)
         work_tiles, length, blocks = _shares(problem, config, tiling, device)
         source = KernelSource(
             self.name,
@@ -135,15 +127,10 @@ class WindowDgradFma(Schedule):
             ),
         )
         params = {
-            "x": x,
-            "g": grad,
-            "window": tiling.window,
-            "batch": problem.batch,
+            **tiling.params(problem, layouts),
             "work_tiles": work_tiles,
             "work_tiles_per_block": length,
             "lanes": tiling.lanes,
-            "tile_extent": tiling.extent,
-            "tiles": tiling.tiles,
             "window_bytes": _window_bytes(problem, config, tiling.window),
         }
         shared = _shared(problem, config, tiling.window) - _RESERVED
@@ -260,7 +247,7 @@ def _tiling(problem: ConvTransposeProblem, layouts: Layouts, config: FmaConfig, 
         window = copied_window(problem, layouts, config.out_chunk, extent, conflicts, _is_masked(problem))
         if window is None or _shared(problem, config, window) > device.shared_bytes_per_block + _RESERVED:
             return None
-        tilings[place] = _Tiling(lanes, extent, input_tiles(problem, extent), window, conflicts(window.steps))
+        tilings[place] = _Tiling(extent, input_tiles(problem, extent), window, lanes, conflicts(window.steps))
         return work(place, tilings[place].conflicts, window)
 
     best = least(map(least_work, range(len(found))), work_of)

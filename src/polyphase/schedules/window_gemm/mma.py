@@ -36,6 +36,7 @@ from polyphase.schedules.window_gemm.stages import (
 )
 from polyphase.schedules.window_gemm.window import (
     Gradient,
+    Tiles,
     blocks_of,
     extent_of_window,
     input_tiles,
@@ -78,20 +79,14 @@ class MmaConfig(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Tiling:
-    """The tiles into which a config cuts the input positions, and the shared memory that they take."""
+class _Tiling(Tiles):
+    """The tiles of a config, and the shared memory that they take."""
 
-    tile_extent: tuple[int, int, int, int]
-    tiles: tuple[int, int, int, int]
-    skew: int
     window: StageBox
+    skew: int
     operand: StageBox
     table_bytes: int
     stage_bytes: int
-
-    @property
-    def total(self) -> int:
-        return math.prod(self.tiles)
 
 
 class _WindowMma(Gradient):
@@ -137,12 +132,7 @@ class _WindowMma(Gradient):
         x, grad = sides_of(problem, layouts)
         blocks, planes = blocks_of(problem, pass_, config.rows, config.out_chunk), 1
         params: dict[str, Any] = {
-            "x": x,
-            "g": grad,
-            "window": tiling.window,
-            "batch": problem.batch,
-            "tile_extent": tiling.tile_extent,
-            "tiles": tiling.tiles,
+            **tiling.params(problem, layouts),
             "skew": tiling.skew,
             "table_bytes": tiling.table_bytes,
             "stage_bytes": tiling.stage_bytes,
@@ -294,7 +284,7 @@ def _tiles(
     moving = pass_ is Pass.WEIGHT_GRAD
     tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
     stage = config.rows * a_pitch + config.out_chunk * window.pitch
-    return _Tiling(tile, input_tiles(problem, tile), skew, window, operand, round_up(tables, 128), round_up(stage, 128))
+    return _Tiling(tile, input_tiles(problem, tile), window, skew, operand, round_up(tables, 128), round_up(stage, 128))
 
 
 def _stage_cycles(

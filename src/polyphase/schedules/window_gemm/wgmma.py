@@ -116,16 +116,10 @@ class _WindowWgmma(Gradient):
         flattened, layouts = read
         tiling = tiling_of(flattened, pass_, layouts, config, device)
         assert tiling is not None
-        x, grad = sides_of(flattened, layouts)
         blocks, planes, narrowed = blocks_of(flattened, pass_, config.columns, config.out_chunk), 1, False
         params = {
-            "x": x,
-            "g": grad,
-            "window": tiling.window,
+            **tiling.params(flattened, layouts),
             "runs": tiling.runs,
-            "batch": problem.batch,
-            "tile_extent": tiling.tile_extent,
-            "tiles": tiling.tiles,
             "skew": tiling.skew,
             "box_bytes": tiling.box_bytes,
             "table_bytes": tiling.table,

@@ -31,6 +31,7 @@ from polyphase.schedules.window_gemm.wgmma_window import (
     window_by_tma,
 )
 from polyphase.schedules.window_gemm.window import (
+    Tiles,
     channel_pitch,
     extent_of_window,
     input_tiles,
@@ -102,11 +103,9 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """The tiles into which a config cuts the input positions, and their shared memory in bytes."""
+class Tiling(Tiles):
+    """The tiles of a config, and their shared memory in bytes."""
 
-    tile_extent: Four
-    tiles: Four
     window: Window
     skew: int
     runs: Runs
@@ -114,10 +113,6 @@ class Tiling:
     steps: int
     stage: int
     table: int
-
-    @property
-    def total(self) -> int:
-        return math.prod(self.tiles)
 
     @property
     def box_bytes(self) -> int:

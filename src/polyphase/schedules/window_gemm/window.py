@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import equal_part, round_up
 from polyphase.problem.layouts import Layouts, five
-from polyphase.schedules.cells import Side
+from polyphase.schedules.cells import Side, sides_of
 from polyphase.schedules.schedule import Schedule
 from polyphase.schedules.tensor_cores import MOST_COLUMNS
 from polyphase.schedules.tiles import Four, tiles_of
@@ -21,6 +22,26 @@ from polyphase.schedules.window_gemm.stages import StageBox, channel_piece, row_
 FLUSH = 8192
 
 _SECTOR = 32  # bytes
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles into which a config cuts the input positions, and the window of one."""
+
+    tile_extent: Four
+    tiles: Four
+    window: Any
+
+    @property
+    def total(self) -> int:
+        """Tiles in all."""
+        return math.prod(self.tiles)
+
+    def params(self, problem: ConvTransposeProblem, layouts: Layouts) -> dict[str, Any]:
+        """The parameters that all kernels of windows have."""
+        x, grad = sides_of(problem, layouts)
+        tiles = {"tile_extent": self.tile_extent, "tiles": self.tiles}
+        return {"x": x, "g": grad, "window": self.window, "batch": problem.batch, **tiles}
 
 
 class Gradient(Schedule):
