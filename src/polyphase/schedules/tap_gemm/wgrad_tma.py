@@ -195,7 +195,7 @@ def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
 
 def _flush(flat: FlatProduct) -> int:
     """Stages that tensor cores accumulate before a flush."""
-    return _FLUSH // flat.depth if flat.product.parts == 1 else flat.stages
+    return _FLUSH // flat.depth if flat.product.parts == 1 else max(1, flat.stages)
 
 
 def _narrows(slices: list[tuple[int, FlatProduct]]) -> bool:
@@ -265,7 +265,7 @@ def _main(
         "stages": flat.stages,
         "slab_stages": max(1, flat.slab_stages),
         "slabs": slabs,
-        "flush": max(1, _flush(flat)),
+        "flush": _flush(flat),
         "again": first > 0,
         "narrowed": narrowed,
         "column": column,
@@ -337,7 +337,7 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
     stages = max(1, flat.stages)
     stage = _stage_cycles(flat, config, terms)
     results = config.rows * config.columns * terms.result
-    flush = max(1, _flush(flat))
+    flush = _flush(flat)
     weights, bandwidth = math.prod(product.problem.weight_shape), device.copy_bytes_per_second
     moving = flat.bytes * (1 if flat.bytes < _CACHED else max(1, work_tiles / device.multiprocessors)) / bandwidth
     moving *= device.clock_hz

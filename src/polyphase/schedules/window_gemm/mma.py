@@ -188,7 +188,7 @@ def _depth(problem: ConvTransposeProblem, pass_: Pass, config: MmaConfig) -> int
 
 
 def _shared_bytes(config: MmaConfig, tiling: _Tiling) -> int:
-    return max(tiling.table_bytes + config.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * config.columns)
+    return tiling.table_bytes + max(config.buffers * tiling.stage_bytes, 8 * config.columns)
 
 
 @lru_cache(maxsize=8192)

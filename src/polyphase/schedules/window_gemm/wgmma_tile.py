@@ -370,7 +370,9 @@ def stage_cycles(
     reads = 4 * _reads(problem, pass_) * conflicts_of(problem, pass_, tiling.tile_extent, window.steps)
     rows = tiling.runs.rows if tiling.runs.tensor_map is not None else 0
     if tiling.window_map is None:
-        copies = _copy_cycles(problem, pass_, config, tiling, terms)
+        copies = _copied(pass_, config, window.extent, terms)
+        if pass_ is Pass.WEIGHT_GRAD and size == 2 and problem.padding[-1] > 0:
+            copies += terms.words / tiling.tiles[3]  # producers wait where a row begins
         if tiling.runs.tensor_map is None:
             pieces = tiling.runs.bytes // config.columns // tiling.runs.piece_bytes
             copies += terms.run_piece * math.ceil(config.columns / (LOADERS // pieces))
@@ -380,17 +382,8 @@ def stage_cycles(
     return tiling.steps * _operation(config, reads, _joined(problem), terms) + rows * terms.row + terms.stage + copies
 
 
-def _copy_cycles(
-    problem: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig, tiling: Tiling, terms: Costs
-) -> float:
-    """Predicted cycles of a stage for a window that producers copy (``operand/window_rows.cuh``)."""
-    cycles = _copied(pass_, config, tiling.window.extent, terms)
-    waits = pass_ is Pass.WEIGHT_GRAD and DTYPE_BYTES[problem.dtype] == 2 and problem.padding[-1] > 0
-    return cycles + (terms.words / tiling.tiles[3] if waits else 0.0)  # where a row begins
-
-
 def _copied(pass_: Pass, config: WgmmaConfig, extent: Four, terms: Costs) -> float:
-    """The same of rows that begin within the tensor's."""
+    """Predicted cycles of a stage for a window that producers copy (``operand/window_rows.cuh``)."""
     *others, columns = extent
     rows = config.out_chunk * math.prod(others)
     stage, row, element = [terms[f"copy_{part}_{pass_.value}"] for part in ("stage", "row", "element")]
