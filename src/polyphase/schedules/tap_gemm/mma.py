@@ -32,7 +32,6 @@ from polyphase.schedules.tap_gemm.product import (
     pack_step,
     product_of,
     seconds_before,
-    step_of,
 )
 from polyphase.schedules.tensor_cores import MAX_BOX_STEP
 from polyphase.schedules.tiles import affordable_planes, constants_of
@@ -181,7 +180,7 @@ class TapGemm(_TapGemm):
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if device.has_wgmma and step_of(problem, pass_, Layouts.dense(problem)) <= MAX_BOX_STEP:
+        if device.has_wgmma and product_of(problem, pass_, Layouts.dense(problem)).step <= MAX_BOX_STEP:
             return "superseded here by tap_gemm_tma (TMA and wgmma)"
         return super().limits(problem, pass_, device)
 

@@ -43,7 +43,16 @@ class Product:
 
     problem: ConvTransposeProblem
     gather: Gather
-    parts: int  # into which an element is split
+
+    @cached_property
+    def parts(self) -> int:
+        """Parts into which an element is split."""
+        return parts_of(self.problem)
+
+    @property
+    def step(self) -> int:
+        """Source elements from a cell to the next, at most."""
+        return max(axis.src for axis in self.gather.cell_axes)
 
     @cached_property
     def merged(self) -> Three:
@@ -162,12 +171,11 @@ def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mir
 
     A weight gradient has the source and destination of the input gradient, or ``mirrored`` those of the forward pass.
     """
-    parts = parts_of(problem)
     if pass_ is Pass.WEIGHT_GRAD:
         pass_ = Pass.FORWARD if mirrored else Pass.INPUT_GRAD
         layouts = replace(layouts, weight_channels_last=False)  # the result is contiguous
     folded, layouts = _folded(problem, layouts)
-    return Product(folded, Gather.of(folded, pass_, layouts), parts)
+    return Product(folded, Gather.of(folded, pass_, layouts))
 
 
 @lru_cache(maxsize=1024)
@@ -323,8 +331,3 @@ def kernels_change(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
     """Whether kernels differ by size: TMA can step over the elements of a folded layer, but not of others."""
     stride, folded = problem.axes3[2].stride, problem.axes3[2].stride // _folded_channels(problem)
     return device.has_wgmma and pass_ is Pass.INPUT_GRAD and folded <= MAX_BOX_STEP < stride
-
-
-def step_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
-    """Source elements from a cell to the next, at most."""
-    return max(axis.src for axis in product_of(problem, pass_, layouts).gather.cell_axes)

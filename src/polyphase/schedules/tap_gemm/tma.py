@@ -36,7 +36,6 @@ from polyphase.schedules.tap_gemm.product import (
     pairs_along_width,
     product_of,
     seconds_before,
-    step_of,
     with_merged_phases,
 )
 from polyphase.schedules.tap_gemm.runs import side_by_side
@@ -240,15 +239,14 @@ def _stores_together(product: Product, aligned: bool) -> bool:
 
 def _too_far(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
     """Source elements from a cell to the next, if TMA cannot load them and they are not runs; else 0."""
-    gather, step = product_of(problem, pass_, layouts).gather, step_of(problem, pass_, layouts)
-    return step if step > MAX_BOX_STEP and not side_by_side(gather.axes[2], gather.forward) else 0
+    product = product_of(problem, pass_, layouts)
+    far = product.step > MAX_BOX_STEP and not side_by_side(product.gather.axes[2], product.gather.forward)
+    return product.step if far else 0
 
 
 def _can_read(product: Product, config: TmaTapConfig) -> bool:
     """Whether TMA can load the source."""
-    if config.runs:
-        return of_config(product, config) is not None
-    return max(axis.src for axis in product.gather.cell_axes) <= MAX_BOX_STEP
+    return of_config(product, config) is not None if config.runs else product.step <= MAX_BOX_STEP
 
 
 def _written(problem: ConvTransposeProblem, layouts: Layouts, config: TmaTapConfig) -> Layouts | None:

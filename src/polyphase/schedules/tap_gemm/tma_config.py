@@ -122,7 +122,7 @@ def _pitches(product: Product, runs: bool) -> list[int]:
         return []
     length = {pitch: sum(stages_of(product, config)) * pitch for pitch, config in ways.items()}
     by_taps = sum(stages_of(product, ways[128]._replace(runs=False))) * 128
-    far = max(axis.src for axis in product.gather.cell_axes) > MAX_BOX_STEP
+    far = product.step > MAX_BOX_STEP
     if (far and not runs) or (not far and runs and length[128] >= by_taps):
         return []
     return sorted({min(length, key=lambda pitch: (length[pitch], -pitch)), 128})
