@@ -91,7 +91,8 @@ class _Transposed(Gradient):
         """Input-gradient configs of both ways to store first: the image size decides which is better."""
         if self.pass_ is Pass.WEIGHT_GRAD:
             return self._tma.arranged(order)
-        fastest = [config for first in (False, True) for config in [c for c in order if c.first is first][:1]]
+        ways = ([config for config in order if config.first is first] for first in (False, True))
+        fastest = [config for way in ways for config in way[:1]]
         return list(dict.fromkeys((*order[: self.offered - 2], *fastest, *order)))
 
     def cost(
