@@ -159,8 +159,8 @@ def test_layers_take_every_way() -> None:
                 if tiling is not None:
                     ways.add((pass_, "window", tiling.window_map is not None))
                     ways.add((pass_, "runs", tiling.runs.span))
-                    ways.add((pass_, "pieces", tiling.runs.piece_bytes, tiling.joined > 0))
-                    ways.add((pass_, "joined", tiling.joined > 0))
+                    ways.add((pass_, "pieces", tiling.runs.piece_bytes, tiling.runs.joined > 0))
+                    ways.add((pass_, "joined", tiling.runs.joined > 0))
                     ways.add((pass_, "pairs", gradient_wgmma.in_pairs(problem), tiling.window_map is not None))
     for pass_ in GRADIENTS:
         assert {way[2] for way in ways if way[:2] == (pass_, "window")} == {False, True}

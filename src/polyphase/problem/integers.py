@@ -16,6 +16,11 @@ def equal_parts(count: int) -> list[int]:
     return sorted({math.ceil(count / parts) for parts in range(1, count + 1)}, reverse=True)
 
 
+def equal_part(count: int, most: int) -> int:
+    """The size of equal parts of ``count``: as few as possible, none larger than ``most``."""
+    return math.ceil(count / math.ceil(count / most))
+
+
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple that is not below ``value``."""
     return -(-value // multiple) * multiple

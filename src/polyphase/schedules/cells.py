@@ -38,6 +38,11 @@ class Side:
         """The greatest common divisor of all strides but that of one dimension."""
         return reduce(math.gcd, (stride for i, stride in enumerate(self.strides) if i != dimension))
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether pairs of neighbouring columns are contiguous, and begin at even elements."""
+        return self.strides[4] == 1 and math.gcd(self.shape[4], self.apart(4)) % 2 == 0
+
     def params(self) -> dict[str, Any]:
         """The kernels' ``Tensor5``."""
         return {"stride": self.strides, "size": self.shape[2:], "channels": self.shape[1]}
@@ -194,7 +199,7 @@ class Gather:
         return depth, height, width
 
     def constants(self, **config: Constant) -> tuple[tuple[str, Constant], ...]:
-        """The constants of both kernels, and the config's own."""
+        """The constants of a kernel that gathers, and the config's own."""
         out_channels = self.dst_channels if self.forward is not self.mirrored else self.src_channels
         last = self.weight_channels_last
         strides = out_channels * self.taps, 1 if last else self.taps

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 
 def waves_of(blocks: int, min_blocks: int, device: DeviceInfo) -> tuple[int, float]:
-    """Resident blocks of a multiprocessor, at most ``min_blocks``, and the number of waves.
-
-    A few waves are counted as whole ones.
-    """
+    """Resident blocks of a multiprocessor, at most ``min_blocks``, and the number of waves."""
     resident = max(1, min(min_blocks, math.ceil(blocks / device.multiprocessors)))
     waves = blocks / (device.multiprocessors * resident)
-    return resident, math.ceil(waves) if waves < 4 else waves + 0.5
+    return resident, whole_waves(waves, 4)
+
+
+def whole_waves(waves: float, few: int = 8) -> float:
+    """The number of waves; if there are fewer than ``few``, they are counted as whole ones."""
+    return math.ceil(waves) if waves < few else waves + 0.5
 
 
 def cost_seconds(problem: ConvTransposeProblem, device: DeviceInfo, multiprocessor_cycles: float) -> tuple[float, str]:

@@ -5,9 +5,9 @@ Each schedule has its own tile sizes: `legal_configs` in its folder.
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from polyphase.problem.problem import ConvTransposeProblem, Pass, accumulator_bytes
@@ -35,20 +35,19 @@ def tiles_of(batch: int, sizes: Iterable[int], extent: Four) -> Four:
     return -(-batch // n), -(-depth // d), -(-height // h), -(-width // w)
 
 
-def best_first(bounds: Iterable[float], work_of: Callable[[int], float | None]) -> Iterator[int]:
-    """Indices of ``bounds`` in rising order of their ``work_of``; of equal ones the first comes first.
+def least(bounds: Iterable[float], work_of: Callable[[int], float | None]) -> int | None:
+    """The index of ``bounds`` with the least ``work_of``, of equal ones the first; None if there is none.
 
     ``work_of`` is never less than the bound, so that it is evaluated only in the order of bounds, as far as needed.
-    Indices with a ``work_of`` of None are left out.
+    Indices with a ``work_of`` of None, or with an infinite bound, are left out.
     """
-    waiting = [(bound, False, place) for place, bound in enumerate(bounds)]
-    heapq.heapify(waiting)
-    while waiting:
-        _, known, place = heapq.heappop(waiting)
-        if known:
-            yield place
-        elif (work := work_of(place)) is not None:
-            heapq.heappush(waiting, (work, True, place))
+    best = math.inf, -1
+    for bound, place in sorted(zip(bounds, itertools.count())):
+        if bound == math.inf or bound > best[0]:
+            break
+        if (work := work_of(place)) is not None:
+            best = min(best, (work, place))
+    return best[1] if best[1] >= 0 else None
 
 
 def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
@@ -64,11 +63,6 @@ def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
 def constants_of(config: Any, names: str) -> tuple[tuple[str, Constant], ...]:
     """Fields of a config, as constants of its kernel; ``names`` are the fields', separated by spaces."""
     return tuple((name.upper(), getattr(config, name)) for name in names.split())
-
-
-def picked(constants: Mapping[str, Constant], names: str) -> tuple[tuple[str, Constant], ...]:
-    """The constants ``names`` of a kernel, for another kernel; names are separated by spaces."""
-    return tuple((name, constants[name]) for name in names.split())
 
 
 def layer_constants(
@@ -102,6 +96,12 @@ def splits_in_few_waves(blocks: int, resident: int, most: int, work_of_split: Ca
     waves = range(-(-blocks // resident), -(-blocks // resident) + 4)
     counts = (min(max(1, most), max(1, count * resident // blocks)) for count in waves)
     return min(counts, key=lambda splits: -(-blocks * splits // resident) * work_of_split(splits))
+
+
+def fastest_splits(most: int, seconds: Callable[[int], tuple[float, float]]) -> tuple[int, float, float]:
+    """The fastest split-K count up to ``most``, and its ``seconds``: of the kernel and of the reduction."""
+    found = min(range(1, max(1, most) + 1), key=lambda splits: (sum(seconds(splits)), splits))
+    return (found, *seconds(found))
 
 
 def affordable_planes(problem: ConvTransposeProblem, pass_: Pass = Pass.WEIGHT_GRAD) -> int:

@@ -23,7 +23,7 @@ from polyphase.schedules.cost import Sharing, slower_of
 from polyphase.schedules.grouped_gemm.tiling import Tiling, product_of, tile_extents, tiling_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import counter_bytes
-from polyphase.schedules.tiles import best_first, constants_of, layer_constants, out_blocks
+from polyphase.schedules.tiles import constants_of, layer_constants, least, out_blocks
 from polyphase.schedules.window_gemm.stages import row_bytes
 
 _MAX_IN_CHANNELS = 64  # most input channels of a group
@@ -219,7 +219,7 @@ def _tiling(
     work = _Work(problem, config, device)
     # Lower bounds: by bytes, and by products alone.
     bounds = (max(floor, work.seconds(tiling, multiplying_alone=True)) for tiling, floor in large)
-    place = next(best_first(bounds, lambda place: max(large[place][1], work.seconds(large[place][0]))), None)
+    place = least(bounds, lambda place: max(large[place][1], work.seconds(large[place][0])))
     return None if place is None else large[place][0]
 
 

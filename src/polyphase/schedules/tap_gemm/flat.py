@@ -288,11 +288,6 @@ def may_spread(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
     return flat_product(problem, layouts).along[2].taps > 1
 
 
-def may_swap(problem: ConvTransposeProblem) -> bool:
-    """Whether the two operands may be exchanged."""
-    return all(axis.stride == 1 for axis in problem.axes3)
-
-
 def _lies(side: Side, piece: int) -> bool:
     """Whether TMA may read a tensor's images as planes: without gaps, and whole pieces of 16 bytes apart."""
     image, channel, *strides = side.strides

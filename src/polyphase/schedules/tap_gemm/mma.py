@@ -15,15 +15,15 @@ from polyphase.costs import costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
+from polyphase.problem.integers import parted
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
 from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble, reading_channels_last
-from polyphase.program.step import GRAD, SRC, Step, X
+from polyphase.program.step import GRAD, SRC, Step, X, main_step
 from polyphase.schedules.cost import slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.product import (
-    MOST_STEP,
     Product,
     as_read,
     common_limits,
@@ -32,8 +32,8 @@ from polyphase.schedules.tap_gemm.product import (
     pack_step,
     product_of,
     seconds_before,
-    step_of,
 )
+from polyphase.schedules.tensor_cores import MAX_BOX_STEP
 from polyphase.schedules.tiles import affordable_planes, constants_of
 
 _WARPS = 8
@@ -119,31 +119,32 @@ class _TapGemm(Schedule):
         raise NotImplementedError
 
     def pipeline_stages(self, config: TapConfig, parts: int, device: DeviceInfo) -> int:
-        """Stages in shared memory: as many of four as leave room for the resident blocks, at least two."""
-        room = min(device.shared_bytes_per_block, device.shared_bytes_of(config.min_blocks)) - _TABLES
-        return max(2, min(4, room // self.stage_bytes(config, parts)))
+        """Stages in shared memory: at most four, as many as leave room for the resident blocks."""
+        return min(4, (device.shared_bytes_of(config.min_blocks) - _TABLES) // self.stage_bytes(config, parts))
 
     def pipeline_bytes(self, config: TapConfig, parts: int, device: DeviceInfo) -> int:
         """Shared memory of all stages."""
         return self.pipeline_stages(config, parts, device) * self.stage_bytes(config, parts)
 
+    def shapes(
+        self, product: Product, device: DeviceInfo, promoted: bool, words: tuple[int, ...]
+    ) -> Iterator[TapConfig]:
+        """Configs whose registers and shared memory suffice, and whose row blocks are full except for the last."""
+        for row_tiles, column_tiles, row_warps in _SHAPES:
+            tiles = row_tiles * column_tiles * (2 if promoted else 1)
+            if tiles > 32:
+                continue
+            for stage_words in words:
+                config = TapConfig(row_tiles, column_tiles, row_warps, stage_words, 1 if tiles >= 16 else 2)
+                wide = tiles == 32 and stage_words > 16  # registers would spill
+                full = config.rows <= 16 or config.rows < 2 * product.gather.dst_channels
+                if full and not wide and self.pipeline_stages(config, product.parts, device) >= 2:
+                    yield config
+
 
 def _chain(product: Product, config: TapConfig) -> int:
     """Stages of `_CHAIN` terms."""
     return _CHAIN // (config.stage_words * product.word)
-
-
-def _shapes(rows: int, promoted: bool, words: tuple[int, ...]) -> Iterator[TapConfig]:
-    """Configs whose registers suffice, and whose row blocks are full except for the last."""
-    for row_tiles, column_tiles, row_warps in _SHAPES:
-        tiles = row_tiles * column_tiles * (2 if promoted else 1)
-        if tiles > 32:
-            continue
-        for stage_words in words:
-            config = TapConfig(row_tiles, column_tiles, row_warps, stage_words, 1 if tiles >= 16 else 2)
-            wide = tiles == 32 and stage_words > 16  # registers would spill
-            if not wide and (config.rows <= 16 or config.rows < 2 * rows):
-                yield config
 
 
 def _seconds(
@@ -179,7 +180,7 @@ class TapGemm(_TapGemm):
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
 
     def limits(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> str | None:
-        if device.has_wgmma and step_of(problem, pass_, Layouts.dense(problem)) <= MOST_STEP:
+        if device.has_wgmma and product_of(problem, pass_, Layouts.dense(problem)).step <= MAX_BOX_STEP:
             return "superseded here by tap_gemm_tma (TMA and wgmma)"
         return super().limits(problem, pass_, device)
 
@@ -192,32 +193,23 @@ class TapGemm(_TapGemm):
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TapConfig]:
         product = product_of(at, pass_, Layouts.dense(at))
         terms = product.gather.src_channels * max(product.phase_taps)
-        return [
-            config
-            for config in _shapes(product.gather.dst_channels, terms > _LONG or product.parts == 2, (16, 32))
-            if 2 * self.stage_bytes(config, product.parts) <= device.shared_bytes_of(config.min_blocks) - _TABLES
-        ]
+        return list(self.shapes(product, device, terms > _LONG or product.parts == 2, (16, 32)))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TapConfig
     ) -> Cost:
         product, terms = product_of(problem, pass_, layouts), costs("tap_gemm", device)
-        chunk = product.chunk(config.stage_words * product.word)
-        stages = [_stages(product, chunk, taps, config) for taps in product.phase_taps]
-        tiles = -(-product.all_cells // config.columns)
-        row_blocks = -(-product.gather.dst_channels // config.rows)
-        splits = _splits(product, config, device)
+        _, stages, row_blocks, tiles, splits = _cut(product, config, device)
         blocks = row_blocks * tiles * problem.groups * len(stages) * splits
         mean = sum(stages) / len(stages) / splits
         fragments = product.parts * (config.row_tiles + config.column_tiles)
         lines = product.parts * config.rows + config.columns
         work = _seconds(product, config, device, blocks, mean, lines, fragments)
         packed = row_blocks * config.rows * sum(stages) * config.stage_words * 4 * product.parts * problem.groups
-        work += seconds_before(product, (as_read(product, product.gather.src, layouts.aligned)[1],), device)
+        work += seconds_before(product, as_read(product, product.gather.src, layouts.aligned)[1], device)
         work += terms.pack + packed * terms.packed / device.copy_bytes_per_second
         if splits > 1:
-            elements = problem.elements[2] if pass_ is Pass.FORWARD else problem.elements[0]
-            work += terms.reduce + 8 * splits * elements / device.copy_bytes_per_second
+            work += terms.reduce + 8 * splits * math.prod(product.gather.dst.shape) / device.copy_bytes_per_second
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
     def program(
@@ -225,11 +217,8 @@ class TapGemm(_TapGemm):
     ) -> Program:
         product = product_of(problem, pass_, layouts)
         gather = product.gather
-        chunk = product.chunk(config.stage_words * product.word)
-        stages = max(_stages(product, chunk, taps, config) for taps in product.phase_taps)
-        row_blocks = -(-gather.dst_channels // config.rows)
-        tiles = -(-product.all_cells // config.columns)
-        splits = _splits(product, config, device)
+        chunk, of_phases, row_blocks, tiles, splits = _cut(product, config, device)
+        stages = max(of_phases)
         long = gather.src_channels * max(product.phase_taps) > _LONG
         promote = 1 if product.parts == 2 else _chain(product, config) if long else 0
         source = self.source(
@@ -245,7 +234,7 @@ class TapGemm(_TapGemm):
             cells=product.cells,
             splits=splits,
             plane=math.prod(gather.dst.shape),
-            pairs=splits == 1 and _pairs(product, layouts),
+            pairs=splits == 1 and layouts.aligned and gather.cell_axes[2].dst == 1 and gather.dst.in_pairs,
         )
         main = Step(
             source=source,
@@ -258,30 +247,20 @@ class TapGemm(_TapGemm):
         return reading_channels_last(program, problem.dtype, {} if transposed is None else {SRC: transposed})
 
 
-def _stages(product: Product, chunk: int, taps: int, config: TapConfig) -> int:
-    """Stages of a phase of ``taps``."""
-    return -(-(-(-product.gather.src_channels // chunk) * taps) // (config.stage_words * product.word // chunk))
+def _cut(product: Product, config: TapConfig, device: DeviceInfo) -> tuple[int, list[int], int, int, int]:
+    """Channels of a tap group, stages of each phase, row blocks, tiles of cells, and splits of the stages.
 
-
-def _pairs(product: Product, layouts: Layouts) -> bool:
-    """Whether pairs of columns are contiguous and aligned in the destination."""
-    dst, axis = product.gather.dst, product.gather.cell_axes[2]
-    even = math.gcd(dst.shape[4], dst.apart(4)) % 2 == 0
-    return layouts.aligned and axis.dst == 1 and dst.strides[4] == 1 and even
-
-
-def _splits(product: Product, config: TapConfig, device: DeviceInfo) -> int:
-    """Splits of the stages: one wave of blocks, and at least four stages each."""
-    problem, gather = product.problem, product.gather
-    if not is_dense(gather.dst):
-        return 1
-    blocks = -(-gather.dst_channels // config.rows) * len(product.phase_taps) * problem.groups
-    blocks *= max(1, -(-product.all_cells // config.columns))
-    slots = device.multiprocessors * config.min_blocks
-    chunk = product.chunk(config.stage_words * product.word)
-    stages = max(_stages(product, chunk, taps, config) for taps in product.phase_taps)
-    pass_ = Pass.FORWARD if gather.forward else Pass.INPUT_GRAD
-    return max(1, min(slots // blocks, stages // 4, affordable_planes(problem, pass_), 64))
+    There are as many splits as fill one wave of blocks, with at least four stages each.
+    """
+    gather, depth = product.gather, config.stage_words * product.word
+    chunk = product.chunk(depth)
+    chunks = -(-gather.src_channels // chunk)
+    stages = [-(-chunks * taps // (depth // chunk)) for taps in product.phase_taps]
+    row_blocks, tiles = -(-gather.dst_channels // config.rows), -(-product.all_cells // config.columns)
+    blocks = row_blocks * len(stages) * product.problem.groups * max(1, tiles)
+    slots, planes = device.multiprocessors * config.min_blocks, affordable_planes(product.problem, gather.pass_)
+    splits = max(1, min(slots // blocks, max(stages) // 4, planes, 64)) if is_dense(gather.dst) else 1
+    return chunk, stages, row_blocks, tiles, splits
 
 
 class TapGemmWgrad(_TapGemm):
@@ -300,47 +279,37 @@ class TapGemmWgrad(_TapGemm):
             columns, exact = max(product.phase_taps) * product.gather.src_channels, product.parts == 2
             found += [
                 config._replace(mirrored=mirrored)
-                for config in _shapes(product.gather.dst_channels, exact, (16,) if exact else (16, 32))  # registers
+                for config in self.shapes(product, device, exact, (16,) if exact else (16, 32))  # registers
                 if (config.columns <= 64 or config.columns < 2 * columns)
                 and config.stage_words * (config.columns + config.rows) <= 12288
-                and 2 * self.stage_bytes(config, product.parts) <= device.shared_bytes_of(config.min_blocks) - _TABLES
             ]
         return found
 
-    def _shape(self, product: Product, config: TapConfig) -> tuple[int, int, int, int]:
-        """Channels of a tap group, row blocks, column blocks of the largest phase, and blocks of a part."""
-        chunk = product.chunk(min(config.columns, 32))
-        groups = -(-product.gather.src_channels // chunk) * max(product.phase_taps)
-        column_blocks = -(-groups // (config.columns // chunk))
-        row_blocks = -(-product.gather.dst_channels // config.rows)
-        blocks = row_blocks * column_blocks * len(product.phase_taps) * product.problem.groups
-        return chunk, row_blocks, column_blocks, blocks
+    def _cut(self, product: Product, config: TapConfig, device: DeviceInfo) -> tuple[int, int, list[int], int, int]:
+        """Channels of a tap group, row blocks, column blocks of each phase, stages of a part, and parts.
 
-    def _parts(self, product: Product, config: TapConfig, device: DeviceInfo) -> tuple[int, int]:
-        """Cells of a part, and parts: the machine is filled, with at least eight stages each."""
-        depth = config.stage_words * product.word
-        blocks = self._shape(product, config)[3]
-        stages = max(1, -(-product.all_cells // depth))
-        wanted = max(1, (2 * device.multiprocessors * config.min_blocks) // blocks)
-        parts = max(1, min(wanted, stages // 8, affordable_planes(product.problem)))
-        each = -(-stages // parts) * depth
-        return each, max(1, -(-product.all_cells // each))
+        There are as many parts as fill the machine, with at least eight stages each.
+        """
+        chunk = product.chunk(min(config.columns, 32))
+        chunks = -(-product.gather.src_channels // chunk)
+        column_blocks = [-(-chunks * taps // (config.columns // chunk)) for taps in product.phase_taps]
+        row_blocks = -(-product.gather.dst_channels // config.rows)
+        blocks = row_blocks * max(column_blocks) * len(column_blocks) * product.problem.groups
+        stages = max(1, -(-product.all_cells // (config.stage_words * product.word)))
+        filling = 2 * device.multiprocessors * config.min_blocks // blocks
+        parts = max(1, min(filling, stages // 8, affordable_planes(product.problem)))
+        return (chunk, row_blocks, column_blocks, *parted(stages, parts))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TapConfig
     ) -> Cost:
         product, terms = product_of(problem, pass_, layouts, config.mirrored), costs("tap_gemm", device)
-        chunk, row_blocks, _, _ = self._shape(product, config)
-        each, parts = self._parts(product, config, device)
-        of_group = config.columns // chunk
-        chunks = -(-product.gather.src_channels // chunk)
-        column_blocks = sum(-(-chunks * taps // of_group) for taps in product.phase_taps)
-        blocks = row_blocks * column_blocks * problem.groups * parts
-        stages = each / (config.stage_words * product.word)
+        _, row_blocks, column_blocks, stages, parts = self._cut(product, config, device)
+        blocks = row_blocks * sum(column_blocks) * problem.groups * parts
         fragments = product.parts * (2 * config.row_tiles + config.column_tiles)
         work = _seconds(product, config, device, blocks, stages, config.rows + config.columns, fragments)
-        sides = (as_read(product, side, layouts.aligned)[1] for side in (product.gather.src, product.gather.dst))
-        work += seconds_before(product, sides, device)
+        transposed = (as_read(product, side, layouts.aligned)[1] for side in (product.gather.src, product.gather.dst))
+        work += sum(seconds_before(product, how, device) for how in transposed)
         work += terms.reduce + 8 * parts * math.prod(problem.weight_shape) / device.copy_bytes_per_second
         return slower_of(work, problem.bytes / device.copy_bytes_per_second)
 
@@ -348,32 +317,25 @@ class TapGemmWgrad(_TapGemm):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TapConfig
     ) -> Program:
         product = product_of(problem, pass_, layouts, config.mirrored)
-        chunk, _, column_blocks, blocks = self._shape(product, config)
-        each, parts = self._parts(product, config, device)
+        chunk, row_blocks, column_blocks, stages, parts = self._cut(product, config, device)
+        blocks = row_blocks * max(column_blocks) * len(column_blocks) * problem.groups * parts
         exact = product.parts == 2
         flush = 0 if exact else _chain(product, config)
         source = self.source(product, device, config, chunk, int(exact), FLUSH=flush)
-        sides = {X: product.gather.dst, GRAD: product.gather.src}
-        if config.mirrored:
-            sides = {X: product.gather.src, GRAD: product.gather.dst}
-        read = {name: as_read(product, side, layouts.aligned) for name, side in sides.items()}
-        src, dst = (read[name][0] for name in ((X, GRAD) if config.mirrored else (GRAD, X)))
-        params = params_of(source).pack(
-            src=src,
-            dst=dst,
-            cells_of_all=product.all_cells,
-            cells_of_part=each,
-            cells=product.cells,
-            groups=problem.groups,
-            column_blocks=column_blocks,
-            plane=math.prod(problem.weight_shape),
-        )
-        main = Step(
-            source=source,
-            grid=(blocks * parts, 1, 1),
-            block=_THREADS,
-            shared_bytes=self.pipeline_bytes(config, product.parts, device),
-            params=params,
-        )
-        transposed = {name: how for name, (_, how) in read.items() if how is not None}
+        src, src_transposed = as_read(product, product.gather.src, layouts.aligned)
+        dst, dst_transposed = as_read(product, product.gather.dst, layouts.aligned)
+        params = {
+            "src": src,
+            "dst": dst,
+            "cells_of_all": product.all_cells,
+            "cells_of_part": stages * config.stage_words * product.word,
+            "cells": product.cells,
+            "groups": problem.groups,
+            "column_blocks": max(column_blocks),
+            "plane": math.prod(problem.weight_shape),
+        }
+        shared_bytes = self.pipeline_bytes(config, product.parts, device)
+        main = main_step(source, blocks, _THREADS, shared_bytes, params)
+        of_x, of_grad = (src_transposed, dst_transposed) if config.mirrored else (dst_transposed, src_transposed)
+        transposed = {name: how for name, how in ((X, of_x), (GRAD, of_grad)) if how is not None}
         return reading_channels_last(assemble(problem, pass_, main, splits=parts), problem.dtype, transposed)

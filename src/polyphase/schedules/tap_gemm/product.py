@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.integers import round_up
+from polyphase.problem.integers import equal_part, round_up
 from polyphase.problem.layouts import Layouts, dense_strides, extent
 from polyphase.program.planes import Planes, Three
 from polyphase.program.program import Transposed
 from polyphase.program.step import MANY_BLOCKS, Step, plain_step
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import planes_seconds, transpose_seconds
-from polyphase.schedules.tensor_cores import parts_of
-from polyphase.schedules.tiles import picked
+from polyphase.schedules.tensor_cores import MAX_BOX_STEP, parts_of
 
 _MOST_TERMS = 1 << 21  # terms of a sum, and columns of a group: quotients in float32 are exact below
 _MOST_CELLS = 1 << 30
@@ -34,9 +32,6 @@ _PACK_CONSTANTS = (
 )
 _PACK_ITEMS = (1024, 512, 256)  # 16-byte pieces of a packing block: the most with enough blocks
 
-#: The largest element stride of a TMA box.
-MOST_STEP = 8
-
 
 @dataclass(frozen=True)
 class Product:
@@ -48,7 +43,16 @@ class Product:
 
     problem: ConvTransposeProblem
     gather: Gather
-    parts: int  # into which an element is split
+
+    @cached_property
+    def parts(self) -> int:
+        """Parts into which an element is split."""
+        return parts_of(self.problem)
+
+    @property
+    def step(self) -> int:
+        """Source elements from a cell to the next, at most."""
+        return max(axis.src for axis in self.gather.cell_axes)
 
     @cached_property
     def merged(self) -> Three:
@@ -79,13 +83,10 @@ class Product:
     @cached_property
     def axis_taps(self) -> tuple[tuple[int, ...], ...]:
         """Taps of each phase along depth, height and width."""
-        along = []
-        for axis in self.gather.axes:
-            counts = [0] * (axis.stride if self.gather.forward else 1)
-            for tap in range(axis.kernel):
-                counts[axis.phase(tap) if self.gather.forward else 0] += 1
-            along.append(tuple(counts))
-        return tuple(along)
+        axes = self.gather.axes
+        if not self.gather.forward:
+            return tuple((axis.kernel,) for axis in axes)
+        return tuple(tuple(len(axis.taps_by_phase.get(i, ())) for i in range(axis.stride)) for axis in axes)
 
     @cached_property
     def phase_taps(self) -> tuple[int, ...]:
@@ -170,12 +171,11 @@ def product_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, mir
 
     A weight gradient has the source and destination of the input gradient, or ``mirrored`` those of the forward pass.
     """
-    parts = parts_of(problem)
     if pass_ is Pass.WEIGHT_GRAD:
         pass_ = Pass.FORWARD if mirrored else Pass.INPUT_GRAD
         layouts = replace(layouts, weight_channels_last=False)  # the result is contiguous
     folded, layouts = _folded(problem, layouts)
-    return Product(folded, Gather.of(folded, pass_, layouts), parts)
+    return Product(folded, Gather.of(folded, pass_, layouts))
 
 
 @lru_cache(maxsize=1024)
@@ -212,28 +212,26 @@ def as_read(
 ) -> tuple[Side, Transposed | None]:
     """A tensor as a kernel reads it, and its transpose if it has another layout.
 
-    Its channels are innermost, in ``parts``, and those of a group a ``multiple``, by default of whole pieces.
-    If they are ``written`` they are a multiple of that.
+    Its channels are innermost, in ``parts``, and those of a group a ``multiple``, by default of whole pieces; if they
+    have to be copied they are ``written``, by default the next multiple.
     """
     groups, multiple = product.problem.groups, multiple or product.piece
     batch, channels, depth, height, width = side.shape
     whole = math.gcd(channels // groups, side.apart(1)) % multiple == 0
     if parts == 1 and aligned and side.channels_last and whole:
         return side, None
-    padded = round_up(channels // groups, written or multiple)
+    padded = written or round_up(channels // groups, multiple)
     shape = batch, groups * parts * padded, depth, height, width
     return Side(shape, dense_strides(shape, True)), Transposed(side.shape, side.strides, groups, padded, parts)
 
 
-def seconds_before(product: Product, transposed: Iterable[Transposed | Planes | None], device: DeviceInfo) -> float:
-    """Predicted seconds of the transposes before a kernel."""
-
-    def seconds(how: Transposed | Planes) -> float:
-        if isinstance(how, Planes):
-            return planes_seconds(how, product.size, device)
-        return transpose_seconds((how.elements + math.prod(how.shape)) * product.size, device)
-
-    return sum(seconds(how) for how in transposed if how is not None)
+def seconds_before(product: Product, how: Transposed | Planes | None, device: DeviceInfo) -> float:
+    """Predicted seconds of the step that writes a tensor as the kernel reads it, if it is not read in place."""
+    if how is None:
+        return 0.0
+    if isinstance(how, Planes):
+        return planes_seconds(how, product.size, device)
+    return transpose_seconds((how.elements + math.prod(how.shape)) * product.size, device)
 
 
 def pack_step(
@@ -259,7 +257,7 @@ def pack_step(
         tiles = -(-padded // tile_rows) * -(-product.gather.taps // tile_taps)
         blocks = tiles * chunks * product.problem.groups
         own |= {"DEPTH": depth, "SWIZZLED": swizzled, "TILE_ROWS": tile_rows, "TILE_TAPS": tile_taps, "MIN_BLOCKS": 4}
-    settings = (*picked(constants, names), *own.items())
+    settings = (*((name, constants[name]) for name in names.split()), *own.items())
     source = KernelSource(kernel, product.problem.dtype, True, settings, folder="steps")
     return plain_step(source, blocks, _PACK_THREADS), counters + elements * product.size * product.parts
 
@@ -271,7 +269,7 @@ def _pack_tile(product: Product, rows: int, chunks: int, chunk: int) -> tuple[in
     items = next((each for each in _PACK_ITEMS if all_items >= each * MANY_BLOCKS), _PACK_ITEMS[-1])
     pairs = max(1, items // pieces)
     if not product.gather.weight_channels_last:
-        tile_taps = -(-taps // -(-taps // min(pairs, _PACK_RUN)))
+        tile_taps = equal_part(taps, min(pairs, _PACK_RUN))
         return min(rows, pairs // tile_taps), tile_taps
     tile_rows = 1 if not product.gather.forward else min(rows, pairs, _PACK_RUN)
     tile_taps = min(taps, pairs // tile_rows)
@@ -320,9 +318,8 @@ def common_limits(problem: ConvTransposeProblem) -> str | None:
 
 def pairs_along_width(product: Product) -> bool:
     """Whether merged outputs that are neighbours along the width are in aligned pairs."""
-    axis, dst = product.problem.axes3[2], product.gather.dst
-    even = reduce(math.gcd, (axis.stride, axis.padding, dst.shape[4], dst.apart(4))) % 2 == 0
-    return dst.strides[4] == 1 and even
+    axis = product.problem.axes3[2]
+    return math.gcd(axis.stride, axis.padding) % 2 == 0 and product.gather.dst.in_pairs
 
 
 def is_dense(side: Side) -> bool:
@@ -333,9 +330,4 @@ def is_dense(side: Side) -> bool:
 def kernels_change(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
     """Whether kernels differ by size: TMA can step over the elements of a folded layer, but not of others."""
     stride, folded = problem.axes3[2].stride, problem.axes3[2].stride // _folded_channels(problem)
-    return device.has_wgmma and pass_ is Pass.INPUT_GRAD and folded <= MOST_STEP < stride
-
-
-def step_of(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
-    """Source elements from a cell to the next, at most."""
-    return max(axis.src for axis in product_of(problem, pass_, layouts).gather.cell_axes)
+    return device.has_wgmma and pass_ is Pass.INPUT_GRAD and folded <= MAX_BOX_STEP < stride

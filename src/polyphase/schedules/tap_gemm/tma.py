@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts, dense_strides, five
+from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.planes import SRC_PLANES, Planes, write_planes
 from polyphase.program.program import (
     Buffer,
@@ -23,15 +21,13 @@ from polyphase.program.program import (
     reading_channels_last,
     writing_channels_last,
 )
-from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step
-from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.program.transpose import to_channels_last
+from polyphase.program.step import SRC, Step, main_step
+from polyphase.program.tensor_map import TensorMap
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, LEAST_PIPELINE, THREADS, pipeline_stages
+from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, THREADS
 from polyphase.schedules.tap_gemm.product import (
-    MOST_STEP,
     Product,
     as_read,
     common_limits,
@@ -40,7 +36,7 @@ from polyphase.schedules.tap_gemm.product import (
     pairs_along_width,
     product_of,
     seconds_before,
-    step_of,
+    with_merged_phases,
 )
 from polyphase.schedules.tap_gemm.runs import side_by_side
 from polyphase.schedules.tap_gemm.tma_config import (
@@ -51,15 +47,22 @@ from polyphase.schedules.tap_gemm.tma_config import (
     halo,
     legal_configs,
     of_config,
-    product_of_config,
     stage_bytes,
     stages_of,
 )
 from polyphase.schedules.tap_gemm.tma_cost import options, splits_of, tiles_of_cells, work_tiles_of
-from polyphase.schedules.tensor_cores import STAGED_BYTES, counter_bytes
+from polyphase.schedules.tensor_cores import (
+    LEAST_PIPELINE,
+    MAX_BOX_STEP,
+    STAGED_BYTES,
+    counter_bytes,
+    pack_for_boxes,
+    pipeline_stages,
+    pixel_map,
+    pixel_pitch,
+    weight_map,
+)
 from polyphase.schedules.tiles import Four
-
-_PIXELS, _PIXEL = (16, 32, 64, 128), 64  # bytes of a transposed pixel: one of these, or a multiple of the last
 
 
 class TapGemmTma(Schedule):
@@ -78,7 +81,7 @@ class TapGemmTma(Schedule):
             return f"{device.arch} has no wgmma"
         layouts = Layouts.dense(problem)
         if (step := _too_far(problem, pass_, layouts)) > 0:
-            return f"an element stride of {step} is too large for TMA (at most {MOST_STEP})"
+            return f"an element stride of {step} is too large for TMA (at most {MAX_BOX_STEP})"
         return common_limits(problem)
 
     def any_size(self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
@@ -129,7 +132,7 @@ class TapGemmTma(Schedule):
             seconds += transpose_seconds(2 * math.prod(product.gather.dst.shape) * product.size, device)
         runs = of_config(product, config)
         before = runs.planes if runs else _as_read(product, config, layouts.aligned)[1]
-        seconds += seconds_before(product, (before,), device)
+        seconds += seconds_before(product, before, device)
         moving = problem.bytes / device.copy_bytes_per_second
         return slower_of(seconds, moving)
 
@@ -142,14 +145,14 @@ class TapGemmTma(Schedule):
         gather, chunk = product.gather, chunk_of(product, config)
         tile, tiles = tiles_of_cells(product, config, device)
         splits, stages = splits_of(product, config, device)[0], max(stages_of(product, config))
-        read = _read(product, config, layouts.aligned, tile)
+        reading, maps, how = _read(product, config, layouts.aligned, tile)
         constants = {
             **product.constants,
             "CHUNK": chunk,
             "PITCH": config.pitch,
             "WINDOW": config.window,
             "BOX_ROWS": box_rows(product, config),
-            **read.constants,
+            **reading,
             "PARTS": product.parts,
             "WEIGHT_BOXES": config.boxes,
             "PACKED_STAGES": stages,
@@ -165,57 +168,41 @@ class TapGemmTma(Schedule):
         }
         forms = (WgmmaForm(config.columns, problem.dtype),)
         source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()), forms)
-        packs, packed_bytes = _weight_boxes(product, layouts)
-        if not config.boxes:
+        if config.boxes:
+            packs, packed_bytes = _weight_boxes(product, layouts)
+        else:
             pack, packed_bytes = pack_step(product, source, config.columns, chunk, stages, True, counters)
             packs = (pack,)
-        params = params_of(source).pack(
-            dst=gather.dst,
-            source_size=gather.src.shape[2:],
-            batch=problem.batch,
-            groups=problem.groups,
-            tile_extent=tile,
-            tiles=tiles,
-            splits=splits,
-            sums=layouts.in_sums or splits > 1,
-            vector=_stores_together(product, layouts.aligned),
-            plane=math.prod(gather.dst.shape),
-        )
-        main = Step(
-            source=source,
-            grid=(min(work_tiles_of(product, config, tiles) * splits, device.multiprocessors), 1, 1),
-            block=THREADS,
-            shared_bytes=pipeline * stage_bytes(product, config),
-            params=params,
-            tensor_maps=read.maps,
-        )
+        params = {
+            "dst": gather.dst,
+            "source_size": gather.src.shape[2:],
+            "batch": problem.batch,
+            "groups": problem.groups,
+            "tile_extent": tile,
+            "tiles": tiles,
+            "splits": splits,
+            "sums": layouts.in_sums or splits > 1,
+            "vector": _stores_together(product, layouts.aligned),
+            "plane": math.prod(gather.dst.shape),
+        }
+        blocks = min(work_tiles_of(product, config, tiles) * splits, device.multiprocessors)
+        main = main_step(source, blocks, THREADS, pipeline * stage_bytes(product, config), params, maps)
         own = not layouts.in_sums  # else the reader of the sums adds the planes
         program = assemble(problem, pass_, main, packs, packed_bytes, splits if own else 1, may_split=own)
-        program = read.before(replace(program, splits=splits), problem.dtype)
+        program = _reading(replace(program, splits=splits), problem.dtype, how)
         return writing_channels_last(program, problem.dtype, problem.output_shape) if config.back else program
 
 
 def _product(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts, config: TmaTapConfig) -> Product:
-    return product_of_config(product_of(problem, pass_, layouts), config)
+    """The product as a config computes it."""
+    product = product_of(problem, pass_, layouts)
+    return (with_merged_phases(product, config.merged) if config.merged else None) or product
 
 
-class _Read(NamedTuple):
-    """The source as the kernel reads it, and the step that writes it so."""
-
-    constants: dict[str, Constant]
-    maps: tuple[TensorMap, TensorMap]
-    transposed: Transposed | Planes | None
-
-    def before(self, inner: Program, dtype: str) -> Program:
-        """The program with the step that writes it before."""
-        how = self.transposed
-        if isinstance(how, Planes):
-            return prepared(inner, (write_planes(dtype, how),), {SRC: Buffer(SRC_PLANES, dtype, how.elements)})
-        return reading_channels_last(inner, dtype, {} if how is None else {SRC: how})
-
-
-def _read(product: Product, config: TmaTapConfig, aligned: bool, tile: Four) -> _Read:
-    """The source of a config."""
+def _read(
+    product: Product, config: TmaTapConfig, aligned: bool, tile: Four
+) -> tuple[dict[str, Constant], tuple[TensorMap, TensorMap], Transposed | Planes | None]:
+    """How the kernel reads the source: its constants and maps, and how the source is written before."""
     how: Transposed | Planes | None
     if runs := of_config(product, config):
         padded, inner, how = runs.channels, runs.inner, runs.planes
@@ -223,11 +210,20 @@ def _read(product: Product, config: TmaTapConfig, aligned: bool, tile: Four) -> 
     else:
         side, how = _as_read(product, config, aligned)
         padded, inner = side.shape[1] // (product.problem.groups * product.parts), (1, 1)
-        source = _map(product, config, side, tile)
-        maps = source, _weight_map(product, config) if config.boxes else source
+        box = *tile[:3], tile[3] + halo(product, config)
+        steps = tuple(axis.src for axis in product.gather.cell_axes)
+        source = pixel_map(product.problem.dtype, side, box, config.pitch, steps)
+        maps = source, weight_map(product.problem, config.pitch, config.columns) if config.boxes else source
     joined = runs is not None and runs.joined
     constants: dict[str, Constant] = {"RUNS": config.runs, "JOINED": joined, "PADDED_CHANNELS": padded}
-    return _Read({**constants, "INNER_D": inner[0], "INNER_H": inner[1]}, maps, how)
+    return {**constants, "INNER_D": inner[0], "INNER_H": inner[1]}, maps, how
+
+
+def _reading(inner: Program, dtype: str, how: Transposed | Planes | None) -> Program:
+    """The program with the step before it that writes the source."""
+    if isinstance(how, Planes):
+        return prepared(inner, (write_planes(dtype, how),), {SRC: Buffer(SRC_PLANES, dtype, how.elements)})
+    return reading_channels_last(inner, dtype, {} if how is None else {SRC: how})
 
 
 def _stores_together(product: Product, aligned: bool) -> bool:
@@ -243,15 +239,14 @@ def _stores_together(product: Product, aligned: bool) -> bool:
 
 def _too_far(problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> int:
     """Source elements from a cell to the next, if TMA cannot load them and they are not runs; else 0."""
-    gather, step = product_of(problem, pass_, layouts).gather, step_of(problem, pass_, layouts)
-    return step if step > MOST_STEP and not side_by_side(gather.axes[2], gather.forward) else 0
+    product = product_of(problem, pass_, layouts)
+    far = product.step > MAX_BOX_STEP and not side_by_side(product.gather.axes[2], product.gather.forward)
+    return product.step if far else 0
 
 
 def _can_read(product: Product, config: TmaTapConfig) -> bool:
     """Whether TMA can load the source."""
-    if config.runs:
-        return of_config(product, config) is not None
-    return max(axis.src for axis in product.gather.cell_axes) <= MOST_STEP
+    return of_config(product, config) is not None if config.runs else product.step <= MAX_BOX_STEP
 
 
 def _written(problem: ConvTransposeProblem, layouts: Layouts, config: TmaTapConfig) -> Layouts | None:
@@ -272,29 +267,8 @@ def _as_read(product: Product, config: TmaTapConfig, aligned: bool) -> tuple[Sid
     """
     if product.problem.groups * product.parts > 1:
         return as_read(product, product.gather.src, aligned, chunk_of(product, config), product.parts)
-    pixel = product.gather.src_channels * product.size
-    written = next((each for each in _PIXELS if pixel <= each), _PIXEL) // product.size
+    written = pixel_pitch(product.gather.src_channels * product.size) // product.size
     return as_read(product, product.gather.src, aligned, written=written)
-
-
-def _map(product: Product, config: TmaTapConfig, read: Side, tile: Four) -> TensorMap:
-    """The box of a stage of a tile of cells."""
-    size = product.size
-    batch, channels, depth, height, width = read.shape
-    image, _, slab, row, column = (step * size for step in read.strides)
-    dimensions = zip((width, height, depth, batch), (column, row, slab, image))
-    counts = (tile[3] + halo(product, config), tile[2], tile[1])
-    steps = (axis.src if count > 1 else 1 for axis, count in zip(product.gather.cell_axes[::-1], counts))
-    return TensorMap(
-        product.problem.dtype,
-        (channels, width, height, depth, max(1, batch)),
-        tuple(16 if count == 1 else step for count, step in dimensions),
-        (config.pitch // size, tile[3] + halo(product, config), *tile[2::-1]),
-        config.pitch,
-        True,
-        0,
-        (1, *steps, 1),
-    )
 
 
 def _lies(product: Product, layouts: Layouts) -> bool:
@@ -311,32 +285,13 @@ def _stores_columns(product: Product) -> bool:
 def _pipeline(product: Product, config: TmaTapConfig, device: DeviceInfo) -> int:
     """Stages of the pipeline."""
     staged = CONSUMER_GROUPS * STAGED_BYTES if _stores_columns(product) else 0
-    return pipeline_stages(stage_bytes(product, config), device, staged)
+    return pipeline_stages(stage_bytes(product, config), device, staged=staged)
 
 
 def _weight_boxes(product: Product, layouts: Layouts) -> tuple[tuple[Step, ...], int]:
     """The step that writes the weight for TMA boxes, unless TMA reads it in place, and the bytes written."""
     if _lies(product, layouts):
         return (), 0
-    shape, padded = five(product.problem.weight_shape), round_up(product.gather.src_channels, product.piece)
-    strides = dense_strides(shape, product.gather.weight_channels_last)
-    step = to_channels_last(product.problem.dtype, shape, strides, padded=padded)
-    elements = math.prod(shape) // product.gather.src_channels * padded
-    return (replace(step, operands=(WEIGHT, WORKSPACE)),), elements * product.size
-
-
-def _weight_map(product: Product, config: TmaTapConfig) -> TensorMap:
-    """The box of a tap's weights: source channels, destination channels, taps."""
-    gather, size, taps = product.gather, product.size, product.problem.taps
-    rows, channels = product.problem.groups * gather.dst_channels, round_up(gather.src_channels, product.piece)
-    strides = tma_strides([(rows, taps * channels * size), (taps, channels * size), (1, 0), (1, 0)])
-    assert strides is not None, "channels are whole pieces of 16 bytes"
-    return TensorMap(
-        product.problem.dtype,
-        (gather.src_channels, rows, taps, 1, 1),
-        strides,
-        (config.pitch // size, config.columns, 1, 1, 1),
-        config.pitch,
-        True,
-        1,
-    )
+    padded = round_up(product.gather.src_channels, product.piece)
+    step = pack_for_boxes(product.problem, product.gather.weight_channels_last, padded)
+    return (step,), product.problem.in_channels * product.problem.taps * padded * product.size

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from polyphase.problem.integers import round_up
-from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, MOST_COLUMNS
-from polyphase.schedules.tap_gemm.product import MOST_STEP, Product, with_merged_phases
+from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS
+from polyphase.schedules.tap_gemm.product import Product, with_merged_phases
 from polyphase.schedules.tap_gemm.runs import Runs, runs_of
+from polyphase.schedules.tensor_cores import MAX_BOX_STEP, MOST_COLUMNS
 
 _MOST_SUMS, _MOST_SUMS_MERGED = 192, 128  # accumulators of a thread; twice as many registers if promoted
 _MOST_ODD_COLUMNS = 160  # of merged phases whose number is no power of two
@@ -25,9 +26,9 @@ class TmaTapConfig(NamedTuple):
 
     ``back``: the result is written in channels_last, and transposed to where it belongs. ``runs``: the source is
     written as runs of all taps along the width (`polyphase.schedules.tap_gemm.runs`), else a stage reads one box for up
-    to ``window`` taps along the width. ``boxes``: weights, too, are loaded as boxes
-    by TMA, with their source channels innermost; else they are packed. ``merged``: dimensions, the last ones, along
-    which a cell's outputs are columns (`polyphase.schedules.tap_gemm.product.with_merged_phases`).
+    to ``window`` taps along the width. ``boxes``: weights, too, are loaded as boxes by TMA, with their source channels
+    innermost; else they are packed. ``merged``: dimensions, the last ones, along which a cell's outputs are columns
+    (`polyphase.schedules.tap_gemm.product.with_merged_phases`).
     """
 
     row_tiles: int
@@ -48,11 +49,6 @@ class TmaTapConfig(NamedTuple):
 def of_config(product: Product, config: TmaTapConfig) -> Runs | None:
     """The source as runs, where it is read so."""
     return runs_of(product, chunk_of(product, config)) if config.runs else None
-
-
-def product_of_config(product: Product, config: TmaTapConfig) -> Product:
-    """The product as a config computes it."""
-    return (with_merged_phases(product, config.merged) if config.merged else None) or product
 
 
 def legal_configs(product: Product) -> Iterator[TmaTapConfig]:
@@ -126,7 +122,7 @@ def _pitches(product: Product, runs: bool) -> list[int]:
         return []
     length = {pitch: sum(stages_of(product, config)) * pitch for pitch, config in ways.items()}
     by_taps = sum(stages_of(product, ways[128]._replace(runs=False))) * 128
-    far = max(axis.src for axis in product.gather.cell_axes) > MOST_STEP
+    far = product.step > MAX_BOX_STEP
     if (far and not runs) or (not far and runs and length[128] >= by_taps):
         return []
     return sorted({min(length, key=lambda pitch: (length[pitch], -pitch)), 128})

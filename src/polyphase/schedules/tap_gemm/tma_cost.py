@@ -6,17 +6,11 @@ import math
 from functools import lru_cache
 
 from polyphase.costs import Costs, costs
-from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.integers import round_up
+from polyphase.problem.integers import equal_part, round_up
 from polyphase.program.planes import Three
-from polyphase.schedules.tap_gemm.k_major import (
-    LEAST_STAGES,
-    best_splits,
-    stage_cycles,
-    waves_of_unequal,
-    whole_waves,
-)
+from polyphase.schedules.cost import whole_waves
+from polyphase.schedules.tap_gemm.k_major import LEAST_STAGES, stage_cycles
 from polyphase.schedules.tap_gemm.product import Product, is_dense, pairs_along_width, taps_met
 from polyphase.schedules.tap_gemm.tma_config import (
     TmaTapConfig,
@@ -27,9 +21,9 @@ from polyphase.schedules.tap_gemm.tma_config import (
     stages_of,
     taps_of_window,
 )
-from polyphase.schedules.tiles import Four, affordable_planes, tiles_of
+from polyphase.schedules.tensor_cores import MAX_BOX_SIDE
+from polyphase.schedules.tiles import Four, affordable_planes, fastest_splits, tiles_of
 
-_MOST_SIDE = 256  # elements that a box spans
 _SECTOR = 32  # bytes
 _RUN = 8  # rows that a descriptor reads contiguously
 
@@ -44,16 +38,16 @@ def _extents(batch: int, cells: Three, steps: Three, rows: int, halo: int, most_
     run = _RUN if halo else 1
 
     def along(size: int, step: int, most: int, halo: int = 0, multiple: int = 1) -> list[int]:
-        most = min(most, (_MOST_SIDE - 1) // step + 1 - halo)
+        most = min(most, (MAX_BOX_SIDE - 1) // step + 1 - halo)
         found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
-        found |= {round_up(math.ceil(size / math.ceil(size / most)), multiple)} if most > 0 else set()
+        found |= {round_up(equal_part(size, most), multiple)} if most > 0 else set()
         return sorted((each for each in found if each % multiple == 0 and each <= most), reverse=True)
 
     found = []
     for w in along(cells[2], steps[2], rows, halo, run):
         for h in along(cells[1], steps[1], rows // w):
             for d in along(cells[0], steps[0], rows // (w * h)):
-                n, whole = max(1, min(batch, rows // (w * h * d), _MOST_SIDE)), run // math.gcd(run, d * h)
+                n, whole = max(1, min(batch, rows // (w * h * d), MAX_BOX_SIDE)), run // math.gcd(run, d * h)
                 n = n // whole * whole
                 if n * d * h * (w + halo) <= most_rows and n > 0:
                     found.append((n, d, h, w))
@@ -139,20 +133,29 @@ def splits_of(product: Product, config: TmaTapConfig, device: DeviceInfo) -> tup
     if config.boxes:
         packing = 0.0
 
-    def seconds(splits: int) -> float:
+    def seconds(splits: int) -> tuple[float, float]:
         of_block = work_tiles * splits / device.multiprocessors
         in_turn = whole_waves(of_block) * most_over_mean  # static: every n-th work tile
-        waves = in_turn if config.boxes else waves_of_unequal(of_block, most_over_mean)
+        waves = in_turn if config.boxes else _waves_of_unequal(of_block, most_over_mean)
         cycles = waves * (math.ceil(mean / splits) * stage + once)
         end = terms.reduce + elements * (8 * splits + size) / device.copy_bytes_per_second if splits > 1 else 0.0
-        return (cycles + terms.launch) / device.clock_hz + end
+        return (cycles + terms.launch) / device.clock_hz, end
 
     most = 1
     if is_dense(product.gather.dst):
-        pass_ = Pass.FORWARD if product.gather.forward else Pass.INPUT_GRAD
-        most = min(affordable_planes(product.problem, pass_), int(mean) // LEAST_STAGES)
-    found = best_splits(seconds, most, work_tiles, device)
-    return found, packing + seconds(found)
+        planes = affordable_planes(product.problem, product.gather.pass_)
+        most = min(planes, int(mean) // LEAST_STAGES, 2 * device.multiprocessors // max(1, work_tiles))
+    splits, multiplying, reducing = fastest_splits(most, seconds)
+    return splits, packing + (multiplying + reducing)
+
+
+def _waves_of_unequal(waves: float, most: float) -> float:
+    """Waves of work tiles of unequal length, the longest of them ``most`` times the mean.
+
+    Blocks end half of a longest one apart; they never take longer than if all were the longest.
+    """
+    whole = whole_waves(waves)
+    return max(whole, min(whole * most, waves + most / 2))
 
 
 def _stage_cycles(product: Product, config: TmaTapConfig, tile: Four, device: DeviceInfo) -> float:

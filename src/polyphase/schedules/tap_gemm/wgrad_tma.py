@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,12 +12,11 @@ from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.integers import round_up
+from polyphase.problem.integers import equal_part, round_up
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.problem import DTYPE_BYTES
 from polyphase.problem.sizes import standard
-from polyphase.program.flatten import GRAD_PLANES, X_PLANES, Flattened, flatten_positions
-from polyphase.program.params import params_of
+from polyphase.program.flatten import GRAD_PLANES, X_PLANES, flatten_positions
 from polyphase.program.program import (
     Buffer,
     Program,
@@ -25,9 +25,9 @@ from polyphase.program.program import (
     transpose_reduces,
     writing_weight_channels_last,
 )
-from polyphase.program.step import GRAD, Step, X
+from polyphase.program.step import GRAD, Step, X, main_step
 from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.schedules.cost import overlapped_time, slower_of, transpose_seconds
+from polyphase.schedules.cost import overlapped_time, slower_of, transpose_seconds, whole_waves
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tap_gemm.flat import (
     PITCH,
@@ -35,20 +35,12 @@ from polyphase.schedules.tap_gemm.flat import (
     flat_product,
     may_count_images_last,
     may_spread,
-    may_swap,
 )
-from polyphase.schedules.tap_gemm.k_major import (
-    LEAST_PIPELINE,
-    LEAST_STAGES,
-    THREADS,
-    best_splits,
-    pipeline_stages,
-    stage_cycles,
-    whole_waves,
-)
+from polyphase.schedules.tap_gemm.k_major import LEAST_STAGES, THREADS, stage_cycles
 from polyphase.schedules.tap_gemm.product import common_limits
 from polyphase.schedules.tap_gemm.wgrad_tma_config import WgradTmaConfig, legal_configs
-from polyphase.schedules.tiles import affordable_planes, constants_of
+from polyphase.schedules.tensor_cores import LEAST_PIPELINE, pipeline_stages
+from polyphase.schedules.tiles import affordable_planes, constants_of, fastest_splits
 
 _FLUSH = 8192  # most positions that tensor cores accumulate before a flush
 _MOST_BYTES, _MOST_OF_IMAGE = 1 << 30, 8 << 30  # bytes of the planes; the second if one image has more than the first
@@ -98,7 +90,7 @@ class TapGemmWgradTma(Schedule):
             ways.setdefault((config.batched, config.spread, config.in_place), []).append(config)
         first = [each for way in ways.values() for each in way[: self.offered // len(ways)]]
         first.sort(key=order.index)
-        return first + [config for config in order if config not in first]
+        return list(dict.fromkeys((*first, *order)))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: WgradTmaConfig
@@ -181,12 +173,12 @@ def _flats(problem: ConvTransposeProblem) -> Iterator[FlatProduct]:
     ways = [(False, False)]
     ways += [(True, False)] if may_count_images_last(problem, layouts) else []
     ways += [(False, True)] if may_spread(problem, layouts) else []
-    for batched, spread in ways:
-        for swapped in (False, True) if may_swap(problem) else (False,):
-            flat = flat_product(problem, layouts, swapped, batched, spread)
-            yield flat
-            if flat.base_lies:
-                yield flat_product(problem, layouts, swapped, batched, spread, in_place=True)
+    swaps = (False, True) if max(problem.stride) == 1 else (False,)
+    for (batched, spread), swapped in itertools.product(ways, swaps):
+        flat = flat_product(problem, layouts, swapped, batched, spread)
+        yield flat
+        if flat.base_lies:
+            yield flat_product(problem, layouts, swapped, batched, spread, in_place=True)
 
 
 @lru_cache(maxsize=1024)
@@ -197,13 +189,13 @@ def _slices(flat: FlatProduct) -> list[tuple[int, FlatProduct]]:
         return [(0, flat)]
     least = flat.of_images(unit)
     most = unit * max(1, min(_MOST_BYTES // max(1, least.written_bytes), _MOST_POSITIONS // least.positions))
-    each = round_up(-(-problem.batch // -(-problem.batch // most)), unit)
+    each = round_up(equal_part(problem.batch, most), unit)
     return [(first, flat.of_images(min(each, problem.batch - first))) for first in range(0, problem.batch, each)]
 
 
 def _flush(flat: FlatProduct) -> int:
     """Stages that tensor cores accumulate before a flush."""
-    return _FLUSH // flat.depth if flat.product.parts == 1 else flat.stages
+    return _FLUSH // flat.depth if flat.product.parts == 1 else max(1, flat.stages)
 
 
 def _narrows(slices: list[tuple[int, FlatProduct]]) -> bool:
@@ -266,42 +258,39 @@ def _main(
     product, slabs = flat.product, flat.outer[1]
     first_images = [0 if new else first for new in flat.written]
     column, work_tiles = flat.images or 1, _tiles(flat, config) * product.problem.groups * splits
-    params = params_of(source).pack(
-        groups=product.problem.groups,
-        splits=splits,
-        work_tiles=work_tiles,
-        stages=flat.stages,
-        slab_stages=max(1, flat.slab_stages),
-        slabs=slabs,
-        flush=max(1, _flush(flat)),
-        again=first > 0,
-        narrowed=narrowed,
-        column=column,
-        row=column * flat.padded[2],
-        slab=column * flat.padded[1] * flat.padded[2] if slabs == 1 else 0,
-        base_image=first_images[0],
-        phased_image=first_images[1],
-        plane=math.prod(product.problem.weight_shape),
+    params = {
+        "groups": product.problem.groups,
+        "splits": splits,
+        "work_tiles": work_tiles,
+        "stages": flat.stages,
+        "slab_stages": max(1, flat.slab_stages),
+        "slabs": slabs,
+        "flush": _flush(flat),
+        "again": first > 0,
+        "narrowed": narrowed,
+        "column": column,
+        "row": column * flat.padded[2],
+        "slab": column * flat.padded[1] * flat.padded[2] if slabs == 1 else 0,
+        "base_image": first_images[0],
+        "phased_image": first_images[1],
+        "plane": math.prod(product.problem.weight_shape),
+    }
+    maps = (
+        _map(flat, 0, config.base[0], first_images[0]),
+        _map(flat, 1, config.phased[0], first_images[1]),
     )
-    base, phased = flat.planes
-    return Step(
-        source=source,
-        grid=(min(work_tiles, device.multiprocessors), 1, 1),
-        block=THREADS,
-        shared_bytes=pipeline_stages(_stage_bytes(flat, config), device) * _stage_bytes(flat, config),
-        params=params,
-        tensor_maps=(
-            _map(flat, base, config.base[0], first_images[0], int(config.swapped)),
-            _map(flat, phased, config.phased[0], first_images[1], int(not config.swapped)),
-        ),
-        overlaps=0 < flat.written_bytes <= _OVERLAPPED,
-    )
+    stage = _stage_bytes(flat, config)
+    shared_bytes, blocks = pipeline_stages(stage, device) * stage, min(work_tiles, device.multiprocessors)
+    main = main_step(source, blocks, THREADS, shared_bytes, params, maps)
+    return replace(main, overlaps=0 < flat.written_bytes <= _OVERLAPPED)
 
 
-def _map(flat: FlatProduct, planes: Flattened, chunk: int, first: int, tensor: int) -> TensorMap:
-    """TMA map of an operand: (position, channel, copy, slab, image). A box is a stage of an item; ``first``: image."""
-    side = int((tensor == 0) == flat.swapped)
-    (images, slabs), (channel, slab, image) = flat.outer, flat.strides(side)
+def _map(flat: FlatProduct, side: int, chunk: int, first: int) -> TensorMap:
+    """The map of the base (0) or the phased operand (1): (position, channel, copy, slab, image).
+
+    A box is a stage of an item; ``first``: image.
+    """
+    planes, (images, slabs), (channel, slab, image) = flat.planes[side], flat.outer, flat.strides(side)
     channels, positions = planes.shape[1], math.prod(planes.padded) if flat.in_place else planes.positions
     deep = planes.padded[0] if slabs > 1 else 1
     counts = channels, math.prod(planes.planes) * planes.parts, deep, first + images
@@ -316,7 +305,7 @@ def _map(flat: FlatProduct, planes: Flattened, chunk: int, first: int, tensor: i
         (flat.depth, chunk, 1, 1, 1),
         PITCH,
         True,
-        tensor,
+        int((side == 0) == flat.swapped),
     )
 
 
@@ -348,7 +337,7 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
     stages = max(1, flat.stages)
     stage = _stage_cycles(flat, config, terms)
     results = config.rows * config.columns * terms.result
-    flush = max(1, _flush(flat))
+    flush = _flush(flat)
     weights, bandwidth = math.prod(product.problem.weight_shape), device.copy_bytes_per_second
     moving = flat.bytes * (1 if flat.bytes < _CACHED else max(1, work_tiles / device.multiprocessors)) / bandwidth
     moving *= device.clock_hz
@@ -361,9 +350,8 @@ def _splits(flat: FlatProduct, config: WgradTmaConfig, device: DeviceInfo, narro
         end = 0.0 if alone else terms.reduce + weights * (8 * splits + product.size) / bandwidth
         return (overlapped_time(cycles, moving, terms.overlap) + terms.launch) / device.clock_hz, end
 
-    most = min(affordable_planes(product.problem), stages // LEAST_STAGES)
-    found = best_splits(lambda splits: sum(seconds(splits)), most, work_tiles, device)
-    return (found, *seconds(found))
+    waves = 2 * device.multiprocessors // max(1, work_tiles)
+    return fastest_splits(min(affordable_planes(product.problem), stages // LEAST_STAGES, waves), seconds)
 
 
 def _stage_cycles(flat: FlatProduct, config: WgradTmaConfig, terms: Costs) -> float:

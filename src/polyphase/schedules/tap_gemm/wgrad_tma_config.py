@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from polyphase.problem.integers import round_up
+from polyphase.problem.integers import equal_part, round_up
 from polyphase.schedules.tap_gemm.flat import FlatProduct
-from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS, MOST_COLUMNS
+from polyphase.schedules.tap_gemm.k_major import CONSUMER_GROUPS
+from polyphase.schedules.tensor_cores import MOST_COLUMNS, wgmma_cycles
 
 _MOST_SUMS = 128  # accumulators of a thread; twice as many registers if promoted
 _LEAST_CHUNK = 32  # channels of an item, if the layer has as many: small boxes cost as much as large ones
@@ -75,19 +76,8 @@ def legal_configs(flat: FlatProduct) -> Iterator[WgradTmaConfig]:
             continue
         shapes = _column_shapes(columns, column_taps, min(MOST_COLUMNS, 2 * most // row_tiles), all_rows)
         for column_chunk, column_items in shapes[:_SHAPES]:
-            yield WgradTmaConfig(
-                row_tiles,
-                row_items,
-                row_chunk,
-                column_items,
-                column_chunk,
-                mirrored,
-                flat.swapped,
-                *window,
-                flat.batched,
-                flat.spread,
-                flat.in_place,
-            )
+            shape = row_tiles, row_items, row_chunk, column_items, column_chunk
+            yield WgradTmaConfig(*shape, mirrored, flat.swapped, *window, flat.batched, flat.spread, flat.in_place)
 
 
 def _sides(flat: FlatProduct, mirrored: bool, window: tuple[bool, bool]) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -122,11 +112,11 @@ def _column_shapes(channels: int, taps: int, most: int, rows: int) -> list[tuple
     found: dict[tuple[int, int], float] = {}
     for chunk, pieces in _chunks(channels, most):
         total, fit = taps * pieces, most // chunk
-        for items in {min(fit, total), -(-total // -(-total // min(fit, total))), max(1, fit // 2)}:
+        for items in {min(fit, total), equal_part(total, min(fit, total)), max(1, fit // 2)}:
             if items > total:
                 continue
             columns, blocks = items * chunk, -(-total // items)
             # Cycles of 32 bytes of k: products, or bytes from the L2 cache.
-            cycles = max(rows / 64 * max(columns / 2, 16 + columns / 4), 0.8 * (rows + columns)) + items
+            cycles = max(rows / 64 * wgmma_cycles(columns), 0.8 * (rows + columns)) + items
             found[chunk, items] = blocks * cycles
     return sorted(found, key=lambda each: found[each])

@@ -6,26 +6,32 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import REGISTERS, DeviceInfo
-from polyphase.problem.integers import parted, round_up
+from polyphase.problem.integers import equal_part, parted, round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.problem.problem import accumulator_bytes
 from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
-from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import Four, best_first, constants_of, layer_constants, tiles_of
+from polyphase.schedules.tiles import Four, constants_of, layer_constants, least
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES
-from polyphase.schedules.window_gemm.wgmma_window import PIECE_BYTES, Window, copied_window, least_extent
-from polyphase.schedules.window_gemm.window import extents_of
+from polyphase.schedules.window_gemm.wgmma_window import (
+    PIECE_BYTES,
+    Window,
+    copied_window,
+    first_places,
+    least_extent,
+    wavefronts,
+)
+from polyphase.schedules.window_gemm.window import Tiles, extents_of, input_tiles
 
 _MOST_CHANNELS = 64  # input channels of a group: with more, `direct_tiled` reads its weights less often
 _FEW, _MANY_TERMS = 8, 1024  # channels of a group and terms of a sum from which on tensor cores are faster
@@ -58,18 +64,12 @@ class FmaConfig(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Tiling:
-    """How a config cuts the input positions into tiles; ``lanes``: the threads of a slice."""
+class _Tiling(Tiles):
+    """The tiles of a config; ``lanes``: the threads of a slice."""
 
-    lanes: Four
-    extent: Four
-    tiles: Four
     window: Window
+    lanes: Four
     conflicts: float
-
-    @property
-    def total(self) -> int:
-        return math.prod(self.tiles)
 
 
 class WindowDgradFma(Schedule):
@@ -112,7 +112,6 @@ class WindowDgradFma(Schedule):
     ) -> Program:
         tiling = _tiling(problem, layouts, config, device)
         assert tiling is not None
-        x, grad = sides_of(problem, layouts)
         work_tiles, length, blocks = _shares(problem, config, tiling, device)
         source = KernelSource(
             self.name,
@@ -128,15 +127,10 @@ class WindowDgradFma(Schedule):
             ),
         )
         params = {
-            "x": x,
-            "g": grad,
-            "window": tiling.window,
-            "batch": problem.batch,
+            **tiling.params(problem, layouts),
             "work_tiles": work_tiles,
             "work_tiles_per_block": length,
             "lanes": tiling.lanes,
-            "tile_extent": tiling.extent,
-            "tiles": tiling.tiles,
             "window_bytes": _window_bytes(problem, config, tiling.window),
         }
         shared = _shared(problem, config, tiling.window) - _RESERVED
@@ -147,7 +141,7 @@ def legal_configs(problem: ConvTransposeProblem) -> Iterator[FmaConfig]:
     """Every config of a layer."""
     inputs, out, taps = problem.in_channels_per_group, problem.out_channels_per_group, problem.taps
     height = problem.axes3[1]
-    in_tiles = sorted({math.ceil(inputs / math.ceil(inputs / most)) for most in (4, 8)})
+    in_tiles = sorted({equal_part(inputs, most) for most in (4, 8)})
     most = _MOST_EXACT_TERMS if problem.dtype == "float32" else _MOST_TERMS
     chunk = max(chunk for chunk in (1, 2, 4, 8) if chunk == 1 or (chunk < 2 * out and chunk * taps <= most))
     for threads, in_tile, cells in itertools.product((128, 256), in_tiles, (1, 2, 4, 8)):
@@ -180,7 +174,7 @@ def _pitch(problem: ConvTransposeProblem, config: FmaConfig) -> int:
 
 
 def _slab(problem: ConvTransposeProblem, config: FmaConfig) -> int:
-    """The same for a slab of taps."""
+    """Weights of a slab of taps in shared memory, for a slice."""
     _, height, width = problem.axes3
     return round_up(height.kernel * width.kernel * _pitch(problem, config), 16 // accumulator_bytes(problem.dtype))
 
@@ -231,12 +225,12 @@ def _shares(
 @lru_cache(maxsize=4096)
 def _tiling(problem: ConvTransposeProblem, layouts: Layouts, config: FmaConfig, device: DeviceInfo) -> _Tiling | None:
     """The tiles of least work."""
-    terms, sizes = costs("window_fma", device), five(problem.input_shape)[2:]
+    terms = costs("window_fma", device)
     found = list(_extents(problem, config))
     tilings: dict[int, _Tiling] = {}
 
     def work(place: int, conflicts: float, window: Window) -> float:
-        tiles = math.prod(tiles_of(problem.batch, sizes, found[place][1]))
+        tiles = math.prod(input_tiles(problem, found[place][1]))
         resident = _resident(problem, config, window, device)
         return tiles * _item_cycles(problem, config, window, conflicts, resident, terms)
 
@@ -249,17 +243,14 @@ def _tiling(problem: ConvTransposeProblem, layouts: Layouts, config: FmaConfig, 
 
     def work_of(place: int) -> float | None:
         lanes, extent = found[place]
-        conflicts = _Conflicts(problem, config, lanes)
-        window = copied_window(problem, layouts, config.out_chunk, extent, conflicts.at, _is_masked(problem))
+        conflicts = partial(_conflicts, problem, config, lanes)
+        window = copied_window(problem, layouts, config.out_chunk, extent, conflicts, _is_masked(problem))
         if window is None or _shared(problem, config, window) > device.shared_bytes_per_block + _RESERVED:
             return None
-        tiles = tiles_of(problem.batch, sizes, extent)
-        tilings[place] = _Tiling(lanes, extent, tiles, window, conflicts.at(window.steps))
+        tilings[place] = _Tiling(extent, input_tiles(problem, extent), window, lanes, conflicts(window.steps))
         return work(place, tilings[place].conflicts, window)
 
-    bounds = list(map(least_work, range(len(found))))
-    places = best_first(bounds, lambda place: None if bounds[place] == math.inf else work_of(place))
-    best = next(places, None)
+    best = least(map(least_work, range(len(found))), work_of)
     return None if best is None else tilings[best]
 
 
@@ -289,32 +280,14 @@ def _extents(problem: ConvTransposeProblem, config: FmaConfig) -> Iterator[tuple
             yield lanes, (lanes[0], d, h * cells, w)
 
 
-class _Conflicts:
-    """Wavefronts of a warp's read of a window with given steps."""
-
-    def __init__(self, problem: ConvTransposeProblem, config: FmaConfig, lanes: Four) -> None:
-        of_d, of_h, of_w = problem.axes3
-        step, cells = (_row_step(problem)[0], config.cells) if config.by_rows else (1, 1)
-        self._size = DTYPE_BYTES[problem.dtype]
-        self._alone: float | None = None
-        places = itertools.product(*map(range, lanes))
-        self._places = [
-            (n, d * of_d.stride, (h // step * step * cells + h % step) * of_h.stride, w * of_w.stride)
-            for n, d, h, w in itertools.islice(places, _LANES)
-        ]
-        if lanes[3] >= _LANES:  # in one row, whatever the steps
-            self._alone = self._of((0, 0, 0, 0))
-
-    def at(self, steps: Four) -> float:
-        """Wavefronts if images, slabs and rows are ``steps`` apart."""
-        return self._of(steps) if self._alone is None else self._alone
-
-    def _of(self, steps: Four) -> float:
-        image, slab, row, _ = steps
-        banks = [0] * 32
-        for word in {(n * image + d * slab + h * row + w) * self._size // 4 for n, d, h, w in self._places}:
-            banks[word & 31] += 1
-        return float(max(banks))
+def _conflicts(problem: ConvTransposeProblem, config: FmaConfig, lanes: Four, steps: Four) -> float:
+    """Wavefronts of a warp's read of a window whose images, slabs and rows are ``steps`` apart."""
+    of_d, of_h, of_w = problem.axes3
+    step, cells = (_row_step(problem)[0], config.cells) if config.by_rows else (1, 1)
+    (n, d, h, w), (image, slab, row, _) = lanes, steps
+    row *= of_h.stride
+    places = first_places((n, d, h // step, step, w), (image, of_d.stride * slab, step * cells * row, row, of_w.stride))
+    return wavefronts(places, DTYPE_BYTES[problem.dtype])
 
 
 @lru_cache(maxsize=4096)

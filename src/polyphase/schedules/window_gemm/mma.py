@@ -13,15 +13,15 @@ from polyphase.costs import Costs, costs
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.integers import parted, round_up
-from polyphase.problem.layouts import Layouts, five
+from polyphase.problem.integers import equal_part, parted, round_up
+from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import overlapped_time, slower_of, waves_of
 from polyphase.schedules.schedule import Cost
-from polyphase.schedules.tiles import Four, affordable_planes, best_first, constants_of, layer_constants, tiles_of
+from polyphase.schedules.tiles import Four, affordable_planes, constants_of, layer_constants, least
 from polyphase.schedules.window_gemm.stages import (
     MAX_SIDE,
     MOVING_BYTES,
@@ -36,8 +36,10 @@ from polyphase.schedules.window_gemm.stages import (
 )
 from polyphase.schedules.window_gemm.window import (
     Gradient,
+    Tiles,
     blocks_of,
     extent_of_window,
+    input_tiles,
     split_params,
     tile_extents,
     window_of,
@@ -77,20 +79,14 @@ class MmaConfig(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Tiling:
-    """The tiles into which a config cuts the input positions, and the shared memory that they take."""
+class _Tiling(Tiles):
+    """The tiles of a config, and the shared memory that they take."""
 
-    tile_extent: tuple[int, int, int, int]
-    tiles: tuple[int, int, int, int]
-    skew: int
     window: StageBox
+    skew: int
     operand: StageBox
     table_bytes: int
     stage_bytes: int
-
-    @property
-    def total(self) -> int:
-        return math.prod(self.tiles)
 
 
 class _WindowMma(Gradient):
@@ -136,12 +132,7 @@ class _WindowMma(Gradient):
         x, grad = sides_of(problem, layouts)
         blocks, planes = blocks_of(problem, pass_, config.rows, config.out_chunk), 1
         params: dict[str, Any] = {
-            "x": x,
-            "g": grad,
-            "window": tiling.window,
-            "batch": problem.batch,
-            "tile_extent": tiling.tile_extent,
-            "tiles": tiling.tiles,
+            **tiling.params(problem, layouts),
             "skew": tiling.skew,
             "table_bytes": tiling.table_bytes,
             "stage_bytes": tiling.stage_bytes,
@@ -197,7 +188,7 @@ def _depth(problem: ConvTransposeProblem, pass_: Pass, config: MmaConfig) -> int
 
 
 def _shared_bytes(config: MmaConfig, tiling: _Tiling) -> int:
-    return max(tiling.table_bytes + config.buffers * tiling.stage_bytes, tiling.table_bytes + 8 * config.columns)
+    return tiling.table_bytes + max(config.buffers * tiling.stage_bytes, 8 * config.columns)
 
 
 @lru_cache(maxsize=8192)
@@ -220,14 +211,14 @@ class _Cut:
     ) -> None:
         self._layer, self._terms = (problem, pass_, layouts, config), terms
         self._tilings: dict[Four, _Tiling] = {}
-        least = min(_LEAST_ROW, problem.input_size[-1])
+        least_row = min(_LEAST_ROW, problem.input_size[-1])
         extents = list(tile_extents(problem, config.positions))
-        self._long = [each for each in extents if each[3] >= least]
-        self._short = [each for each in extents if each[3] < least]
+        self._long = [each for each in extents if each[3] >= least_row]
+        self._short = [each for each in extents if each[3] < least_row]
         # Lower bounds of the work: products alone, without loads.
-        stage, sizes = _product_cycles(problem, pass_, config, terms), five(problem.input_shape)[2:]
+        stage = _product_cycles(problem, pass_, config, terms)
         self._operand = config.rows * _depth(problem, pass_, config) * DTYPE_BYTES[problem.dtype]  # bytes of a stage
-        self._bounds = [math.prod(tiles_of(problem.batch, sizes, each)) * stage for each in self._long]
+        self._bounds = [math.prod(input_tiles(problem, each)) * stage for each in self._long]
 
     def best(self, config: MmaConfig, device: DeviceInfo) -> _Tiling | None:
         """The tiling of least work that fits at the depth of ``config``; if all rows are short, the first that fits."""
@@ -237,7 +228,7 @@ class _Cut:
             tiling = self._fitting(self._long[place], config, device)
             return None if tiling is None else tiling.total * _stage_cycles(problem, pass_, config, tiling, self._terms)
 
-        place = next(best_first(self._bounds, work_of), None)
+        place = least(self._bounds, work_of)
         if place is not None:
             return self._fitting(self._long[place], config, device)
         tilings = (self._fitting(each, config, device) for each in self._short)
@@ -293,8 +284,7 @@ def _tiles(
     moving = pass_ is Pass.WEIGHT_GRAD
     tables += MOVING_BYTES * operand.places + (MOVING_BYTES if moving else STILL_BYTES) * window.places
     stage = config.rows * a_pitch + config.out_chunk * window.pitch
-    counts = tiles_of(problem.batch, x.shape[2:], tile)
-    return _Tiling(tile, counts, skew, window, operand, round_up(tables, 128), round_up(stage, 128))
+    return _Tiling(tile, input_tiles(problem, tile), window, skew, operand, round_up(tables, 128), round_up(stage, 128))
 
 
 def _stage_cycles(
@@ -386,8 +376,7 @@ def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo
         if pass_ is Pass.WEIGHT_GRAD:
             if taps > config.columns:
                 continue
-            chunk = min(out, config.columns // taps)
-            chunk = math.ceil(out / math.ceil(out / chunk))
+            chunk = equal_part(out, config.columns // taps)
             chunks = {chunk, min(config.columns // taps, round_up(chunk, per_piece))}
             sizes: Iterator[tuple[int, int]] = itertools.product(chunks, (32, 64))
         else:

@@ -9,16 +9,17 @@ from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted
-from polyphase.problem.layouts import Layouts, dense_strides, five
+from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import HALF_COPIES, WEIGHT, WORKSPACE, Step, main_step
-from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.program.transpose import to_channels_last, to_halves
-from polyphase.schedules.cells import sides_of
+from polyphase.program.tensor_map import TensorMap
+from polyphase.program.transpose import to_halves
+from polyphase.schedules.cells import Side, sides_of
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
-from polyphase.schedules.tiles import Four, constants_of, layer_constants, tiles_of
+from polyphase.schedules.tensor_cores import MAX_BOX_STEP, pack_for_boxes, pixel_map, pixel_strides, weight_map
+from polyphase.schedules.tiles import Four, constants_of, layer_constants
 from polyphase.schedules.window_gemm.tma_config import (
     ALONE,
     TmaConfig,
@@ -29,15 +30,15 @@ from polyphase.schedules.window_gemm.tma_config import (
 from polyphase.schedules.window_gemm.tma_cost import (
     depth_stages,
     estimate,
+    flush_of,
     input_splits,
     input_work_tiles,
     weight_blocks,
     weight_splits,
 )
-from polyphase.schedules.window_gemm.window import FLUSH, Gradient, channel_pitch, is_long_sum
+from polyphase.schedules.window_gemm.window import FLUSH, Gradient, channel_pitch, input_tiles, is_long_sum
 
 _ALONE_OFFERED = 2  # least number of offered configs that have a window for each tap
-_MAX_BOX_STEP = 8  # TMA's largest element stride
 
 
 class _WindowTma(Gradient):
@@ -54,8 +55,8 @@ class _WindowTma(Gradient):
             if channels * DTYPE_BYTES[problem.dtype] % 16:
                 pixel = channels * DTYPE_BYTES[problem.dtype]
                 return f"a group's {what} channels, {pixel} bytes, are no multiple of 16 bytes"
-        if max(problem.stride) > _MAX_BOX_STEP:
-            return f"an element stride of {max(problem.stride)} is too large for TMA (at most {_MAX_BOX_STEP})"
+        if max(problem.stride) > MAX_BOX_STEP:
+            return f"an element stride of {max(problem.stride)} is too large for TMA (at most {MAX_BOX_STEP})"
         return None
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
@@ -66,10 +67,10 @@ class _WindowTma(Gradient):
         raise NotImplementedError
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem | None:
-        read = [_pixel_strides(problem, layouts, output=True)]
-        if pass_ is Pass.WEIGHT_GRAD:
-            read.append(_pixel_strides(problem, layouts, output=False))
-        return None if None in read or layouts.input[1] != 1 or not layouts.aligned else standard(problem)
+        x, grad = sides_of(problem, layouts)
+        read = (x, grad) if pass_ is Pass.WEIGHT_GRAD else (grad,)
+        lie = all(pixel_strides(problem.dtype, side) for side in read) and layouts.input[1] == 1 and layouts.aligned
+        return standard(problem) if lie else None
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[TmaConfig]:
         return sorted(legal_configs(at, pass_, device))
@@ -77,9 +78,7 @@ class _WindowTma(Gradient):
     def arranged(self, order: list[TmaConfig]) -> list[TmaConfig]:
         """Some configs with a window for each tap first: shared windows fix the tile, which may not suit images."""
         alone = [config for config in order if config.taps == ALONE]
-        first = order[: self.offered - _ALONE_OFFERED]
-        first += [config for config in alone[:_ALONE_OFFERED] if config not in first]
-        return first + [config for config in order if config not in first]
+        return list(dict.fromkeys((*order[: self.offered - _ALONE_OFFERED], *alone[:_ALONE_OFFERED], *order)))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
@@ -138,10 +137,10 @@ class WindowDgradTma(_WindowTma):
         given = given or problem
         scaled = given.dtype != problem.dtype
         tile = tile_extent(problem, pass_, config)
-        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
-        work_tiles, stages = input_work_tiles(problem, config, math.prod(tiles)), depth_stages(problem, config)
+        tiles = input_tiles(problem, tile)
+        work_tiles, stages = input_work_tiles(problem, config), depth_stages(problem, config)
         dense = layouts.input == dense_strides(problem.input_shape, not config.first)
-        length, splits = parted(stages, input_splits(problem, config, work_tiles, device)[0] if dense else 1)
+        length, splits = parted(stages, input_splits(problem, config, device)[0] if dense else 1)
         pitch = config.depth_bytes
         flush = max(1, FLUSH // 2 * DTYPE_BYTES[problem.dtype] // pitch) if is_long_sum(problem) else stages
         packed = scaled or _is_packed(problem, layouts) or given.out_channels != problem.out_channels
@@ -154,8 +153,9 @@ class WindowDgradTma(_WindowTma):
         )
         form = WgmmaForm(config.columns, problem.dtype)
         source = KernelSource(self.name, problem.dtype, True, constants, (form,))
+        x, grad = sides_of(problem, layouts)
         params = {
-            "x": sides_of(problem, layouts)[0],
+            "x": x,
             "batch": problem.batch,
             "groups": problem.groups,
             "tile_extent": tile,
@@ -164,7 +164,7 @@ class WindowDgradTma(_WindowTma):
             "split_length": length,
             "plane": problem.elements[0] if splits > 1 else 0,
         }
-        maps = _pixel_map(problem, layouts, tile, pitch), _weight_map(problem, config)
+        maps = _grad_map(problem, grad, tile, pitch), weight_map(problem, pitch, config.columns)
         blocks = min(work_tiles * splits, device.multiprocessors * config.resident)
         shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
         main = main_step(source, blocks, config.threads, shared_bytes, params, maps)
@@ -195,12 +195,13 @@ class WindowWgradTma(_WindowTma):
         given = given or problem
         scaled = given.dtype != problem.dtype
         tile = tile_extent(problem, pass_, config)
-        tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
+        tiles = input_tiles(problem, tile)
         total, blocks = math.prod(tiles), weight_blocks(problem, config)
-        planes = weight_splits(problem, config, total, device)[0]
-        flush = max(1, FLUSH // math.prod(tile))
+        planes = weight_splits(problem, config, device)[0]
+        flush = flush_of(tile)
         narrowed = planes == 1 and total <= flush and not scaled
         work_tiles = math.prod(blocks) * problem.groups * planes
+        x, grad = sides_of(problem, layouts)
         of_x, windows = channel_pitch(problem, problem.in_channels_per_group), config.windows
         boxes = tile if windows.taps == ALONE else (1, *windows.extents(problem))
         constants = (
@@ -225,8 +226,8 @@ class WindowWgradTma(_WindowTma):
             "plane": problem.elements[1],
         }
         maps = (
-            _pixel_map(problem, layouts, tile, of_x, output=False),
-            _pixel_map(problem, layouts, boxes, windows.pitch, tensor=1),
+            pixel_map(problem.dtype, x, tile, of_x),
+            _grad_map(problem, grad, boxes, windows.pitch, tensor=1),
         )
         grid = min(work_tiles, device.multiprocessors * config.resident)
         shared_bytes = config.buffers * stage_bytes(problem, pass_, config)
@@ -249,53 +250,16 @@ def _is_packed(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
 
 def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_last: bool) -> Step:
     """Transposes the weight of the ``given`` layer so that output channels are innermost, and pads these with zeros."""
-    shape = five(given.weight_shape)
-    strides = dense_strides(shape, channels_last)
-    if given.dtype != problem.dtype:
-        step = to_halves(shape, strides, 1, problem.out_channels_per_group, which=1)
-        return replace(step, operands=(WEIGHT, HALF_COPIES, WORKSPACE))
-    step = to_channels_last(problem.dtype, shape, strides, padded=problem.out_channels_per_group)
-    return replace(step, operands=(WEIGHT, WORKSPACE))
+    if given.dtype == problem.dtype:
+        return pack_for_boxes(given, channels_last, problem.out_channels_per_group)
+    strides = dense_strides(given.weight_shape, channels_last)
+    step = to_halves(given.weight_shape, strides, 1, problem.out_channels_per_group, which=1)
+    return replace(step, operands=(WEIGHT, HALF_COPIES, WORKSPACE))
 
 
-def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
-    """Strides in bytes of a tensor map of the input or the output gradient; None if TMA cannot read it."""
-    size = DTYPE_BYTES[problem.dtype]
-    shape, strides = (problem.output_shape, layouts.output) if output else (problem.input_shape, layouts.input)
-    batch, channels, depth, height, width = five(shape)
-    image, channel, slab, row, column = (step * size for step in strides)
-    if channel != size and channels > 1:
-        return None
-    return tma_strides(zip((width, height, depth, batch), (column, row, slab, image)))
-
-
-def _pixel_map(
-    problem: ConvTransposeProblem, layouts: Layouts, tile: Four, pitch: int, output: bool = True, tensor: int = 0
-) -> TensorMap:
-    """The map whose boxes are ``pitch`` bytes of channels at a tile's positions: of x, or of g with element strides."""
-    batch, channels, depth, height, width = five(problem.output_shape if output else problem.input_shape)
-    strides = _pixel_strides(problem, layouts, output)
-    assert strides is not None
-    steps = (axis.stride if output and count > 1 else 1 for axis, count in zip(problem.axes3[::-1], tile[:0:-1]))
-    return TensorMap(
-        problem.dtype,
-        (channels, width, height, depth, max(1, batch)),
-        strides,
-        (pitch // DTYPE_BYTES[problem.dtype], *tile[::-1]),
-        pitch,
-        True,
-        tensor,
-        (1, *steps, 1),
-    )
-
-
-def _weight_map(problem: ConvTransposeProblem, config: TmaConfig) -> TensorMap:
-    size, out = DTYPE_BYTES[problem.dtype], problem.out_channels_per_group
-    per_tap = [(problem.in_channels, out * problem.taps * size), (problem.taps, out * size), (1, 0), (1, 0)]
-    strides, pitch = tma_strides(per_tap), config.depth_bytes
-    assert strides is not None
-    box = (pitch // size, config.columns, 1, 1, 1)
-    return TensorMap(problem.dtype, (out, problem.in_channels, problem.taps, 1, 1), strides, box, pitch, True, 1)
+def _grad_map(problem: ConvTransposeProblem, grad: Side, tile: Four, pitch: int, tensor: int = 0) -> TensorMap:
+    """The map whose boxes are the outputs' gradients of a tile of positions at one tap."""
+    return pixel_map(problem.dtype, grad, tile, pitch, tuple(axis.stride for axis in problem.axes3), tensor)
 
 
 def _digits(count: int, tiles: Four) -> Four:

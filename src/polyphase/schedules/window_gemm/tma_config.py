@@ -10,25 +10,34 @@ from typing import NamedTuple
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import five
-from polyphase.schedules.tensor_cores import OPERATION_BYTES, STAGED_BYTES
-from polyphase.schedules.tiles import Four, tiles_of
-from polyphase.schedules.window_gemm.window import channel_pitch, is_long_sum, sectors_of, tile_extents
+from polyphase.schedules.tensor_cores import (
+    LEAST_PIPELINE,
+    MAX_BOX_SIDE,
+    MOST_COLUMNS,
+    OPERATION_BYTES,
+    STAGED_BYTES,
+    pipeline_stages,
+)
+from polyphase.schedules.tiles import Four
+from polyphase.schedules.window_gemm.window import (
+    channel_pitch,
+    input_tiles,
+    is_long_sum,
+    sectors_of,
+    tile_extents,
+    widths,
+)
 
 Three = tuple[int, int, int]
 
 #: Taps of a window that is just a tile.
 ALONE: Three = (1, 1, 1)
 
-_MAX_BOX_SIDE = 256  # elements of the tensor, from a box's first to its last
 _TOGETHER = 8  # least positions along w of a tile whose taps share windows
 _MOST_SECTORS = 1.5  # most sectors that rows of a tile touch, relative to those that they fill
 _MOST_IMAGES = 255  # most images and positions along a side of a tile: a row's position has a byte for each
-_MOST_COLUMNS = 256  # N of a wgmma
 _MOST_SUMS = 128  # fp32 accumulators of a thread
 _MOST_SUMS_OF_THREE = 96  # with three consumer warpgroups
-_LEAST_STAGES, _MOST_STAGES = 3, 8
-_DECLARED = 1024  # bytes of static shared memory, at most
 
 
 class Windows(NamedTuple):
@@ -147,15 +156,9 @@ def tile_extent(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -
     else:
         found = ((min(n, _MOST_IMAGES), d, h, w) for n, d, h, w in tile_extents(problem, config.rows))
 
-    def fits(tile: Four) -> bool:
-        return box_fits(tile[1:], problem) and max(tile) <= _MOST_IMAGES
-
-    def tiles(tile: Four) -> int:
-        return math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile))
-
-    legal = list(filter(fits, found))
+    legal = [tile for tile in found if box_fits(tile[1:], problem) and max(tile) <= _MOST_IMAGES]
     long = [tile for tile in legal if sectors_of(problem, *tile[2:]) <= _MOST_SECTORS] if config.first else legal
-    return min(long or legal, key=tiles)
+    return min(long or legal, key=lambda tile: math.prod(input_tiles(problem, tile)))
 
 
 def legal_configs(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[TmaConfig]:
@@ -169,9 +172,8 @@ def with_stages(
 ) -> Iterator[TmaConfig]:
     """The config with as many stages as fit, if these suffice."""
     staged = config.row_groups * STAGED_BYTES if config.first else 0
-    room = device.shared_bytes_of(config.resident) - _DECLARED - staged
-    buffers = min(_MOST_STAGES, room // stage_bytes(problem, pass_, config))
-    if buffers >= _LEAST_STAGES:
+    buffers = pipeline_stages(stage_bytes(problem, pass_, config), device, config.resident, staged)
+    if buffers >= LEAST_PIPELINE:
         yield config._replace(buffers=buffers)
 
 
@@ -179,8 +181,8 @@ def _input_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
     """Configs of the input gradient, without their pipeline depth."""
     pixel = problem.out_channels_per_group * DTYPE_BYTES[problem.dtype]
     most = _MOST_SUMS // 2 if is_long_sum(problem) else _MOST_SUMS
-    widths = _widths(problem.in_channels_per_group, 8)
-    for steps, columns, row_tiles in itertools.product((4, 2, 1), widths, (1, 2)):
+    shapes = itertools.product((4, 2, 1), widths(problem.in_channels_per_group, 8), (1, 2))
+    for steps, columns, row_tiles in shapes:
         row = steps * OPERATION_BYTES
         # A box must end with its group: channels of the next one would be multiplied by zero, but may be NaN.
         if (problem.groups > 1 and pixel % row) or (steps > 1 and pixel <= row // 2):
@@ -211,7 +213,7 @@ def _alone_configs(problem: ConvTransposeProblem) -> Iterator[TmaConfig]:
         if 64 * row_groups * row_tiles >= 2 * max(64, channels):
             continue
         column_groups = 2 // row_groups
-        for columns in _widths(math.ceil(units / column_groups), pitch // size):
+        for columns in widths(math.ceil(units / column_groups), pitch // size):
             if columns * row_tiles // 2 <= _most_sums(size, 2, resident):
                 yield TmaConfig(row_groups, row_tiles, columns, 4, 0, resident, column_groups, 1, *alone)
 
@@ -240,19 +242,9 @@ def _most_sums(size: int, groups: int, resident: int) -> int:
     return _MOST_SUMS // (resident if size == 2 else resident**2)
 
 
-def _widths(channels: int, multiple: int) -> list[int]:
-    """N of a block: equal shares of the channels."""
-    return sorted(
-        {
-            round_up(math.ceil(channels / math.ceil(channels / widest)), multiple)
-            for widest in (_MOST_COLUMNS, _MOST_COLUMNS // 2, _MOST_COLUMNS // 4)
-        }
-    )
-
-
 def box_fits(extents: Iterable[int], problem: ConvTransposeProblem) -> bool:
     """Whether a TMA box can have these extents along d, h and w."""
-    return all((count - 1) * axis.stride < _MAX_BOX_SIDE for count, axis in zip(extents, problem.axes3))
+    return all((count - 1) * axis.stride < MAX_BOX_SIDE for count, axis in zip(extents, problem.axes3))
 
 
 def shared_windows(problem: ConvTransposeProblem, positions: int, pitch: int) -> Iterator[Windows]:
@@ -261,9 +253,9 @@ def shared_windows(problem: ConvTransposeProblem, positions: int, pitch: int) ->
     sharing = (math.ceil(axis.kernel / axis.tap_step) for axis in problem.axes3)
     for d, h, w in itertools.product(*({1, taps} for taps in sharing)):
         windows = Windows((d, h, w), ALONE, pitch)
-        while windows.along * windows.pitch // size > _MOST_COLUMNS and windows.pitch > 32:
+        while windows.along * windows.pitch // size > MOST_COLUMNS and windows.pitch > 32:
             windows = windows._replace(pitch=windows.pitch // 2)
-        if windows.taps != ALONE and windows.along * windows.pitch // size <= _MOST_COLUMNS:
+        if windows.taps != ALONE and windows.along * windows.pitch // size <= MOST_COLUMNS:
             shapes = [windows._replace(lanes=tile) for tile in _tiles(problem, positions)]
             shapes = [shape for shape in shapes if box_fits(shape.extents(problem), problem)]
             if shapes:
@@ -288,5 +280,5 @@ def _tiles(problem: ConvTransposeProblem, positions: int) -> Iterator[Three]:
 
 def _brought(problem: ConvTransposeProblem, windows: Windows) -> int:
     """Positions of both operands that are loaded for all tiles."""
-    tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], (1, *windows.lanes))
-    return math.prod(tiles) * (math.prod(windows.lanes) + math.prod(windows.extents(problem)))
+    tiles = math.prod(input_tiles(problem, (1, *windows.lanes)))
+    return tiles * (math.prod(windows.lanes) + math.prod(windows.extents(problem)))

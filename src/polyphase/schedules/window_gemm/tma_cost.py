@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 
 from polyphase.costs import Costs, costs
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.layouts import five
-from polyphase.schedules.cost import slower_of
-from polyphase.schedules.tiles import affordable_planes, tiles_of
+from polyphase.schedules.cost import overlapped_time, slower_of, whole_waves
+from polyphase.schedules.tensor_cores import wgmma_cycles
+from polyphase.schedules.tiles import affordable_planes, fastest_splits
 from polyphase.schedules.window_gemm.tma_config import TmaConfig, block_windows, stage_bytes, tile_extent
-from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch, sectors_of
+from polyphase.schedules.window_gemm.window import FLUSH, channel_pitch, input_tiles, sectors_of
 
 _LEAST_STAGES = 4  # least stages of a split of an input gradient
 
 
-def input_work_tiles(problem: ConvTransposeProblem, config: TmaConfig, tiles: int) -> int:
+def input_work_tiles(problem: ConvTransposeProblem, config: TmaConfig) -> int:
     """Work tiles of an input gradient, without split-K."""
     columns = math.ceil(problem.in_channels_per_group / config.columns)
-    return tiles * problem.groups * columns
+    return _tiles(problem, Pass.INPUT_GRAD, config) * problem.groups * columns
 
 
 def weight_blocks(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[int, int]:
@@ -36,6 +35,10 @@ def depth_stages(problem: ConvTransposeProblem, config: TmaConfig) -> int:
     return problem.taps * math.ceil(pixel / config.depth_bytes)
 
 
+def _tiles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig) -> int:
+    return math.prod(input_tiles(problem, tile_extent(problem, pass_, config)))
+
+
 def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
     return costs("window_dgrad_tma" if pass_ is Pass.INPUT_GRAD else "window_wgrad_tma", device)
 
@@ -43,25 +46,21 @@ def _terms(pass_: Pass, device: DeviceInfo) -> Costs:
 def estimate(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig, device: DeviceInfo) -> tuple[float, str]:
     """Predicted time, and what bounds it."""
     terms = _terms(pass_, device)
-    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile_extent(problem, pass_, config)))
-    if pass_ is Pass.WEIGHT_GRAD:
-        _, seconds, end = weight_splits(problem, config, tiles, device)
-    else:
-        _, seconds, end = input_splits(problem, config, input_work_tiles(problem, config, tiles), device)
+    splits_of = weight_splits if pass_ is Pass.WEIGHT_GRAD else input_splits
+    _, seconds, end = splits_of(problem, config, device)
     moving = problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
     _, bound = slower_of(seconds, moving)
-    return (seconds**terms.beside + moving**terms.beside) ** (1 / terms.beside) + end, bound
+    return overlapped_time(seconds, moving, terms.beside) + end, bound
 
 
 def weight_planes(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> int:
     """Partial planes of a weight gradient; 0 if the kernel writes the result itself."""
-    tile = tile_extent(problem, Pass.WEIGHT_GRAD, config)
-    tiles = math.prod(tiles_of(problem.batch, five(problem.input_shape)[2:], tile))
-    splits = weight_splits(problem, config, tiles, device)[0]
-    return 0 if splits == 1 and (DTYPE_BYTES[problem.dtype] == 4 or tiles <= _flush(tile)) else splits
+    splits = weight_splits(problem, config, device)[0]
+    at_once = DTYPE_BYTES[problem.dtype] == 4 or _tiles(problem, Pass.WEIGHT_GRAD, config) <= flush_of(config.lanes)
+    return 0 if splits == 1 and at_once else splits
 
 
-def _flush(tile: tuple[int, ...]) -> int:
+def flush_of(tile: tuple[int, ...]) -> int:
     """Stages of a weight gradient between flushes."""
     return max(1, FLUSH // math.prod(tile))
 
@@ -75,15 +74,15 @@ def _stage_cycles(problem: ConvTransposeProblem, pass_: Pass, config: TmaConfig,
         products = terms.threads_product * instructions + terms.threads_read * reads
         products *= 4 * config.groups * config.steps * (terms.third_group if config.groups > 2 else 1)
     else:
-        products = terms.product * operations * max(config.columns / 2, 16 + config.columns / 4)
+        products = terms.product * operations * wgmma_cycles(config.columns)
     if weights:
         boxes = config.rows * size / channel_pitch(problem, problem.in_channels_per_group)
         brought = terms.box * (boxes + block_windows(problem, config))
     else:
         brought = terms.box_row * (config.rows + config.block_columns)
     loading = max(terms.moved * stage_bytes(problem, pass_, config), brought)
-    both: float = (products**terms.overlap + loading**terms.overlap) ** (1 / terms.overlap)
-    return both + terms.stage
+    cycles: float = overlapped_time(products, loading, terms.overlap) + terms.stage
+    return cycles
 
 
 def _warp_work(problem: ConvTransposeProblem, config: TmaConfig) -> tuple[float, float]:
@@ -106,37 +105,32 @@ def _result(problem: ConvTransposeProblem, config: TmaConfig, terms: Costs) -> f
 
 
 @lru_cache(maxsize=4096)
-def input_splits(
-    problem: ConvTransposeProblem, config: TmaConfig, work_tiles: int, device: DeviceInfo
-) -> tuple[int, float, float]:
+def input_splits(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> tuple[int, float, float]:
     """Split-K count of an input gradient, and predicted seconds of the kernel and of the reduction."""
     terms, places = _terms(Pass.INPUT_GRAD, device), device.multiprocessors * config.resident
     stages, stage = depth_stages(problem, config), _stage_cycles(problem, Pass.INPUT_GRAD, config, terms)
     once = config.rows * config.block_columns * _result(problem, config, terms) + terms.item / config.resident
-    moved = problem.elements[0]
+    work_tiles, moved = input_work_tiles(problem, config), problem.elements[0]
 
     def seconds(splits: int) -> tuple[float, float]:
-        waves = work_tiles * splits / places
-        waves = math.ceil(waves) if waves < 8 else waves + 0.5
+        waves = whole_waves(work_tiles * splits / places)
         cycles = waves * (math.ceil(stages / splits) * stage + once) * config.resident
         end = terms.reduce + moved * (8 * splits + DTYPE_BYTES[problem.dtype]) / device.copy_bytes_per_second
         return (cycles + terms.launch) / device.clock_hz, end if splits > 1 else 0.0
 
     planes = affordable_planes(problem, Pass.INPUT_GRAD)
-    return _fastest(min(planes, stages // _LEAST_STAGES, 2 * places // max(1, work_tiles)), seconds)
+    return fastest_splits(min(planes, stages // _LEAST_STAGES, 2 * places // max(1, work_tiles)), seconds)
 
 
 @lru_cache(maxsize=4096)
-def weight_splits(
-    problem: ConvTransposeProblem, config: TmaConfig, tiles: int, device: DeviceInfo
-) -> tuple[int, float, float]:
+def weight_splits(problem: ConvTransposeProblem, config: TmaConfig, device: DeviceInfo) -> tuple[int, float, float]:
     """Split-K count of a weight gradient, and predicted seconds of the kernel and of the reduction."""
     blocks = math.prod(weight_blocks(problem, config)) * problem.groups
     places = device.multiprocessors * config.resident
     terms = _terms(Pass.WEIGHT_GRAD, device)
     stage = _stage_cycles(problem, Pass.WEIGHT_GRAD, config, terms)
     size, weights = DTYPE_BYTES[problem.dtype], problem.elements[1]
-    flush = _flush(config.lanes)
+    tiles, flush = _tiles(problem, Pass.WEIGHT_GRAD, config), flush_of(config.lanes)
     results, once = config.rows * config.block_columns, terms.item / config.resident
 
     def seconds(splits: int) -> tuple[float, float]:
@@ -148,10 +142,4 @@ def weight_splits(
         end = 0.0 if alone else terms.launch / 2 / device.clock_hz
         return (cycles + terms.launch) / device.clock_hz, end + terms.planes * moved / device.copy_bytes_per_second
 
-    return _fastest(min(affordable_planes(problem), tiles // 4, 4 * places // blocks), seconds)
-
-
-def _fastest(most: int, seconds: Callable[[int], tuple[float, float]]) -> tuple[int, float, float]:
-    """The fastest split-K count up to ``most``, and its ``seconds``: of the kernel and of the reduction."""
-    found = min(range(1, max(1, most) + 1), key=lambda splits: (sum(seconds(splits)), splits))
-    return (found, *seconds(found))
+    return fastest_splits(min(affordable_planes(problem), tiles // 4, 4 * places // blocks), seconds)

@@ -21,6 +21,7 @@ from polyphase.program.program import Program, between_transposes, transpose_red
 from polyphase.program.transpose import MOST_PIXELS
 from polyphase.schedules.cost import halves_seconds, transpose_seconds
 from polyphase.schedules.schedule import Cost
+from polyphase.schedules.tensor_cores import pixel_pitch
 from polyphase.schedules.window_gemm.mma import WindowDgradMma, WindowWgradMma
 from polyphase.schedules.window_gemm.tma import WindowDgradTma, WindowWgradTma
 from polyphase.schedules.window_gemm.tma_config import TmaConfig, with_stages
@@ -30,7 +31,6 @@ from polyphase.schedules.window_gemm.window import Gradient
 
 _FEW_STAGES = 3  # of a kernel that replaces inexact copies
 _FEW_COLUMNS = 4  # column tiles of a warp
-_PITCHES, _PITCH = (16, 32, 64, 128), 64  # bytes of a pixel: one of these, or a multiple of the last
 
 
 class _Transposed(Gradient):
@@ -91,11 +91,9 @@ class _Transposed(Gradient):
         """Input-gradient configs of both ways to store first: the image size decides which is better."""
         if self.pass_ is Pass.WEIGHT_GRAD:
             return self._tma.arranged(order)
-        chosen = order[: self.offered - 2]
-        for first in (False, True):
-            fastest = next((config for config in order if config.first is first), None)
-            chosen += [fastest] if fastest is not None and fastest not in chosen else []
-        return chosen + [config for config in order if config not in chosen]
+        ways = ([config for config in order if config.first is first] for first in (False, True))
+        fastest = [config for way in ways for config in way[:1]]
+        return list(dict.fromkeys((*order[: self.offered - 2], *fastest, *order)))
 
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: TmaConfig
@@ -236,13 +234,9 @@ def _last(problem: ConvTransposeProblem, pass_: Pass) -> ConvTransposeProblem:
     """
     problem = replace(problem, dtype="float16") if problem.dtype == "float32" else problem
     size = DTYPE_BYTES[problem.dtype]
-
-    def padded(channels: int, pitch: int) -> int:
-        return problem.groups * round_up(channels // problem.groups, pitch // size)
-
     if pass_ is Pass.INPUT_GRAD:
-        pixel = problem.out_channels_per_group * size
-        pitch = next((pitch for pitch in _PITCHES if pixel <= pitch), _PITCH)
-        return replace(problem, channels_last=True, out_channels=padded(problem.out_channels, pitch))
-    inputs, outputs = (padded(channels, 16) for channels in (problem.in_channels, problem.out_channels))
+        channels = pixel_pitch(problem.out_channels_per_group * size) // size
+        return replace(problem, channels_last=True, out_channels=problem.groups * channels)
+    per_group = problem.in_channels_per_group, problem.out_channels_per_group
+    inputs, outputs = (problem.groups * round_up(channels, 16 // size) for channels in per_group)
     return replace(problem, channels_last=True, in_channels=inputs, out_channels=outputs)

@@ -18,7 +18,7 @@ from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import overlapped_time, slower_of, waves_of
 from polyphase.schedules.schedule import Cost
 from polyphase.schedules.tensor_cores import OPERATION_BYTES
-from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
+from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants, splits_in_few_waves
 from polyphase.schedules.window_gemm.wgmma_tile import (
     CONSUMER_GROUPS,
     LOADERS,
@@ -116,27 +116,21 @@ class _WindowWgmma(Gradient):
         flattened, layouts = read
         tiling = tiling_of(flattened, pass_, layouts, config, device)
         assert tiling is not None
-        x, grad = sides_of(flattened, layouts)
         blocks, planes, narrowed = blocks_of(flattened, pass_, config.columns, config.out_chunk), 1, False
         params = {
-            "x": x,
-            "g": grad,
-            "window": tiling.window,
+            **tiling.params(flattened, layouts),
             "runs": tiling.runs,
-            "batch": problem.batch,
-            "tile_extent": tiling.tile_extent,
-            "tiles": tiling.tiles,
             "skew": tiling.skew,
             "box_bytes": tiling.box_bytes,
             "table_bytes": tiling.table,
             "stage_bytes": tiling.stage,
-            "window_offset": tiling.window_at,
+            "window_offset": tiling.runs.bytes,
         }
         if pass_ is Pass.WEIGHT_GRAD:
             length, planes = parted(tiling.total, _splits(flattened, config, tiling, device))
             narrowed = _narrows(flattened, tiling, length)
             params |= split_params(flattened, length, tiling.total) | {
-                "joined": tiling.joined,
+                "joined": tiling.runs.joined,
                 "steps": tiling.steps,
                 "flush": _flush(flattened, tiling),
                 "narrowed": narrowed,
@@ -230,23 +224,11 @@ def _stages_summed(problem: ConvTransposeProblem, config: WgmmaConfig) -> int:
 
 
 def _splits(problem: ConvTransposeProblem, config: WgmmaConfig, tiling: Tiling, device: DeviceInfo) -> int:
-    """Split-K count of the positions: the most that leave no multiprocessor idle for long.
-
-    For each number of waves take the largest split count, then the smallest with the same tiles per split.
-    """
-    blocks = blocks_of(problem, Pass.WEIGHT_GRAD, config.columns, config.out_chunk)
-    most = max(
-        1, min(affordable_planes(problem), tiling.total // _LEAST_SPLIT, _MOST_WAVES * device.multiprocessors // blocks)
-    )
-
-    def cost(splits: int) -> tuple[int, int]:
-        waves = -(-blocks * splits // device.multiprocessors)
-        return waves * (-(-tiling.total // splits) + _ENDS), splits
-
-    waves = range(1, -(-blocks * most // device.multiprocessors) + 1)
-    fullest = (min(most, max(1, count * device.multiprocessors // blocks)) for count in waves)
-    lengths = {max(1, -(-tiling.total // splits)) for splits in fullest}
-    return min((max(1, -(-tiling.total // length)) for length in lengths), key=cost)
+    """Split-K count of the positions: the most that leave no multiprocessor idle for long."""
+    blocks, resident = blocks_of(problem, Pass.WEIGHT_GRAD, config.columns, config.out_chunk), device.multiprocessors
+    most = min(affordable_planes(problem), tiling.total // _LEAST_SPLIT, _MOST_WAVES * resident // blocks)
+    found = splits_in_few_waves(blocks, resident, most, lambda splits: -(-tiling.total // splits) + _ENDS)
+    return parted(tiling.total, found)[1]
 
 
 def _estimate(

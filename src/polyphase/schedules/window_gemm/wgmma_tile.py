@@ -16,12 +16,11 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.program.tensor_map import TensorMap, tma_strides
 from polyphase.schedules.cells import Side
-from polyphase.schedules.tensor_cores import OPERATION_BYTES
-from polyphase.schedules.tiles import Four, best_first, tiles_of
+from polyphase.schedules.tensor_cores import MAX_BOX_SIDE, OPERATION_BYTES, pixel_map, pixel_strides
+from polyphase.schedules.tiles import Four, least
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, widest_piece
 from polyphase.schedules.window_gemm.wgmma_window import (
     FOUND,
-    MAX_BOX_SIDE,
     PIECE_BYTES,
     Window,
     as_rows,
@@ -32,17 +31,19 @@ from polyphase.schedules.window_gemm.wgmma_window import (
     window_by_tma,
 )
 from polyphase.schedules.window_gemm.window import (
+    Tiles,
     channel_pitch,
     extent_of_window,
+    input_tiles,
     is_long_sum,
     sectors_of,
     tile_extents,
+    widths,
 )
 
 CONSUMER_GROUPS = 2  # consumer warpgroups; ``mainloop/window_wgmma.cuh`` fixes their registers for this number
 LOADERS = 128  # threads of the producer warpgroup
 _STAGES = (6, 5, 4, 3)  # pipeline depths, deepest first
-_MOST_COLUMNS = 256  # N of a wgmma
 _MOST_SUMS = 256  # N x m64 tiles per warpgroup: 128 fp32 accumulators per thread
 _LEAST_COPIED_ROW = 8  # positions along the width of a tile whose window is copied, where images are wider
 _ROUNDING = 1 - 1e-9  # bounds are rounded differently from the costs that they bound
@@ -78,16 +79,17 @@ class Runs:
     box_bytes: int  # or of the copy instead of a box
     tensor_map: TensorMap | None  # none where threads copy it
     piece_bytes: int = 0  # of one copy by threads
+    joined: int = 0  # length of rows that are one (H and W as one dimension)
 
     def params(self) -> dict[str, Any]:
         """The kernels' ``Runs``."""
         return {"count": self.count, "length": self.length, "bytes": self.span, "box": self.box_bytes}
 
     @classmethod
-    def of_boxes(cls, count: Four, tensor_map: TensorMap) -> Runs:
+    def of_boxes(cls, count: Four, tensor_map: TensorMap, joined: int = 0) -> Runs:
         """Runs that TMA loads."""
-        size = DTYPE_BYTES[tensor_map.dtype]
-        return cls(count, tensor_map.swizzle // size, tensor_map.swizzle, math.prod(tensor_map.box) * size, tensor_map)
+        size, span = DTYPE_BYTES[tensor_map.dtype], tensor_map.swizzle
+        return cls(count, span // size, span, math.prod(tensor_map.box) * size, tensor_map, joined=joined)
 
     @property
     def bytes(self) -> int:
@@ -101,25 +103,16 @@ class Runs:
 
 
 @dataclass(frozen=True)
-class Tiling:
-    """The tiles into which a config cuts the input positions, and their shared memory in bytes."""
+class Tiling(Tiles):
+    """The tiles of a config, and their shared memory in bytes."""
 
-    tile_extent: Four
-    tiles: Four
     window: Window
     skew: int
     runs: Runs
     window_map: TensorMap | None  # none where threads copy it
-    joined: int
     steps: int
-    window_at: int
     stage: int
     table: int
-    places: int
-
-    @property
-    def total(self) -> int:
-        return math.prod(self.tiles)
 
     @property
     def box_bytes(self) -> int:
@@ -140,14 +133,8 @@ def _shapes(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaConfig]
         out, taps = 1, out * taps
     operation = OPERATION_BYTES // size
     most = _MOST_SUMS // 2 if pass_ is Pass.INPUT_GRAD and is_long_sum(problem) else _MOST_SUMS
-    n_granularity = channel_pitch(problem, problem.in_channels_per_group) // size if problem.channels_last else 8
-    widths = {
-        round_up(
-            math.ceil(problem.in_channels_per_group / math.ceil(problem.in_channels_per_group / max_n)), n_granularity
-        )
-        for max_n in (_MOST_COLUMNS, 128, 64)
-    }
-    for columns, row_tiles in itertools.product(sorted(widths), (1, 2, 3, 4)):
+    multiple = channel_pitch(problem, problem.in_channels_per_group) // size if problem.channels_last else 8
+    for columns, row_tiles in itertools.product(widths(problem.in_channels_per_group, multiple), (1, 2, 3, 4)):
         if columns * row_tiles > most:
             continue
         config = WgmmaConfig(row_tiles=row_tiles, columns=columns, out_chunk=1, positions=1, buffers=min(_STAGES))
@@ -165,7 +152,8 @@ def _shapes(problem: ConvTransposeProblem, pass_: Pass) -> Iterator[WgmmaConfig]
 
 def shared_bytes_of(config: WgmmaConfig, tiling: Tiling) -> int:
     """Dynamic shared memory of a block."""
-    return config.buffers * tiling.stage + tiling.table + tiling.places
+    places = MOVING_BYTES * tiling.window.rows if tiling.window_map is None else 0
+    return config.buffers * tiling.stage + tiling.table + places
 
 
 def tiling_of(
@@ -223,7 +211,7 @@ class _Tilings:
             cycles = stage_cycles(problem, pass_, alike, tiling, self._terms)
             return tiling.total * (cycles + self._stored(tiling.tile_extent))
 
-        return next(best_first(self._works, work_of), None)
+        return least(self._works, work_of)
 
     def _tiling(self, place: int) -> Tiling | None:
         if place not in self._tilings:
@@ -257,7 +245,7 @@ class _Tilings:
         """Lower bounds of the work: no bank conflicts, and rows without padding."""
         problem, pass_, _, config = self._layer
         terms = self._terms
-        size, sizes = DTYPE_BYTES[problem.dtype], five(problem.input_shape)[2:]
+        size = DTYPE_BYTES[problem.dtype]
         weights = pass_ is Pass.WEIGHT_GRAD
         steps = config.out_chunk * problem.taps * size // OPERATION_BYTES
         reads, joined = 4 * _reads(problem, pass_), _joined(problem)
@@ -268,7 +256,7 @@ class _Tilings:
             loads = 0.0 if boxed else _copied(pass_, config, least_extent(problem, each), terms)
             fewest = reads if positions >= FOUND else reads / 4  # some of four reads may have no row
             cycles = steps * _operation(config, fewest, joined, terms) + terms.stage + loads + self._stored(each)
-            yield math.prod(tiles_of(problem.batch, sizes, each)) * cycles * _ROUNDING
+            yield math.prod(input_tiles(problem, each)) * cycles * _ROUNDING
 
 
 _tilings = lru_cache(maxsize=64)(_Tilings)  # each has up to hundreds of kilobytes
@@ -285,35 +273,30 @@ def _tiles(
 ) -> Tiling | None:
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD and Side(five(problem.input_shape), layouts.input).channels_last:
-        found = _pixel_runs(problem, layouts, config, tile), 0
+        runs = _pixel_runs(problem, layouts, config, tile)
     elif pass_ is Pass.WEIGHT_GRAD:
-        found = _input_runs(problem, layouts, config, tile)
+        runs = _input_runs(problem, layouts, config, tile)
     else:
-        found = _weight_runs(problem, layouts, config), 0
-    runs, joined = found
+        runs = _weight_runs(problem, layouts, config)
     if runs is None:
         return None
-    window_map, places, chunk = None, 0, config.out_chunk
+    window_map, chunk = None, config.out_chunk
     if runs.tensor_map is not None and (brought := window_by_tma(problem, pass_, layouts, chunk, tile)) is not None:
         window, window_map, skew = brought
     elif (copied := as_rows(problem, pass_, layouts, chunk, tile)) is not None:
         window, skew = copied, 0
-        places = MOVING_BYTES * window.rows
     else:
         return None
     depth = math.prod(tile) if pass_ is Pass.WEIGHT_GRAD else config.out_chunk * problem.taps
-    steps, window_at = math.ceil(depth * size / OPERATION_BYTES), runs.bytes
+    steps = math.ceil(depth * size / OPERATION_BYTES)
     shift = 0 if window_map is not None else PIECE_BYTES
-    stage = round_up(window_at + config.out_chunk * window.steps[3] * size + shift, 1024)
-    tiles = tiles_of(problem.batch, five(problem.input_shape)[2:], tile)
+    stage = round_up(runs.bytes + config.out_chunk * window.steps[3] * size + shift, 1024)
     table = round_up(4 * steps * OPERATION_BYTES // size, 16)
-    return Tiling(tile, tiles, window, skew, runs, window_map, joined, steps, window_at, stage, table, places)
+    return Tiling(tile, input_tiles(problem, tile), window, skew, runs, window_map, steps, stage, table)
 
 
-def _input_runs(
-    problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, tile: Four
-) -> tuple[Runs | None, int]:
-    """The input's runs in NCHW, a row of positions each; and the length of joined rows (H and W as one), or 0."""
+def _input_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, tile: Four) -> Runs | None:
+    """The input's runs in NCHW, a row of positions each."""
     size = DTYPE_BYTES[problem.dtype]
     images, slabs, rows, columns = tile
     batch, channels, depth, height, width = five(problem.input_shape)
@@ -327,19 +310,18 @@ def _input_runs(
         length = round_up(length, OPERATION_BYTES // size)  # threads fill the rest of a run with zeros
     span = next((span for span in (128, 64, 32) if length * size % span == 0), None)
     if not layouts.aligned or layouts.input[4] != 1 or span is None:
-        return None, 0
+        return None
     count = (images, slabs, rows, length * size // span)
     if strides is None:
         apart = [step for count, step in zip(sides[1:], (channel, row, slab, image)) if count > 1]
         pitch = columns * size if width > columns else 0  # bytes from one tile along the width to the next
-        runs = _copied_runs(size, count, span, config, pitch, *apart)
-        return (runs, joined) if runs else (None, 0)
+        return _copied_runs(size, count, span, config, joined, pitch, *apart)
     box = (span // size, config.columns, 1, 1, 1)
     tensor_map = TensorMap(problem.dtype, sides, strides, box, span, tf32=True)
-    return Runs.of_boxes(count, tensor_map), joined
+    return Runs.of_boxes(count, tensor_map, joined)
 
 
-def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, *apart: int) -> Runs | None:
+def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, joined: int, *apart: int) -> Runs | None:
     """Runs of the input that threads copy, in half types: float32 would have to be rounded to TF32 on the way.
 
     ``apart``: bytes from one row, channel and so on to the next.
@@ -347,22 +329,17 @@ def _copied_runs(size: int, count: Four, span: int, config: WgmmaConfig, *apart:
     piece = min(8, widest_piece(1, *apart))
     if size != 2 or piece < 4 or not 0 < math.prod(count) * span // piece <= LOADERS:
         return None
-    return Runs(count, span // size, span, config.columns * span, None, piece)
+    return Runs(count, span // size, span, config.columns * span, None, piece, joined)
 
 
 def _pixel_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig, tile: Four) -> Runs | None:
     """The input's runs in NHWC: the pixels of a tile, some channels in each box."""
     size, channels = DTYPE_BYTES[problem.dtype], problem.in_channels_per_group
-    batch, _, depth, height, width = five(problem.input_shape)
-    image, _, slab, row, column = (step * size for step in layouts.input)
-    strides = tma_strides([(width, column), (height, row), (depth, slab), (batch, image)])
-    pitch = channel_pitch(problem, channels)
+    x, pitch = Side(five(problem.input_shape), layouts.input), channel_pitch(problem, channels)
     whole = math.prod(tile) * size % OPERATION_BYTES == 0 and config.columns * size % pitch == 0
-    if not layouts.aligned or strides is None or not whole or max(tile) > MAX_BOX_SIDE:
+    if not layouts.aligned or not whole or max(tile) > MAX_BOX_SIDE or pixel_strides(problem.dtype, x) is None:
         return None
-    sides = (channels, width, height, depth, max(1, batch))
-    tensor_map = TensorMap(problem.dtype, sides, strides, (pitch // size, *tile[::-1]), pitch, tf32=True)
-    return Runs.of_boxes((1, 1, 1, config.columns * size // pitch), tensor_map)
+    return Runs.of_boxes((1, 1, 1, config.columns * size // pitch), pixel_map(problem.dtype, x, tile, pitch))
 
 
 def _weight_runs(problem: ConvTransposeProblem, layouts: Layouts, config: WgmmaConfig) -> Runs | None:
@@ -393,7 +370,9 @@ def stage_cycles(
     reads = 4 * _reads(problem, pass_) * conflicts_of(problem, pass_, tiling.tile_extent, window.steps)
     rows = tiling.runs.rows if tiling.runs.tensor_map is not None else 0
     if tiling.window_map is None:
-        copies = _copy_cycles(problem, pass_, config, tiling, terms)
+        copies = _copied(pass_, config, window.extent, terms)
+        if pass_ is Pass.WEIGHT_GRAD and size == 2 and problem.padding[-1] > 0:
+            copies += terms.words / tiling.tiles[3]  # producers wait where a row begins
         if tiling.runs.tensor_map is None:
             pieces = tiling.runs.bytes // config.columns // tiling.runs.piece_bytes
             copies += terms.run_piece * math.ceil(config.columns / (LOADERS // pieces))
@@ -403,17 +382,8 @@ def stage_cycles(
     return tiling.steps * _operation(config, reads, _joined(problem), terms) + rows * terms.row + terms.stage + copies
 
 
-def _copy_cycles(
-    problem: ConvTransposeProblem, pass_: Pass, config: WgmmaConfig, tiling: Tiling, terms: Costs
-) -> float:
-    """Predicted cycles of a stage for a window that producers copy (``operand/window_rows.cuh``)."""
-    cycles = _copied(pass_, config, tiling.window.extent, terms)
-    waits = pass_ is Pass.WEIGHT_GRAD and DTYPE_BYTES[problem.dtype] == 2 and problem.padding[-1] > 0
-    return cycles + (terms.words / tiling.tiles[3] if waits else 0.0)  # where a row begins
-
-
 def _copied(pass_: Pass, config: WgmmaConfig, extent: Four, terms: Costs) -> float:
-    """The same of rows that begin within the tensor's."""
+    """Predicted cycles of a stage for a window that producers copy (``operand/window_rows.cuh``)."""
     *others, columns = extent
     rows = config.out_chunk * math.prod(others)
     stage, row, element = [terms[f"copy_{part}_{pass_.value}"] for part in ("stage", "row", "element")]

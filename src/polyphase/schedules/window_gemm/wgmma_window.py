@@ -13,10 +13,10 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, five
 from polyphase.program.tensor_map import TensorMap, tma_strides
+from polyphase.schedules.tensor_cores import MAX_BOX_SIDE
 from polyphase.schedules.tiles import Four
 from polyphase.schedules.window_gemm.window import extent_of_window
 
-MAX_BOX_SIDE = 256  # elements of a TMA box along one dimension
 PIECE_BYTES = 16  # bytes of a cp.async
 _LEAST_STAGES, _MOST_SHARED = 3, 256 << 10  # least stages of a kernel; bytes of shared memory, more than any GPU has
 FOUND = 32  # the first positions and taps, for which bank conflicts are counted
@@ -198,16 +198,16 @@ def conflicts_of(problem: ConvTransposeProblem, pass_: Pass, tile: Four, steps: 
     """
     image, slab, row, channel = steps
     of_d, of_h, of_w = problem.axes3
-    positions = _first_places(tile, (image, of_d.stride * slab, of_h.stride * row, of_w.stride))
+    positions = first_places(tile, (image, of_d.stride * slab, of_h.stride * row, of_w.stride))
     kernel = FOUND, of_d.kernel, of_h.kernel, of_w.kernel
-    taps = _first_places(kernel, (channel, of_d.dilation * slab, of_h.dilation * row, of_w.dilation))
+    taps = first_places(kernel, (channel, of_d.dilation * slab, of_h.dilation * row, of_w.dilation))
     size = DTYPE_BYTES[problem.dtype]
     if pass_ is Pass.WEIGHT_GRAD:
         return _passes(taps, positions, size, in_pairs(problem), size == 4)
     return _passes(positions, taps, size, rows_in_pairs(problem, pass_), False)
 
 
-def _first_places(counts: Four, steps: Four) -> _Places:
+def first_places(counts: tuple[int, ...], steps: tuple[int, ...]) -> _Places:
     """The innermost dimensions of a box that its first `FOUND` elements span: (extent, step) of each."""
     found: list[tuple[int, int]] = []
     room = FOUND
@@ -229,11 +229,21 @@ def _passes(rows: _Places, k: _Places, size: int, paired: bool, at_once: bool) -
         words = {(i + j) * size // 4 for i in of_rows[first : first + 8] for j in of_k[beyond : beyond + 4]}
         if paired and at_once:  # the second words of pairs
             words |= {word + 1 for word in words}
-        banks = bytearray(32)
-        for word in words:
-            banks[word & 31] += 1
-        reads += max(banks)
+        reads += _most_in_a_bank(words)
     return reads / 4
+
+
+@lru_cache(maxsize=4096)
+def wavefronts(places: _Places, size: int) -> float:
+    """Wavefronts of a warp's read of an element of ``size`` bytes at each place."""
+    return float(_most_in_a_bank({place * size // 4 for place in _places(places)}))
+
+
+def _most_in_a_bank(words: set[int]) -> int:
+    banks = bytearray(32)
+    for word in words:
+        banks[word & 31] += 1
+    return max(banks)
 
 
 def _places(box: _Places) -> list[int]:

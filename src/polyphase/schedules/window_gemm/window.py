@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
-from polyphase.problem.integers import round_up
+from polyphase.problem.integers import equal_part, round_up
 from polyphase.problem.layouts import Layouts, five
-from polyphase.schedules.cells import Side
+from polyphase.schedules.cells import Side, sides_of
 from polyphase.schedules.schedule import Schedule
-from polyphase.schedules.tiles import Four
+from polyphase.schedules.tensor_cores import MOST_COLUMNS
+from polyphase.schedules.tiles import Four, tiles_of
 from polyphase.schedules.window_gemm.stages import StageBox, channel_piece, row_piece
 
 #: K that wgmma accumulates before a flush: tensor cores truncate at every step. An input gradient with longer K keeps a
@@ -20,6 +22,26 @@ from polyphase.schedules.window_gemm.stages import StageBox, channel_piece, row_
 FLUSH = 8192
 
 _SECTOR = 32  # bytes
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles into which a config cuts the input positions, and the window of one."""
+
+    tile_extent: Four
+    tiles: Four
+    window: Any
+
+    @property
+    def total(self) -> int:
+        """Tiles in all."""
+        return math.prod(self.tiles)
+
+    def params(self, problem: ConvTransposeProblem, layouts: Layouts) -> dict[str, Any]:
+        """The parameters that all kernels of windows have."""
+        x, grad = sides_of(problem, layouts)
+        tiles = {"tile_extent": self.tile_extent, "tiles": self.tiles}
+        return {"x": x, "g": grad, "window": self.window, "batch": problem.batch, **tiles}
 
 
 class Gradient(Schedule):
@@ -68,6 +90,11 @@ def split_params(problem: ConvTransposeProblem, length: int, tiles: int) -> dict
     return {"groups": problem.groups, "split_length": length, "all_tiles": tiles, "plane": plane}
 
 
+def input_tiles(problem: ConvTransposeProblem, extent: Four) -> Four:
+    """Number of tiles of ``extent`` into which the input's positions are cut."""
+    return tiles_of(problem.batch, five(problem.input_shape)[2:], extent)
+
+
 def tile_extents(problem: ConvTransposeProblem, positions: int) -> tuple[Four, ...]:
     """Extents of tiles along n, d, h and w, of at most ``positions`` in all, with as many images as fit.
 
@@ -92,7 +119,7 @@ def extents_of(batch: int, sizes: tuple[int, int, int], positions: int) -> tuple
 def _extents(size: int, most: int) -> list[int]:
     """Extents worth trying along one dimension: powers of two, and the largest equal share up to ``most``."""
     found = {1 << i for i in range(most.bit_length()) if 1 << i < size}
-    return sorted(found | ({math.ceil(size / math.ceil(size / most))} if most > 0 else set()))
+    return sorted(found | ({equal_part(size, most)} if most > 0 else set()))
 
 
 def extent_of_window(problem: ConvTransposeProblem, tile: Four) -> Four:
@@ -164,6 +191,11 @@ def rows_as_one_channel(problem: ConvTransposeProblem, layouts: Layouts) -> tupl
         return problem, layouts
     alike = layouts.weight_channels_last or problem.out_channels == 1
     return as_one_channel(problem, layouts) if alike else None
+
+
+def widths(channels: int, multiple: int) -> list[int]:
+    """N of a wgmma worth trying: equal shares of the channels, rounded up to a ``multiple``."""
+    return sorted({round_up(equal_part(channels, MOST_COLUMNS >> i), multiple) for i in range(3)})
 
 
 def channel_pitch(problem: ConvTransposeProblem, channels: int) -> int:
