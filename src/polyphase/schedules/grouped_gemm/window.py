@@ -16,9 +16,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import SECTOR_BYTES, Layouts
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
+from polyphase.program.step import main_step
 from polyphase.schedules.cells import CellAxis, Gather
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of
@@ -225,28 +224,23 @@ class GroupedGemmWindow(Schedule):
         source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()))
         blocks = _blocks(problem.groups, total, config, device)
         first = [side.natural.first_offset for side in product.sides]
-        params = params_of(source).pack(
-            src=gather.src,
-            dst=gather.dst,
-            batch=problem.batch,
-            groups=problem.groups,
-            tile_extent=tiling.tile_extent,
-            tiles=[max(1, count) for count in tiling.tiles],
-            extent=(*tiling.window[:3], tiling.window[3] // max(1, tiling.vector)),
-            first=(*first[:2], first[2] - tiling.skew),
-            skew=tiling.skew,
-            vector=tiling.vector,
-            apart=(*gather.src.strides[1:4], max(1, tiling.vector) * gather.src.strides[4]),
-            blocks=blocks,
-            pairs=_in_pairs(product, tiling),
-        )
-        main = Step(
-            source=source,
-            grid=(blocks * problem.groups if total else 0, 1, 1),
-            block=32 * config.warps,
-            shared_bytes=product.weight_bytes(config) + product.pieces * tiling.plane,
-            params=params,
-        )
+        params = {
+            "src": gather.src,
+            "dst": gather.dst,
+            "batch": problem.batch,
+            "groups": problem.groups,
+            "tile_extent": tiling.tile_extent,
+            "tiles": [max(1, count) for count in tiling.tiles],
+            "extent": (*tiling.window[:3], tiling.window[3] // max(1, tiling.vector)),
+            "first": (*first[:2], first[2] - tiling.skew),
+            "skew": tiling.skew,
+            "vector": tiling.vector,
+            "apart": (*gather.src.strides[1:4], max(1, tiling.vector) * gather.src.strides[4]),
+            "blocks": blocks,
+            "pairs": _in_pairs(product, tiling),
+        }
+        shared_bytes = product.weight_bytes(config) + product.pieces * tiling.plane
+        main = main_step(source, blocks * problem.groups if total else 0, 32 * config.warps, shared_bytes, params)
         return assemble(problem, pass_, main)
 
 

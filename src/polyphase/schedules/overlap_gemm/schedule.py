@@ -16,9 +16,8 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import is_tiny, standard, typical
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
+from polyphase.program.step import main_step
 from polyphase.schedules.cells import MAX_PHASES, Gather, forward_gather
 from polyphase.schedules.cost import slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
@@ -142,26 +141,21 @@ class OverlapGemm(Schedule):
         forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if config.wgmma else ()
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
         run = problem.axes3[2].stride
-        params = params_of(source).pack(
-            x=gather.src,
-            y=gather.dst,
-            batch=problem.batch,
-            tile_extent=tiling.tile_extent,
-            tiles=tiling.tiles,
-            extent=tiling.window,
-            first=tiling.first,
-            band=tiling.band,
-            ring=tiling.ring,
-            whole=tiling.whole,
-            vectors=run in (2, 4, 8) and row_piece(gather.dst, 16 // run, True, 0) == run,
-        )
-        main = Step(
-            source=source,
-            grid=(tiling.total * out_blocks(problem, config.out_chunk), 1, 1),
-            block=32 * config.warps,
-            shared_bytes=_shared_bytes(problem, config),
-            params=params,
-        )
+        params = {
+            "x": gather.src,
+            "y": gather.dst,
+            "batch": problem.batch,
+            "tile_extent": tiling.tile_extent,
+            "tiles": tiling.tiles,
+            "extent": tiling.window,
+            "first": tiling.first,
+            "band": tiling.band,
+            "ring": tiling.ring,
+            "whole": tiling.whole,
+            "vectors": run in (2, 4, 8) and row_piece(gather.dst, 16 // run, True, 0) == run,
+        }
+        blocks = tiling.total * out_blocks(problem, config.out_chunk)
+        main = main_step(source, blocks, 32 * config.warps, _shared_bytes(problem, config), params)
         return assemble(problem, pass_, main)
 
 

@@ -13,9 +13,8 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step, plain_step
+from polyphase.program.step import Step, main_step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.schedule import Cost, Schedule
@@ -126,27 +125,22 @@ class PhaseGemmPixels(Schedule):
         operands = "float16" if _scaled(problem) else problem.dtype
         forms = (WgmmaForm(config.columns, operands, a_in_registers=True),)
         source = KernelSource(self.name, problem.dtype, True, multiplying, forms)
-        params = params_of(source).pack(
-            x=gather.src,
-            y=gather.dst,
-            pixels=_pixels(problem),
-            sizes=gather.src.shape[2:],
-            groups=problem.groups,
-            rounds=rounds,
-            units=units,
-            share=math.ceil(rest * chunks / blocks),
-            piece=piece,
-            vector=min(2 * run, _vector(problem, layouts)),
-            x_stride=layouts.input[1],
-            y_stride=layouts.output[1:],
-        )
-        main = Step(
-            source=source,
-            grid=(blocks if units else 0, 1, 1),
-            block=128 * (_GROUPS + 1),
-            shared_bytes=config.stages * _stage_bytes(config) + _other_bytes(problem, config.columns, ahead),
-            params=params,
-        )
+        params = {
+            "x": gather.src,
+            "y": gather.dst,
+            "pixels": _pixels(problem),
+            "sizes": gather.src.shape[2:],
+            "groups": problem.groups,
+            "rounds": rounds,
+            "units": units,
+            "share": math.ceil(rest * chunks / blocks),
+            "piece": piece,
+            "vector": min(2 * run, _vector(problem, layouts)),
+            "x_stride": layouts.input[1],
+            "y_stride": layouts.output[1:],
+        }
+        shared_bytes = config.stages * _stage_bytes(config) + _other_bytes(problem, config.columns, ahead)
+        main = main_step(source, blocks if units else 0, 128 * (_GROUPS + 1), shared_bytes, params)
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packs = (_pack_columns(problem, constants, columns),)
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
