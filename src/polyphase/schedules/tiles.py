@@ -61,9 +61,10 @@ def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
     return n, d, h, w
 
 
-def constants_of(config: Any, names: str) -> tuple[tuple[str, Constant], ...]:
-    """Fields of a config, as constants of its kernel; ``names`` are the fields', separated by spaces."""
-    return tuple((name.upper(), getattr(config, name)) for name in names.split())
+def constants_of(config: Any, names: str | None = None) -> tuple[tuple[str, Constant], ...]:
+    """Fields of a config, as constants of its kernel: all, or those of ``names``, which are separated by spaces."""
+    fields = config._fields if names is None else names.split()
+    return tuple((name.upper(), getattr(config, name)) for name in fields)
 
 
 def picked(constants: Mapping[str, Constant], names: str) -> tuple[tuple[str, Constant], ...]:

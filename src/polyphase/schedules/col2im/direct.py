@@ -14,7 +14,7 @@ from polyphase.problem.problem import accumulator_bytes
 from polyphase.program.program import Buffer, Program, Transposed, reading_channels_last
 from polyphase.program.step import SRC, WEIGHT
 from polyphase.schedules.col2im.schedule import MOST_BYTES, MOST_OUTPUTS, PRODUCT, as_row, col2im_step
-from polyphase.schedules.cost import transpose_seconds
+from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.direct_wgrad.gemm import GemmConfig, legal_configs
 from polyphase.schedules.direct_wgrad.transposed import FewRows
 from polyphase.schedules.schedule import Cost, Schedule
@@ -62,14 +62,13 @@ class Col2imDirect(Schedule):
         planes = accumulator_bytes(problem.dtype) * rows.splits(config, device) * rows.positions * rows.columns
         if planes > MOST_BYTES:
             return None
-        work, size = rows.seconds(config, device), DTYPE_BYTES[problem.dtype]
-        moving = problem.bytes / device.copy_bytes_per_second
-        before = 0.0
+        size, before = DTYPE_BYTES[problem.dtype], 0.0
+        seconds, bound = slower_of(rows.seconds(config, device), problem.bytes / device.copy_bytes_per_second)
         if _position_strides(problem, layouts) is None:
             before = transpose_seconds(2 * problem.elements[0] * size, device)
         moved = planes + problem.elements[2] * size
         behind = terms.launch + moved / (terms.bandwidth * device.copy_bytes_per_second)
-        return before + max(work, moving) + behind, "bytes" if moving > work else "instructions"
+        return before + seconds + behind, bound
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig

@@ -18,7 +18,7 @@ from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import Gather, Side
-from polyphase.schedules.cost import slower_of
+from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import arranged, tiles_of, two_dimensions
 
@@ -85,8 +85,7 @@ class DirectChannels(Schedule):
         if gather.src_channels > 1:
             work *= terms.several if _at_once(gather, config.vector) > 1 else terms.one_by_one
         # Few warps are resident, so that compute and memory time overlap only in part.
-        seconds = (work**terms.together + moving**terms.together) ** (1 / terms.together)
-        return seconds, slower_of(work, moving)[1]
+        return overlapped_time(work, moving, terms.together), slower_of(work, moving)[1]
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsConfig

@@ -30,7 +30,7 @@ from polyphase.schedules.direct.tiled_cost import (
     thread_cycles,
 )
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import tiles_of, two_dimensions
+from polyphase.schedules.tiles import constants_of, tiles_of, two_dimensions
 from polyphase.schedules.window_gemm.window import rows_as_one_channel
 
 # Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
@@ -135,7 +135,7 @@ class DirectTiled(Schedule):
                 SRC_CHANNELS_LAST=gather.src.channels_last,
                 CHAIN=counts.chain,
                 STRAIGHT=straight(counts),
-                **{name.upper(): value for name, value in config._asdict().items()},
+                **dict(constants_of(config)),
             ),
             fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
         )

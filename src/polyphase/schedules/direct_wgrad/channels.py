@@ -17,7 +17,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import Side, sides_of
-from polyphase.schedules.cost import slower_of, waves_of
+from polyphase.schedules.cost import overlapped_time, slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import (
     Four,
@@ -325,7 +325,7 @@ def _estimate(problem: ConvTransposeProblem, config: ChannelsConfig, device: Dev
     tiles = math.ceil(math.prod(_tiles(problem, config)[1]) / splits)
     # A step is bound by the issue slots of all warps, or by the latency of one.
     alone = terms.one_warp * cycles + terms.wait * waits
-    step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
+    step = overlapped_time(warps * cycles, alone, terms.together)
     work = waves * tiles * step / device.clock_hz
     moving = problem.bytes / device.copy_bytes_per_second
     # Partial planes are stored by kernel rows, or by parts of them, and then reduced.

@@ -147,9 +147,8 @@ class _Launch(NamedTuple):
 
 def source_of(problem: ConvTransposeProblem, config: GemmConfig, along_channels: bool = False) -> KernelSource:
     """The kernel; ``along_channels``: lanes load neighbouring channels, else neighbouring positions."""
-    names = "rows columns thread_rows thread_columns k_slices depth min_blocks whole"
-    constants = *layer_constants(problem, Pass.WEIGHT_GRAD), *constants_of(config, names)
-    constants = *constants, ("ALONG_CHANNELS", along_channels)
+    layer = layer_constants(problem, Pass.WEIGHT_GRAD)
+    constants = (*layer, *constants_of(config), ("ALONG_CHANNELS", along_channels))
     return KernelSource("direct_wgrad_gemm", problem.dtype, True, constants)
 
 

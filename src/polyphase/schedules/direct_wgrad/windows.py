@@ -19,7 +19,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import Side
-from polyphase.schedules.cost import slower_of
+from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.direct_wgrad.channels import MAX_CHANNELS
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, affordable_planes, constants_of, layer_constants, tiles_of
@@ -182,9 +182,7 @@ class DirectWgradWindows(Schedule):
             constants=(
                 *layer_constants(layer.problem, pass_),
                 ("X_LAST", layer.x.channels_last),
-                *constants_of(
-                    config, "thread_rows thread_lines thread_columns row_threads out_chunk k_slices slice_threads"
-                ),
+                *constants_of(config),
                 ("MIN_BLOCKS", 1),
             ),
         )
@@ -328,8 +326,7 @@ def _estimate(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: Dev
     work = _cycles(layer, config, tiling, device) / device.clock_hz
     moving = layer.problem.bytes / device.copy_bytes_per_second
     planes = 8 * splits * layer.columns * layer.problem.in_channels / device.copy_bytes_per_second
-    seconds = (work**terms.together + moving**terms.together) ** (1 / terms.together)
-    return seconds + planes + terms.end, slower_of(work, moving)[1]
+    return overlapped_time(work, moving, terms.together) + planes + terms.end, slower_of(work, moving)[1]
 
 
 def legal_configs(layer: _Layer, spare: int = 0) -> Iterator[WindowsConfig]:

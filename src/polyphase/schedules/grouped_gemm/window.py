@@ -19,6 +19,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import CellAxis, Gather
+from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of
 from polyphase.schedules.tiles import Four, constants_of, tiles_of
@@ -371,14 +372,14 @@ def _seconds(
     warps = -(-math.prod(tiling.tile_extent) // (16 * config.row_tiles))
     work = terms.step * _multiplying(product, config, warps, terms) + _copying(product, tiling, terms)
     work += _storing(product, config, tiling, warps, terms) + terms.tile / config.min_blocks
-    cycles = (work**_NORM + (terms.moved * _window_bytes(product, tiling)) ** _NORM) ** (1 / _NORM)
+    cycles = overlapped_time(work, terms.moved * _window_bytes(product, tiling), _NORM)
     cycles *= 1 + terms.alone / config.min_blocks**2
     prepared = terms.prepare * sum(product.steps) * product.blocks(config) * config.column_tiles
     at_once = min(groups * blocks, device.multiprocessors * config.min_blocks)
     resident, waves = -(-at_once // device.multiprocessors), -(-groups * blocks // at_once)
     all_cycles = waves * resident * (-(-total // blocks) * cycles + prepared) + terms.launch
     seconds, moving = all_cycles / device.clock_hz, problem.bytes / device.copy_bytes_per_second
-    return (seconds**2 + moving**2) ** 0.5, "bytes" if moving > seconds else "instructions"
+    return overlapped_time(seconds, moving, 2), slower_of(seconds, moving)[1]
 
 
 def _multiplying(product: _Product, config: WindowConfig, warps: int, terms: Costs) -> float:

@@ -16,7 +16,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step, main_step, plain_step
 from polyphase.schedules.cells import forward_gather
-from polyphase.schedules.cost import slower_of
+from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import OPERATION_BYTES, parts_of
 from polyphase.schedules.tiles import constants_of, layer_constants
@@ -301,8 +301,7 @@ def _estimate(problem: ConvTransposeProblem, config: PixelsConfig, device: Devic
     if size == 2 and problem.axes3[2].stride > 8:  # four lanes store half a sector of a cell
         stores *= terms.half_sectors
     storing = (products + stores + terms.stage * steps / config.stage_steps) / 2  # one of two warpgroups
-    chunk = (products**terms.overlap + storing**terms.overlap) ** (1 / terms.overlap)
-    chunk += terms.hand_over
+    chunk = overlapped_time(products, storing, terms.overlap) + terms.hand_over
     row, tile, launch = terms.row, terms.tile, terms.launch
     if config.ahead:
         at_hand = _PIXEL_BYTES / (_tile(problem) * size)  # channels
@@ -312,8 +311,7 @@ def _estimate(problem: ConvTransposeProblem, config: PixelsConfig, device: Devic
     tile += row * _tile(problem) * steps * (OPERATION_BYTES // 2) * size
     cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + launch
     work, moving = cycles / device.clock_hz, problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
-    _, bound = slower_of(work, moving)
-    return (work**terms.beside + moving**terms.beside) ** (1 / terms.beside), bound
+    return overlapped_time(work, moving, terms.beside), slower_of(work, moving)[1]
 
 
 def _cuts_lines(problem: ConvTransposeProblem) -> bool:
