@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache
 from typing import Any
 
 from polyphase.jit.source import Constant
@@ -36,7 +36,7 @@ class Side:
 
     def apart(self, dimension: int) -> int:
         """The greatest common divisor of all strides but that of one dimension."""
-        return reduce(math.gcd, (stride for i, stride in enumerate(self.strides) if i != dimension))
+        return math.gcd(*(stride for i, stride in enumerate(self.strides) if i != dimension))
 
     def params(self) -> dict[str, Any]:
         """The kernels' ``Tensor5``."""

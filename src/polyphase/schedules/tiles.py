@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from polyphase.problem.integers import round_up
 from polyphase.problem.problem import ConvTransposeProblem, Pass, accumulator_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +35,31 @@ def tiles_of(batch: int, sizes: Iterable[int], extent: Four) -> Four:
     depth, height, width = sizes
     n, d, h, w = extent
     return -(-batch // n), -(-depth // d), -(-height // h), -(-width // w)
+
+
+def extents_along(cells: int, most: int, shares: Iterable[int], sizes: Iterable[int]) -> list[int]:
+    """Extents of at most ``most`` cells worth trying along one dimension: that divided by ``shares``, and ``sizes``."""
+    wanted = {math.ceil(cells / count) for count in shares}.union(sizes)
+    return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
+
+
+@lru_cache(maxsize=1024)
+def extents_of_tiles(
+    batch: int, cells: tuple[int, int, int], most: int, shares: Sequence[int], sizes: Sequence[int], multiple: int = 1
+) -> list[Four]:
+    """Extents of tiles of at most ``most`` cells along n, d, h and w, in multiples of ``multiple`` along w.
+
+    ``shares`` and ``sizes``: see `extents_along`. The smallest tile is among them; several images are whole ones.
+    """
+    depth, height, width = cells
+    found = {(1, 1, 1, multiple)}
+    for w in {round_up(extent, multiple) for extent in extents_along(width, most, shares, (*sizes, most))}:
+        for h in extents_along(height, most // w, shares, (*sizes, most // w)):
+            room = most // (w * h)
+            for d in extents_along(depth, room, shares, (*sizes, room)):
+                whole = (d, h) == (depth, height) and w >= width
+                found.add((max(1, min(batch, room // d)) if whole else 1, d, h, w))
+    return sorted(found)
 
 
 def best_first(bounds: Iterable[float], work_of: Callable[[int], float | None]) -> Iterator[int]:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
 from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
@@ -57,7 +56,7 @@ class _Layer:
     @property
     def _key(self) -> tuple[object, ...]:
         g = self.gather
-        alignment = reduce(math.gcd, (*g.dst.strides[2:], g.dst.strides[0], 16)) if g.dst.channels_last else 1
+        alignment = math.gcd(g.dst.apart(1), 16) if g.dst.channels_last else 1
         layout = (g.src.channels_last, g.dst.channels_last, alignment, g.weight_channels_last)
         return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout
 
@@ -400,6 +399,4 @@ def _dst_vector(gather: Gather, dst_per_thread: int) -> int:
     """Channels of one store to a channels-last destination."""
     if not gather.dst.channels_last:
         return 1
-    most = 16 // DTYPE_BYTES[gather.dtype]
-    strides = (*gather.dst.strides[2:], gather.dst.strides[0], gather.dst_channels)
-    return reduce(math.gcd, (most, dst_per_thread, *strides))
+    return math.gcd(16 // DTYPE_BYTES[gather.dtype], dst_per_thread, gather.dst_channels, gather.dst.apart(1))

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
@@ -22,7 +22,7 @@ from polyphase.schedules.cells import CellAxis, Gather
 from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of
-from polyphase.schedules.tiles import Four, constants_of, tiles_of
+from polyphase.schedules.tiles import Four, constants_of, extents_of_tiles, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece
 
 _WARPS = 8
@@ -35,6 +35,7 @@ _MAX_COLUMNS = 64  # most columns of a set if cells are folded
 _MAX_SIDE = 1 << 13  # pixels of a window, or outputs of a tile, along a dimension
 _SUMS, _OTHER_REGISTERS = 64, 46  # most accumulators of a thread, and its other registers
 _RESIDENT = (1, 2, 3, 4)
+_SHARES, _SIZES = (1, 2, 3, 4, 6, 8), (1, 2, 4, 8, 16, 32)  # of tiles along a dimension
 _NORM = 3  # exponent by which products, shared memory and instructions overlap
 
 
@@ -106,7 +107,7 @@ class _Side:
                     elif not self.forward:
                         read.add(output * self.axis.stride + tap * self.axis.dilation)
             first = min(read, default=0)
-            step = reduce(math.gcd, (pixel - first for pixel in read), 0) or 1
+            step = math.gcd(*(pixel - first for pixel in read)) or 1
             found.append((max(read) - first) // step + 1 if read else 0)
         return tuple(found)
 
@@ -310,30 +311,11 @@ def _best(
     product = _product(problem, pass_, layouts, config.folds, config.merged)
     room = device.shared_bytes_of(config.min_blocks) - product.weight_bytes(config)
     found = []
-    for tile in _tile_extents(problem.batch, product.cells, config.rows):
+    for tile in extents_of_tiles(problem.batch, product.cells, config.rows, _SHARES, _SIZES):
         tiling = _tiling(product, tile)
         if tiling is not None and product.pieces * tiling.plane <= room:
             found.append((tiling, *_seconds(problem, product, config, tiling, device)))
     return min(found, key=lambda each: each[1], default=None)
-
-
-@lru_cache(maxsize=1024)
-def _tile_extents(batch: int, cells: tuple[int, int, int], rows: int) -> list[Four]:
-    """Extents of tiles along n, d, h and w. A tile of one cell is among them."""
-    depth, height, width = cells
-    found = {(1, 1, 1, 1)}
-    for w in _extents(width, rows):
-        for h in _extents(height, rows // w):
-            for d in _extents(depth, rows // (w * h)):
-                whole = (d, h, w) == (depth, height, width)
-                found.add((max(1, min(batch, rows // (w * h * d))) if whole else 1, d, h, w))
-    return sorted(found)
-
-
-def _extents(cells: int, most: int) -> list[int]:
-    """Even shares of a dimension, and powers of two."""
-    shares = {-(-cells // count) for count in (1, 2, 3, 4, 6, 8)}
-    return sorted(each for each in shares | {1, 2, 4, 8, 16, 32, most} if 1 <= each <= min(max(1, cells), most))
 
 
 def _tiling(product: _Product, tile: Four) -> _Tiling | None:

@@ -22,9 +22,10 @@ from polyphase.schedules.cells import MAX_PHASES, Gather, forward_gather
 from polyphase.schedules.cost import slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of, steps_of
-from polyphase.schedules.tiles import Four, constants_of, layer_constants, out_blocks, tiles_of
+from polyphase.schedules.tiles import Four, constants_of, extents_along, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece, widest_piece
 
+_SHARES, _SIZES = (*range(1, 9), *(1 << i for i in range(4, 16))), (4, 8, 12, 16, 24, 32, 48, 64)  # of tiles
 _TILES = 24  # tilings compared for a config
 # Batch and sides of images in one, two and three dimensions, besides those of `standard`, by whether images are tiny.
 _OTHER_SIZES = {True: ((128, (4, 2, 1)),), False: ((128, (1024, 32, 16)), (8, (16384, 256, 64)))}
@@ -62,10 +63,10 @@ class _Tiling:
     The window is multiplied in bands of ``band`` rows; shared memory keeps the product of ``ring`` rows.
     """
 
-    tile_extent: tuple[int, int, int, int]
-    tiles: tuple[int, int, int, int]
-    window: tuple[int, int, int, int]
-    first: tuple[int, int, int, int]
+    tile_extent: Four
+    tiles: Four
+    window: Four
+    first: Four
     band: int
     ring: int
     whole: bool
@@ -212,11 +213,11 @@ def _tile_extents(problem: ConvTransposeProblem, room: int, unit: int, device: D
     """
     gather = forward_gather(problem, Layouts.dense(problem))
     cells = gather.cells
-    found: dict[tuple[int, int, int, int], float] = {(1, 1, 1, 1): math.inf}
-    for w in _extents(cells[2], room):
-        for d in _extents(cells[0], 8):
+    found: dict[Four, float] = {(1, 1, 1, 1): math.inf}
+    for w in extents_along(cells[2], room, _SHARES, _SIZES):
+        for d in extents_along(cells[0], 8, _SHARES, _SIZES):
             line = round_up(_window(gather, 2, w)[1], unit) * _window(gather, 0, d)[1]
-            for h in _extents(cells[1], cells[1]):
+            for h in extents_along(cells[1], cells[1], _SHARES, _SIZES):
                 rows = _window(gather, 1, h)[1]
                 images = max(1, min(problem.batch, room // max(1, line * rows)))
                 bands = math.ceil(images * line * rows / room)
@@ -226,12 +227,6 @@ def _tile_extents(problem: ConvTransposeProblem, room: int, unit: int, device: D
                     tiles = round_up(tiles, device.multiprocessors)
                 found[tile] = tiles * (bands * room + 64)
     return sorted(found, key=found.__getitem__)
-
-
-def _extents(cells: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: equal shares, and multiples of 4."""
-    shares = {math.ceil(cells / parts) for parts in (*range(1, 9), *(1 << i for i in range(4, 16)))}
-    return sorted(extent for extent in shares | {4, 8, 12, 16, 24, 32, 48, 64} if 1 <= extent <= min(cells, most))
 
 
 def _tiles(gather: Gather, aligned: bool, config: OverlapConfig, tile: Four) -> _Tiling | None:
