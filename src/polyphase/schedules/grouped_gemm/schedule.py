@@ -14,7 +14,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.problem.sizes import FEW_CHANNELS, standard, with_large_images
+from polyphase.problem.sizes import FEW_CHANNELS, with_large_images
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step, main_step, plain_step
 from polyphase.schedules.cells import forward_gather
@@ -92,9 +92,6 @@ class GroupedGemm(Schedule):
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
-
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
-        return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GroupedConfig]:
         return legal_configs(at, device)

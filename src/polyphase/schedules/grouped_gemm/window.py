@@ -15,7 +15,6 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import SECTOR_BYTES, Layouts
-from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import CellAxis, Gather
@@ -199,9 +198,6 @@ class GroupedGemmWindow(Schedule):
         if (taps := max(problem.kernel_size)) > _MAX_KERNEL:
             return f"{taps} taps along a dimension are too many (at most {_MAX_KERNEL})"
         return None
-
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
-        return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[WindowConfig]:
         return legal_configs(at, pass_, device)

@@ -15,7 +15,7 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.problem.sizes import is_tiny, standard, typical
+from polyphase.problem.sizes import is_tiny, typical
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import MAX_PHASES, Gather, forward_gather
@@ -106,9 +106,6 @@ class OverlapGemm(Schedule):
 
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
-
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
-        return standard(problem)
 
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[OverlapConfig]:
         return legal_configs(at, device)
