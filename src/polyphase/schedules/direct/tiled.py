@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
@@ -43,22 +43,17 @@ _TAPS_OF_MANY_LOADS = 256  # most taps for more loads: beyond, dot_dgrad is fast
 
 @dataclass(frozen=True)
 class _Layer:
-    """The layer and its layout, on which a config may depend, but not on batch or image size."""
+    """A pass, and all of it on which configs may depend: not on batch or image size. Equal if that is equal."""
 
-    gather: Gather
+    gather: Gather = field(compare=False)
+    key: tuple[object, ...]
 
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Layer) and self._key == other._key
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        g = self.gather
+    @classmethod
+    def of(cls, g: Gather) -> _Layer:
         alignment = math.gcd(g.dst.apart(1), 16) if g.dst.channels_last else 1
         layout = (g.src.channels_last, g.dst.channels_last, alignment, g.weight_channels_last)
-        return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout
+        key = (g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout)
+        return cls(g, key)
 
 
 class DirectTiled(Schedule):
@@ -85,7 +80,7 @@ class DirectTiled(Schedule):
         return f"the halo of a tile does not fit the registers in flight, or {memory}"
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer:
-        return _Layer(Gather.of(*_as_read(problem, pass_, layouts)))
+        return _Layer.of(Gather.of(*_as_read(problem, pass_, layouts)))
 
     def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> Iterator[TiledConfig]:
         return (config for config, _ in legal_configs(at.gather, device))
@@ -121,14 +116,13 @@ class DirectTiled(Schedule):
     ) -> Program:
         gather = Gather.of(*_as_read(problem, pass_, layouts))
         lanes, counts = _arrange(gather, config, device), Counts.of(gather, config)
-        per_lane = (1, 1, config.cells_h, config.cells_w)
-        extents = (problem.batch, *gather.cells)
-        tiles = [math.ceil(size / (lane * cells)) for size, lane, cells in zip(extents, lanes, per_lane)]
-        dst_blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
+        images, depth, height, width = lanes
+        extent = images, depth, height * config.cells_h, width * config.cells_w
+        tiles = tiles_of(problem.batch, gather.cells, extent)
         source = KernelSource(
             kernel=self.name,
             dtype=gather.dtype,
-            wide_offsets=gather.wide_offsets(lanes[0], config.stage_channels),
+            wide_offsets=gather.wide_offsets(images, config.stage_channels),
             constants=gather.constants(
                 ROUNDED=gather.rounded,
                 SRC_CHANNELS_LAST=gather.src.channels_last,
@@ -138,7 +132,7 @@ class DirectTiled(Schedule):
             ),
             fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
         )
-        work_tiles = dst_blocks * gather.groups
+        work_tiles = config.dst_blocks(gather) * gather.groups
         per_block = _of_block(work_tiles, math.prod(tiles), config, device)
         params = params_of(source).pack(
             src=gather.src,
@@ -293,7 +287,7 @@ def _found(
 ) -> float:
     """Predicted cycles to compute load addresses, once per block, and to load unaligned rows by elements."""
     terms = costs("direct_tiled", device)
-    of_tile = problem.groups * math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
+    of_tile = problem.groups * config.dst_blocks(gather)
     blocks = count / _of_block(of_tile, count // of_tile, config, device)
     slots = blocks * terms.begin_load + (0.0 if gather.aligned_src else count * counts.stages * terms.odd_load)
     return slots * config.loads * config.threads / 128 / device.multiprocessors
@@ -306,9 +300,8 @@ def _of_block(work_tiles: int, tiles: int, config: TiledConfig, device: DeviceIn
 
 def _work_tiles(problem: ConvTransposeProblem, gather: Gather, config: TiledConfig) -> int:
     """Work tiles of all tiles."""
-    tiles = math.ceil(problem.batch * math.prod(gather.cells) / (config.lanes * config.cells_h * config.cells_w))
-    blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
-    return tiles * problem.groups * blocks
+    tiles = math.ceil(problem.batch * math.prod(gather.cells) / (config.lanes * math.prod(config.cells)))
+    return tiles * problem.groups * config.dst_blocks(gather)
 
 
 def legal_configs(gather: Gather, device: DeviceInfo) -> list[tuple[TiledConfig, Counts]]:
@@ -319,9 +312,7 @@ def legal_configs(gather: Gather, device: DeviceInfo) -> list[tuple[TiledConfig,
     return next(filter(None, (list(_within(gather, device, *way)) for way in ways)), [])
 
 
-def _within(
-    gather: Gather, device: DeviceInfo, short_rows: bool = False, most: int = _LOADS
-) -> Iterator[tuple[TiledConfig, Counts]]:
+def _within(gather: Gather, device: DeviceInfo, short_rows: bool, most: int) -> Iterator[tuple[TiledConfig, Counts]]:
     """Every config of a layer that by estimate compiles without spills, and its `Counts`.
 
     ``short_rows``: also configs whose rows have few lanes, because the halo is wide. ``most``: loads of a thread.
