@@ -17,7 +17,7 @@ from polyphase.costs import costs
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import next_power_of_two
-from polyphase.problem.layouts import Layouts, dense_strides, five
+from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.problem import accumulator_bytes
 from polyphase.program.program import Buffer, Program, Transposed, reading_channels_last
 from polyphase.program.step import SRC, WEIGHT, Step
@@ -167,7 +167,7 @@ class Col2imDirect(Schedule):
 
 def _position_strides(problem: ConvTransposeProblem, layouts: Layouts) -> tuple[int, int] | None:
     """Strides of x between neighbouring positions and between channels; None if positions have no common stride."""
-    row = as_row(five(problem.input_shape), layouts.input)
+    row = as_row(problem, layouts)
     if row is None:
         return None
     image, channel, _, _, position = row
