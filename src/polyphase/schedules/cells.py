@@ -57,24 +57,20 @@ class CellAxis:
 
     def __init__(self, axis: Axis, forward: bool) -> None:
         self._axis, self._forward = axis, forward
-        if forward:
-            self.src, self.dst = 1, axis.stride
-            self.owned = min(axis.kernel, axis.tap_step)
-            last, first = (-shift for shift in axis.shifts)
-        else:
-            self.src, self.dst = axis.stride, 1
-            self.owned = 1
-            first, last = -axis.padding, (axis.kernel - 1) * axis.dilation - axis.padding
-        self.first_offset, self._reach = first, last - first
+        self.src, self.dst = (1, axis.stride) if forward else (axis.stride, 1)
+        self.owned = min(axis.kernel, axis.tap_step) if forward else 1
+        ends = self.offset(0), self.offset(axis.kernel - 1)
+        self.first_offset, self._reach = min(ends), abs(ends[1] - ends[0])
         self._used: dict[int, int] = {}
+
+    def offset(self, tap: int) -> int:
+        """The source element that a tap reads, counted from its cell's first."""
+        axis = self._axis
+        return -axis.shift(tap) if self._forward else tap * axis.dilation - axis.padding
 
     @cached_property
     def _offsets(self) -> set[int]:
-        """Source elements that taps read, counted from their cell's first."""
-        axis = self._axis
-        if self._forward:
-            return {-axis.shift(tap) for tap in range(axis.kernel)}
-        return {tap * axis.dilation - axis.padding for tap in range(axis.kernel)}
+        return {self.offset(tap) for tap in range(self._axis.kernel)}
 
     def window(self, cells: int) -> int:
         """Source elements that ``cells`` neighbouring cells span."""

@@ -37,31 +37,6 @@ def tiles_of(batch: int, sizes: Iterable[int], extent: Four) -> Four:
     return -(-batch // n), -(-depth // d), -(-height // h), -(-width // w)
 
 
-def extents_along(cells: int, most: int, shares: Iterable[int], sizes: Iterable[int]) -> list[int]:
-    """Extents of at most ``most`` cells worth trying along one dimension: that divided by ``shares``, and ``sizes``."""
-    wanted = {math.ceil(cells / count) for count in shares}.union(sizes)
-    return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
-
-
-@lru_cache(maxsize=1024)
-def extents_of_tiles(
-    batch: int, cells: tuple[int, int, int], most: int, shares: Sequence[int], sizes: Sequence[int], multiple: int = 1
-) -> list[Four]:
-    """Extents of tiles of at most ``most`` cells along n, d, h and w, in multiples of ``multiple`` along w.
-
-    ``shares`` and ``sizes``: see `extents_along`. The smallest tile is among them; several images are whole ones.
-    """
-    depth, height, width = cells
-    found = {(1, 1, 1, multiple)}
-    for w in {round_up(extent, multiple) for extent in extents_along(width, most, shares, (*sizes, most))}:
-        for h in extents_along(height, most // w, shares, (*sizes, most // w)):
-            room = most // (w * h)
-            for d in extents_along(depth, room, shares, (*sizes, room)):
-                whole = (d, h) == (depth, height) and w >= width
-                found.add((max(1, min(batch, room // d)) if whole else 1, d, h, w))
-    return sorted(found)
-
-
 def best_first(bounds: Iterable[float], work_of: Callable[[int], float | None]) -> Iterator[int]:
     """Indices of ``bounds`` in rising order of their ``work_of``; of equal ones the first comes first.
 
@@ -86,6 +61,31 @@ def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
         threads //= extents[-1]
     w, h, d, n = extents
     return n, d, h, w
+
+
+def extents_along(cells: int, most: int, shares: Iterable[int], sizes: Iterable[int]) -> list[int]:
+    """Extents of at most ``most`` cells worth trying along one dimension: that divided by ``shares``, and ``sizes``."""
+    wanted = {math.ceil(cells / count) for count in shares}.union(sizes)
+    return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
+
+
+@lru_cache(maxsize=1024)
+def extents_of_tiles(
+    batch: int, cells: tuple[int, int, int], most: int, shares: Sequence[int], sizes: Sequence[int], multiple: int = 1
+) -> list[Four]:
+    """Extents of tiles of at most ``most`` cells along n, d, h and w, in multiples of ``multiple`` along w.
+
+    ``shares`` and ``sizes``: see `extents_along`. The smallest tile is among them; several images are whole ones.
+    """
+    depth, height, width = cells
+    found = {(1, 1, 1, multiple)}
+    for w in {round_up(extent, multiple) for extent in extents_along(width, most, shares, (*sizes, most))}:
+        for h in extents_along(height, most // w, shares, (*sizes, most // w)):
+            room = most // (w * h)
+            for d in extents_along(depth, room, shares, (*sizes, room)):
+                whole = (d, h) == (depth, height) and w >= width
+                found.add((max(1, min(batch, room // d)) if whole else 1, d, h, w))
+    return sorted(found)
 
 
 def constants_of(config: Any, names: str | None = None) -> tuple[tuple[str, Constant], ...]:

@@ -13,9 +13,8 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulat
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
+from polyphase.program.step import main_step
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
@@ -114,23 +113,18 @@ class DirectChannels(Schedule):
         full = 6 * device.multiprocessors * config.min_blocks
         steps = max(1, min(rows[2], blocks * math.prod(rows) // full))
         tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
-        params = params_of(source).pack(
-            src=gather.src,
-            dst=gather.dst,
-            batch=problem.batch,
-            lanes=lanes,
-            tiles=tiles,
-            steps=steps,
-            vectors=_vectors(gather, config),
-        )
-        main = Step(
-            source=source,
-            grid=(blocks, *two_dimensions(math.prod(tiles))),
-            block=_THREADS,
-            shared_bytes=_weight_bytes(gather, config.vector, config.lanes),
-            params=params,
-        )
-        return assemble(problem, pass_, main)
+        params = {
+            "src": gather.src,
+            "dst": gather.dst,
+            "batch": problem.batch,
+            "lanes": lanes,
+            "tiles": tiles,
+            "steps": steps,
+            "vectors": _vectors(gather, config),
+        }
+        grid = blocks, *two_dimensions(math.prod(tiles))
+        shared_bytes = _weight_bytes(gather, config.vector, config.lanes)
+        return assemble(problem, pass_, main_step(source, grid, _THREADS, shared_bytes, params))
 
 
 def _terms(gather: Gather) -> int:

@@ -14,9 +14,8 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, acc
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
+from polyphase.program.step import main_step
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.direct.tiled_cost import (
@@ -134,24 +133,19 @@ class DirectTiled(Schedule):
         )
         work_tiles = config.dst_blocks(gather) * gather.groups
         per_block = _of_block(work_tiles, math.prod(tiles), config, device)
-        params = params_of(source).pack(
-            src=gather.src,
-            dst=gather.dst,
-            batch=problem.batch,
-            lanes=lanes,
-            tiles=tiles,
-            work_tiles=work_tiles,
-            work_tiles_per_block=per_block,
-            aligned_src=gather.aligned_src,
-            aligned_rows=_aligned_rows(gather, config),
-        )
-        main = Step(
-            source=source,
-            grid=(math.ceil(work_tiles / per_block), *two_dimensions(math.prod(tiles))),
-            block=config.threads,
-            shared_bytes=_shared_bytes(gather, config, lanes),
-            params=params,
-        )
+        params = {
+            "src": gather.src,
+            "dst": gather.dst,
+            "batch": problem.batch,
+            "lanes": lanes,
+            "tiles": tiles,
+            "work_tiles": work_tiles,
+            "work_tiles_per_block": per_block,
+            "aligned_src": gather.aligned_src,
+            "aligned_rows": _aligned_rows(gather, config),
+        }
+        grid = math.ceil(work_tiles / per_block), *two_dimensions(math.prod(tiles))
+        main = main_step(source, grid, config.threads, _shared_bytes(gather, config, lanes), params)
         return assemble(problem, pass_, main)
 
 

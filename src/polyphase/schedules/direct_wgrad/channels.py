@@ -178,8 +178,7 @@ def _at_once(side: Side, held: int, problem: ConvTransposeProblem, layouts: Layo
     """Channels of a vectorised load, if a thread holds ``held``."""
     if not layouts.aligned:
         return 1
-    batch, _, *spatial = side.strides
-    return widest_piece(DTYPE_BYTES[problem.dtype], held, batch, *spatial)
+    return widest_piece(DTYPE_BYTES[problem.dtype], held, side.apart(1))
 
 
 def _window(problem: ConvTransposeProblem, config: ChannelsConfig) -> int:
@@ -199,7 +198,7 @@ def _run(problem: ConvTransposeProblem, config: ChannelsConfig, strides: Strides
         return 1
     shares = 0 if config.columns >= width.kernel else config.columns * width.dilation
     apart = (batch, channel, depth, height, problem.output_size[-1], config.positions * width.stride, shares)
-    return widest_piece(DTYPE_BYTES[problem.dtype], 16 // DTYPE_BYTES[problem.dtype], *apart)
+    return widest_piece(DTYPE_BYTES[problem.dtype], *apart)
 
 
 def _runs_met(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from polyphase.schedules.direct_wgrad.channels import MAX_CHANNELS
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, affordable_planes, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import channel_piece, row_piece
-from polyphase.schedules.window_gemm.window import as_one_channel, extent_of_window, split_params
+from polyphase.schedules.window_gemm.window import as_one_channel, blocks_of, extent_of_window, split_params
 
 _POSITIONS = 4  # positions of a thread's step
 _THREADS = (384, 512)  # approximate threads of a block; one block is resident
@@ -208,9 +208,7 @@ class DirectWgradWindows(Schedule):
 
 def _blocks(layer: _Layer, config: WindowsConfig) -> int:
     """Blocks of a split."""
-    problem = layer.problem
-    blocks = math.ceil(problem.in_channels_per_group / config.rows) * problem.groups
-    return blocks * math.ceil(problem.out_channels_per_group / config.out_chunk)
+    return blocks_of(layer.problem, Pass.WEIGHT_GRAD, config.rows, config.out_chunk)
 
 
 def _splits(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> int:

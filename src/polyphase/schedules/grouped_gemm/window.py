@@ -98,13 +98,11 @@ class _Side:
         """For each set the source elements that its outputs read, and any between these at their common step."""
         found = []
         for number in range(self.sets):
-            read = set()
+            read: set[int] = set()
             for output in range(number, self.outputs, self.sets):
-                for tap in range(self.axis.kernel):
-                    if self.forward and self.axis.phase(tap) == output % self.natural.dst:
-                        read.add(output // self.natural.dst - self.axis.shift(tap))
-                    elif not self.forward:
-                        read.add(output * self.axis.stride + tap * self.axis.dilation)
+                cell, phase = divmod(output, self.natural.dst)
+                taps = self.axis.taps_by_phase.get(phase, ()) if self.forward else range(self.axis.kernel)
+                read.update(cell * self.natural.src + self.natural.offset(tap) for tap in taps)
             first = min(read, default=0)
             step = math.gcd(*(pixel - first for pixel in read)) or 1
             found.append((max(read) - first) // step + 1 if read else 0)
