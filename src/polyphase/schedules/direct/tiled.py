@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
@@ -28,7 +27,7 @@ from polyphase.schedules.direct.tiled_cost import (
     thread_cycles,
 )
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import constants_of, tiles_of, two_dimensions
+from polyphase.schedules.tiles import Four, constants_of, tiles_of, two_dimensions
 from polyphase.schedules.window_gemm.window import rows_as_one_channel
 
 # Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
@@ -174,36 +173,24 @@ def _measured(problem: ConvTransposeProblem, gather: Gather, terms: Costs) -> fl
     return terms.input_grad_last if last else terms.input_grad
 
 
-class _TileSize(NamedTuple):
-    """The source of one channel of a tile, halo included: elements along each dimension, whole quads along w."""
-
-    images: int
-    depth: int
-    height: int
-    width: int
-
-    @classmethod
-    def of(cls, gather: Gather, cells: tuple[int, int], lanes: tuple[int, ...]) -> _TileSize:
-        depth, height, width = gather.cell_axes
-        skew = width.first_offset % 4
-        return cls(
-            lanes[0],
-            depth.window(lanes[1]),
-            height.window(lanes[2] * cells[0]),
-            round_up(skew + width.window(lanes[3] * cells[1]), max(4, gather.split)),
-        )
-
-    @property
-    def elements(self) -> int:
-        """Elements of one channel."""
-        return self.images * self.depth * self.height * self.width
-
-    def loads(self, config: TiledConfig) -> int:
-        """Quads of a stage that a thread loads."""
-        return math.ceil(self.elements * config.stage_channels / 4 / config.threads)
+def _elements(gather: Gather, cells: tuple[int, int], lanes: Four) -> int:
+    """Elements of one channel of the source of a tile, halo included: whole quads along w."""
+    depth, height, width = gather.cell_axes
+    columns = round_up(width.first_offset % 4 + width.window(lanes[3] * cells[1]), max(4, gather.split))
+    return lanes[0] * depth.window(lanes[1]) * height.window(lanes[2] * cells[0]) * columns
 
 
-def _shared_bytes(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], counts: Counts | None = None) -> int:
+def _fits_loads(gather: Gather, config: TiledConfig, lanes: Four) -> bool:
+    """Whether the threads of the compiled config load tiles of ``lanes``."""
+    return _loads(_elements(gather, config.cells, lanes), config.stage_channels, config.threads) <= config.loads
+
+
+def _loads(elements: int, channels: int, threads: int) -> int:
+    """Quads of a stage that a thread loads."""
+    return math.ceil(elements * channels / 4 / threads)
+
+
+def _shared_bytes(gather: Gather, config: TiledConfig, lanes: Four, counts: Counts | None = None) -> int:
     """Shared memory of a block with ``lanes``; with ``counts``: for all image sizes, with 32-bit offsets."""
     accumulator = accumulator_bytes(gather.dtype)
     weights = config.stage_channels * config.dst_slices * round_up(gather.taps * config.dst_per_thread, 4)
@@ -220,24 +207,23 @@ def _shared_bytes(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], c
     return (buffers + rows + sums) * accumulator + elements
 
 
-def _fits(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], device: DeviceInfo) -> bool:
+def _fits(gather: Gather, config: TiledConfig, lanes: Four, device: DeviceInfo) -> bool:
     """Whether the compiled config supports tiles of ``lanes``: loads, shared memory, tiles that start at quads."""
     width = lanes[3] * config.cells_w
     return (
-        _TileSize.of(gather, config.cells, lanes).loads(config) <= config.loads
+        _fits_loads(gather, config, lanes)
         and _shared_bytes(gather, config, lanes) <= device.shared_bytes_per_block
         and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
     )
 
 
-def _some_lanes(gather: Gather, config: TiledConfig) -> tuple[int, int, int, int]:
+def _some_lanes(gather: Gather, config: TiledConfig) -> Four:
     """Extents of lanes along n, d, h and w that fit the config's loads: one row, or short rows if the halo is wide."""
     row = 1, 1, 1, config.lanes
-    long = _TileSize.of(gather, config.cells, row).loads(config) > config.loads
-    return (1, 1, 1, _ROW_LANES) if long else row
+    return row if _fits_loads(gather, config, row) else (1, 1, 1, _ROW_LANES)
 
 
-def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> tuple[int, int, int, int]:
+def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> Four:
     """Extents of a tile's lanes along n, d, h and w: those of least work that fit the compiled config."""
     batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
     heights, widths = (
@@ -249,7 +235,7 @@ def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> tuple[i
     for width in _extents(widths, config.lanes):
         for height in _extents(heights, config.lanes // width):
             for depth in _extents(depths, config.lanes // (width * height)):
-                one = _TileSize.of(gather, config.cells, (1, depth, height, width)).elements
+                one = _elements(gather, config.cells, (1, depth, height, width))
                 images = min(batch, config.lanes // (width * height * depth), max(1, most_elements // one))
                 images = math.ceil(batch / math.ceil(batch / images))
                 lanes = (images, depth, height, width)
@@ -318,12 +304,12 @@ def _within(gather: Gather, device: DeviceInfo, short_rows: bool, most: int) -> 
     blocks = list(itertools.product((64, 128, 256), (1, 2, 4), src_slices, stages, buffers))
     for dst, cells in _of_threads(gather, tall):
         vector = _dst_vector(gather, dst)
-        elements = {lanes: _elements(gather, cells, lanes, tall) for lanes in (64, 128, 256)}
+        elements = {lanes: [_elements(gather, cells, each) for each in _rows(lanes, tall)] for lanes in (64, 128, 256)}
         for lanes, of_dst, of_src, channels, depth in blocks:
             threads = lanes * of_dst * of_src
             if threads > 512 or channels % of_src or (of_dst - 1) * dst >= gather.dst_channels:
                 continue
-            row, rows = (math.ceil(count * channels / 4 / threads) for count in elements[lanes])
+            row, rows = (_loads(count, channels, threads) for count in elements[lanes])
             loads = rows if short_rows else max(row, rows)
             if loads > most:
                 continue
@@ -367,11 +353,10 @@ def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:
     return as_it_is and device.capability >= 80
 
 
-def _elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) -> tuple[int, int]:
-    """Elements of a channel of a tile whose lanes are one row, and of one with short rows in a ``tall`` layer."""
+def _rows(lanes: int, tall: bool) -> tuple[Four, Four]:
+    """Extents of lanes that are one row, and of those in short rows in a ``tall`` layer."""
     row = 1, 1, 1, lanes
-    rows = (1, 1, lanes // _ROW_LANES, _ROW_LANES) if tall else row
-    return _TileSize.of(gather, cells, row).elements, _TileSize.of(gather, cells, rows).elements
+    return row, (1, 1, lanes // _ROW_LANES, _ROW_LANES) if tall else row
 
 
 def _aligned_rows(gather: Gather, config: TiledConfig) -> bool:

@@ -111,9 +111,6 @@ class DirectWgradChannels(Schedule):
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[ChannelsConfig]:
         return sorted(legal_configs(at, device))
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ChannelsConfig) -> float:
-        return _estimate(at, config, device)[0]
-
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsConfig
     ) -> Cost | None:

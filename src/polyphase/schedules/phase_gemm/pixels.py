@@ -139,7 +139,8 @@ class PhaseGemmPixels(Schedule):
             "x_stride": layouts.input[1],
             "y_stride": layouts.output[1:],
         }
-        shared_bytes = config.stages * _stage_bytes(config) + _other_bytes(problem, config.columns, ahead)
+        shared_bytes = config.stages * config.stage_steps * config.columns * OPERATION_BYTES
+        shared_bytes += _other_bytes(problem, config.columns, ahead)
         main = main_step(source, blocks if units else 0, 128 * (_GROUPS + 1), shared_bytes, params)
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packs = (_pack_columns(problem, constants, columns),)
@@ -218,10 +219,6 @@ def _all_columns(problem: ConvTransposeProblem) -> int:
     return problem.out_channels_per_group * math.prod(problem.stride)
 
 
-def _stage_bytes(config: PixelsConfig) -> int:
-    return config.stage_steps * config.columns * OPERATION_BYTES
-
-
 def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     """Bytes of one copy of neighbouring pixels, of a thread or of several; 0 if pixels are not contiguous."""
     size = DTYPE_BYTES[problem.dtype]
@@ -231,8 +228,8 @@ def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     strides = (batch, channel) if run != width else (batch, channel, depth, height)
     if not layouts.aligned or _run(problem) == 1 or step != 1:
         return 0
-    whole = (n for n in (16, 8, 4) if all(count * size % n == 0 for count in (run, *strides)))
-    return next(whole, 0)
+    piece = math.gcd(16, *(count * size for count in (run, *strides)))
+    return piece if piece >= 4 else 0
 
 
 def _run(problem: ConvTransposeProblem) -> int:
