@@ -122,14 +122,20 @@ def out_blocks(problem: ConvTransposeProblem, out_chunk: int) -> int:
     return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
 
 
-def splits_in_few_waves(blocks: int, resident: int, most: int, work_of_split: Callable[[int], int]) -> int:
+def splits_in_few_waves(blocks: int, resident: int, steps: int, least: int, most: int, at_once: int = 1) -> int:
     """Split-K count, at most ``most``, of least work: blocks fill one wave of resident blocks, or a few.
 
-    ``blocks``: of a split. ``work_of_split``: the work of a block with this number of splits, in any unit.
+    ``blocks``: of a split. ``steps``: of all splits; a block does ``at_once`` of them in the time of one. A split has
+    at least ``least`` times as many, and its end takes as long as half of these.
     """
+    most = max(1, min(most, steps // (least * at_once)))
     waves = range(-(-blocks // resident), -(-blocks // resident) + 4)
-    counts = (min(max(1, most), max(1, count * resident // blocks)) for count in waves)
-    return min(counts, key=lambda splits: -(-blocks * splits // resident) * work_of_split(splits))
+    counts = (min(most, max(1, count * resident // blocks)) for count in waves)
+
+    def work(splits: int) -> int:
+        return -(-blocks * splits // resident) * (-(-steps // (splits * at_once)) + least // 2)
+
+    return min(counts, key=work)
 
 
 def affordable_planes(problem: ConvTransposeProblem, pass_: Pass = Pass.WEIGHT_GRAD) -> int:

@@ -224,8 +224,8 @@ def _blocks(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[int,
 def _splits(problem: ConvTransposeProblem, config: ChannelsConfig, device: DeviceInfo) -> int:
     """Split-K count of the positions: a split has at least a few tiles."""
     blocks, tiles = math.prod(_blocks(problem, config)), math.prod(_tiles(problem, config)[1])
-    resident, most = device.multiprocessors * config.min_blocks, min(tiles // _LEAST_TILES, affordable_planes(problem))
-    return splits_in_few_waves(blocks, resident, most, lambda splits: -(-tiles // splits) + _LEAST_TILES // 2)
+    resident = device.multiprocessors * config.min_blocks
+    return splits_in_few_waves(blocks, resident, tiles, _LEAST_TILES, affordable_planes(problem))
 
 
 def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsConfig]:

@@ -85,11 +85,8 @@ class DirectWgradGemm(Schedule):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost:
-        terms, product, launch = (
-            costs("direct_wgrad_gemm", device),
-            _product(problem),
-            _launched(problem, config, device),
-        )
+        terms, product = costs("direct_wgrad_gemm", device), _product(problem)
+        launch = _launched(problem, config, device)
         measured = terms.channels_last if problem.channels_last else terms.channels_first
         idle = max(1.0, device.multiprocessors / launch.blocks)  # multiprocessors without a block
         if product.few:

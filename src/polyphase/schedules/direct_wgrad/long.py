@@ -184,10 +184,8 @@ def _blocks(problem: ConvTransposeProblem, config: LongConfig, piece: int) -> in
 def _splits(problem: ConvTransposeProblem, config: LongConfig, device: DeviceInfo, piece: int) -> int:
     """Split-K count of the steps."""
     blocks, steps = _blocks(problem, config, piece), _steps(problem, config)[0]
-    resident, walkers = device.multiprocessors * config.min_blocks, config.walkers
-    most = min(steps // (_LEAST_STEPS * walkers), affordable_planes(problem))
-    least = _LEAST_STEPS // 2
-    return splits_in_few_waves(blocks, resident, most, lambda splits: -(-steps // (splits * walkers)) + least)
+    resident = device.multiprocessors * config.min_blocks
+    return splits_in_few_waves(blocks, resident, steps, _LEAST_STEPS, affordable_planes(problem), config.walkers)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, config: LongConfig) -> int:

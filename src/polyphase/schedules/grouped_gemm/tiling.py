@@ -34,7 +34,7 @@ class Tiling:
     skew: int
     window: StageBox
     pitch: Four
-    shift: Four
+    shift: tuple[int, ...]
     joined: int
     staged_bytes: int
     bare_bytes: int
@@ -125,19 +125,17 @@ def tiling_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, t
     channel += _padding(channel % (128 // size), channel_stride % sector, width.dst, size)
     bare_rows = (out_chunk if problem.bias else 1) if bare else 0
     strides = channel_stride, batch_stride, depth_stride, 0 if whole else height_stride
-    first, second, third, fourth = (stride % sector for stride in strides)
     staged = round_up(out_chunk * channel * size, 16)
     if out_chunk * channel >= 1 << 23:
         return None
-    n, d, h, w = tiles
     return Tiling(
         tile,
-        (n, d, h, w),
+        tiles,
         (0, depth.first_offset, height.first_offset, width.first_offset - skew),
         skew,
         part,
         (channel, image, slab, row),
-        (first, second, third, fourth),
+        tuple(stride % sector for stride in strides),
         lines if whole else 1,
         staged,
         bare_rows * round_up(run + sector, sector) * size,
