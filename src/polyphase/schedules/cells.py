@@ -1,9 +1,7 @@
 """A forward pass or an input gradient on a grid of cells: source, destination, cells (core/geometry.cuh).
 
 Both passes gather: every destination element sums the source elements that it needs, so nothing is written twice and no
-sum depends on timing. `polyphase.schedules.direct.tiled` unrolls the whole kernel for a tile of cells;
-`polyphase.schedules.direct.channels` is for few channels in a group, in channels_last;
-`polyphase.schedules.direct.general` has no limits.
+sum depends on timing.
 """
 
 from __future__ import annotations
@@ -190,7 +188,7 @@ class Gather:
         return depth, height, width
 
     def constants(self, **config: Constant) -> tuple[tuple[str, Constant], ...]:
-        """The constants of both kernels, and the config's own."""
+        """A kernel's constants: of the pass, and the config's own."""
         out_channels = self.dst_channels if self.forward is not self.mirrored else self.src_channels
         last = self.weight_channels_last
         strides = out_channels * self.taps, 1 if last else self.taps

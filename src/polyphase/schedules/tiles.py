@@ -1,4 +1,4 @@
-"""Shared by schedules: counts of tiles, grids, searches of tiles, split-K planes, a layer's kernel constants.
+"""Shared by schedules: counts, extents and searches of tiles, grids, split-K planes, a layer's constants.
 
 Each schedule has its own tile sizes: `legal_configs` in its folder.
 """
@@ -64,7 +64,7 @@ def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
 
 
 def extents_along(cells: int, most: int, shares: Iterable[int], sizes: Iterable[int]) -> list[int]:
-    """Extents of at most ``most`` cells worth trying along one dimension: that divided by ``shares``, and ``sizes``."""
+    """Extents of at most ``most`` cells worth trying along one dimension: ``sizes``, and its equal ``shares``."""
     wanted = {math.ceil(cells / count) for count in shares}.union(sizes)
     return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
 
@@ -77,14 +77,17 @@ def extents_of_tiles(
 
     ``shares`` and ``sizes``: see `extents_along`. The smallest tile is among them; several images are whole ones.
     """
+
+    def along(count: int, room: int) -> list[int]:
+        return extents_along(count, room, shares, (*sizes, room))
+
     depth, height, width = cells
     found = {(1, 1, 1, multiple)}
-    for w in {round_up(extent, multiple) for extent in extents_along(width, most, shares, (*sizes, most))}:
-        for h in extents_along(height, most // w, shares, (*sizes, most // w)):
-            room = most // (w * h)
-            for d in extents_along(depth, room, shares, (*sizes, room)):
+    for w in {round_up(extent, multiple) for extent in along(width, most)}:
+        for h in along(height, most // w):
+            for d in along(depth, most // (w * h)):
                 whole = (d, h) == (depth, height) and w >= width
-                found.add((max(1, min(batch, room // d)) if whole else 1, d, h, w))
+                found.add((max(1, min(batch, most // (w * h * d))) if whole else 1, d, h, w))
     return sorted(found)
 
 
