@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import Any
 
 from polyphase.jit.source import Constant
@@ -34,7 +34,7 @@ class Side:
 
     def apart(self, dimension: int) -> int:
         """The greatest common divisor of all strides but that of one dimension."""
-        return math.gcd(*(stride for i, stride in enumerate(self.strides) if i != dimension))
+        return reduce(math.gcd, (stride for i, stride in enumerate(self.strides) if i != dimension))
 
     def params(self) -> dict[str, Any]:
         """The kernels' ``Tensor5``."""

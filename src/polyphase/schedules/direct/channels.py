@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from functools import reduce
 from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
@@ -193,7 +194,7 @@ def _lanes(gather: Gather, vector: int) -> int | None:
     channels, size = gather.dst_channels, DTYPE_BYTES[gather.dtype]
     if (channels % vector and vector % channels) or vector * size > 16:
         return None
-    if math.gcd(vector, channels * gather.groups, gather.dst.apart(1)) != vector:
+    if reduce(math.gcd, (vector, channels * gather.groups, gather.dst.apart(1))) != vector:
         return None
     vectors = channels * gather.groups // vector
     fitting = [lanes for lanes in _LANES if _weight_bytes(gather, vector, lanes) <= _MAX_WEIGHT_BYTES]

@@ -145,7 +145,7 @@ def _neighbours(gather: Gather, config: GeneralConfig) -> int:
     dst = gather.dst
     if dst.strides[4] != 1 or gather.weight_channels_last or not gather.aligned:
         return 1
-    return math.gcd(config.run, dst.shape[4], dst.apart(4))
+    return math.gcd(math.gcd(config.run, dst.shape[4]), dst.apart(4))
 
 
 def _cells(gather: Gather) -> int:

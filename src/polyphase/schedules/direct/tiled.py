@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 
 from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
@@ -369,4 +370,5 @@ def _dst_vector(gather: Gather, dst_per_thread: int) -> int:
     """Channels of one store to a channels-last destination."""
     if not gather.dst.channels_last:
         return 1
-    return math.gcd(16 // DTYPE_BYTES[gather.dtype], dst_per_thread, gather.dst_channels, gather.dst.apart(1))
+    most = 16 // DTYPE_BYTES[gather.dtype]
+    return reduce(math.gcd, (most, dst_per_thread, gather.dst_channels, gather.dst.apart(1)))

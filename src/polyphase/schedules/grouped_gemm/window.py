@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
@@ -104,7 +104,7 @@ class _Side:
                 taps = self.axis.taps_by_phase.get(phase, ()) if self.forward else range(self.axis.kernel)
                 read.update(cell * self.natural.src + self.natural.offset(tap) for tap in taps)
             first = min(read, default=0)
-            step = math.gcd(*(pixel - first for pixel in read)) or 1
+            step = reduce(math.gcd, (pixel - first for pixel in read), 0) or 1
             found.append((max(read) - first) // step + 1 if read else 0)
         return tuple(found)
 

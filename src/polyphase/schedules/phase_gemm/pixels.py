@@ -228,8 +228,8 @@ def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
     strides = (batch, channel) if run != width else (batch, channel, depth, height)
     if not layouts.aligned or _run(problem) == 1 or step != 1:
         return 0
-    piece = math.gcd(16, *(count * size for count in (run, *strides)))
-    return piece if piece >= 4 else 0
+    whole = (n for n in (16, 8, 4) if all(count * size % n == 0 for count in (run, *strides)))
+    return next(whole, 0)
 
 
 def _run(problem: ConvTransposeProblem) -> int:
