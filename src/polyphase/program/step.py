@@ -61,12 +61,12 @@ def plain_step(
 
 def main_step(
     source: KernelSource,
-    blocks: int,
+    grid: int | tuple[int, int, int],
     threads: int,
     shared_bytes: int,
     params: dict[str, Any],
     tensor_maps: tuple[TensorMap, ...] = (),
 ) -> Step:
-    """The launch of a kernel that multiplies, with a 1-D grid; ``params`` by the names of the kernel's members."""
-    packed = params_of(source).pack(**params)
-    return Step(source, (blocks, 1, 1), threads, shared_bytes, packed, tensor_maps=tensor_maps)
+    """The launch of a kernel that multiplies; a number is a 1-D grid, ``params`` are by the names of its members."""
+    blocks = (grid, 1, 1) if isinstance(grid, int) else grid
+    return Step(source, blocks, threads, shared_bytes, params_of(source).pack(**params), tensor_maps=tensor_maps)

@@ -1,9 +1,7 @@
 """A forward pass or an input gradient on a grid of cells: source, destination, cells (core/geometry.cuh).
 
 Both passes gather: every destination element sums the source elements that it needs, so nothing is written twice and no
-sum depends on timing. `polyphase.schedules.direct.tiled` unrolls the whole kernel for a tile of cells;
-`polyphase.schedules.direct.channels` is for few channels in a group, in channels_last;
-`polyphase.schedules.direct.general` has no limits.
+sum depends on timing.
 """
 
 from __future__ import annotations
@@ -62,24 +60,20 @@ class CellAxis:
 
     def __init__(self, axis: Axis, forward: bool) -> None:
         self._axis, self._forward = axis, forward
-        if forward:
-            self.src, self.dst = 1, axis.stride
-            self.owned = min(axis.kernel, axis.tap_step)
-            last, first = (-shift for shift in axis.shifts)
-        else:
-            self.src, self.dst = axis.stride, 1
-            self.owned = 1
-            first, last = -axis.padding, (axis.kernel - 1) * axis.dilation - axis.padding
-        self.first_offset, self._reach = first, last - first
+        self.src, self.dst = (1, axis.stride) if forward else (axis.stride, 1)
+        self.owned = min(axis.kernel, axis.tap_step) if forward else 1
+        ends = self.offset(0), self.offset(axis.kernel - 1)
+        self.first_offset, self._reach = min(ends), abs(ends[1] - ends[0])
         self._used: dict[int, int] = {}
+
+    def offset(self, tap: int) -> int:
+        """The source element that a tap reads, counted from its cell's first."""
+        axis = self._axis
+        return -axis.shift(tap) if self._forward else tap * axis.dilation - axis.padding
 
     @cached_property
     def _offsets(self) -> set[int]:
-        """Source elements that taps read, counted from their cell's first."""
-        axis = self._axis
-        if self._forward:
-            return {-axis.shift(tap) for tap in range(axis.kernel)}
-        return {tap * axis.dilation - axis.padding for tap in range(axis.kernel)}
+        return {self.offset(tap) for tap in range(self._axis.kernel)}
 
     def window(self, cells: int) -> int:
         """Source elements that ``cells`` neighbouring cells span."""
@@ -199,7 +193,7 @@ class Gather:
         return depth, height, width
 
     def constants(self, **config: Constant) -> tuple[tuple[str, Constant], ...]:
-        """The constants of a kernel that gathers, and the config's own."""
+        """A kernel's constants: of the pass, and the config's own."""
         out_channels = self.dst_channels if self.forward is not self.mirrored else self.src_channels
         last = self.weight_channels_last
         strides = out_channels * self.taps, 1 if last else self.taps

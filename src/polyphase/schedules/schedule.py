@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from polyphase.problem.epilogue import Epilogue
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.problem import LARGE, ConvTransposeProblem, Pass
+from polyphase.problem.sizes import standard
 from polyphase.program.program import Program
 from polyphase.schedules.tensor_cores import lacks_cores
 
@@ -109,9 +110,9 @@ class Schedule:
 
         The list may depend only on these properties of batch and images: whether images are tiny or are whole lines of
         memory, how even their rows are, and whether TMA loads their pixels as operands. None if the schedule cannot
-        read or write tensors of these strides.
+        read or write tensors of these strides. By default the layer at the `standard` size, for all strides.
         """
-        raise NotImplementedError
+        return standard(problem)
 
     def configs(self, at: Any, pass_: Pass, device: DeviceInfo) -> Iterable[Any]:
         """Every config of a layer for which its kernel compiles. Of equally fast ones the planner prefers the first.

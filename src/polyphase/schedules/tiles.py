@@ -1,4 +1,4 @@
-"""Shared by schedules: counts of tiles, grids, searches of tiles, split-K planes, a layer's kernel constants.
+"""Shared by schedules: counts, extents and searches of tiles, grids, split-K planes, a layer's constants.
 
 Each schedule has its own tile sizes: `legal_configs` in its folder.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from polyphase.problem.integers import round_up
 from polyphase.problem.problem import ConvTransposeProblem, Pass, accumulator_bytes
 
 if TYPE_CHECKING:
@@ -60,9 +62,38 @@ def arranged(batch: int, sizes: tuple[int, int, int], threads: int) -> Four:
     return n, d, h, w
 
 
-def constants_of(config: Any, names: str) -> tuple[tuple[str, Constant], ...]:
-    """Fields of a config, as constants of its kernel; ``names`` are the fields', separated by spaces."""
-    return tuple((name.upper(), getattr(config, name)) for name in names.split())
+def extents_along(cells: int, most: int, shares: Iterable[int], sizes: Iterable[int]) -> list[int]:
+    """Extents of at most ``most`` cells worth trying along one dimension: ``sizes``, and its equal ``shares``."""
+    wanted = {math.ceil(cells / count) for count in shares}.union(sizes)
+    return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
+
+
+@lru_cache(maxsize=1024)
+def extents_of_tiles(
+    batch: int, cells: tuple[int, int, int], most: int, shares: Sequence[int], sizes: Sequence[int], multiple: int = 1
+) -> list[Four]:
+    """Extents of tiles of at most ``most`` cells along n, d, h and w, in multiples of ``multiple`` along w.
+
+    ``shares`` and ``sizes``: see `extents_along`. The smallest tile is among them; several images are whole ones.
+    """
+
+    def along(count: int, room: int) -> list[int]:
+        return extents_along(count, room, shares, (*sizes, room))
+
+    depth, height, width = cells
+    found = {(1, 1, 1, multiple)}
+    for w in {round_up(extent, multiple) for extent in along(width, most)}:
+        for h in along(height, most // w):
+            for d in along(depth, most // (w * h)):
+                whole = (d, h) == (depth, height) and w >= width
+                found.add((max(1, min(batch, most // (w * h * d))) if whole else 1, d, h, w))
+    return sorted(found)
+
+
+def constants_of(config: Any, names: str | None = None) -> tuple[tuple[str, Constant], ...]:
+    """Fields of a config, as constants of its kernel: all, or those of ``names``, which are separated by spaces."""
+    fields = config._fields if names is None else names.split()
+    return tuple((name.upper(), getattr(config, name)) for name in fields)
 
 
 def layer_constants(
@@ -88,14 +119,20 @@ def out_blocks(problem: ConvTransposeProblem, out_chunk: int) -> int:
     return problem.groups * math.ceil(problem.out_channels_per_group / out_chunk)
 
 
-def splits_in_few_waves(blocks: int, resident: int, most: int, work_of_split: Callable[[int], int]) -> int:
+def splits_in_few_waves(blocks: int, resident: int, steps: int, least: int, most: int, at_once: int = 1) -> int:
     """Split-K count, at most ``most``, of least work: blocks fill one wave of resident blocks, or a few.
 
-    ``blocks``: of a split. ``work_of_split``: the work of a block with this number of splits, in any unit.
+    ``blocks``: of a split. ``steps``: of all splits; a block does ``at_once`` of them in the time of one. A split has
+    at least ``least`` times as many, and its end takes as long as half of these.
     """
+    most = max(1, min(most, steps // (least * at_once)))
     waves = range(-(-blocks // resident), -(-blocks // resident) + 4)
-    counts = (min(max(1, most), max(1, count * resident // blocks)) for count in waves)
-    return min(counts, key=lambda splits: -(-blocks * splits // resident) * work_of_split(splits))
+    counts = (min(most, max(1, count * resident // blocks)) for count in waves)
+
+    def work(splits: int) -> int:
+        return -(-blocks * splits // resident) * (-(-steps // (splits * at_once)) + least // 2)
+
+    return min(counts, key=work)
 
 
 def fastest_splits(most: int, seconds: Callable[[int], tuple[float, float]]) -> tuple[int, float, float]:

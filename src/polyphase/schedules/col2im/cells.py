@@ -20,7 +20,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program, Transposed, reading_channels_last
 from polyphase.program.step import WEIGHT, Step
-from polyphase.schedules.col2im.schedule import Col2im
+from polyphase.schedules.col2im.schedule import Col2im, with_kernel
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.implicit_gemm.config import GemmConfig
 from polyphase.schedules.implicit_gemm.families import Layer
@@ -67,18 +67,8 @@ class Col2imCells(Col2im):
 
     def _of_one_tap(self, problem: ConvTransposeProblem) -> ConvTransposeProblem:
         """The layer whose output channels are the elements of a cell, with one tap for each stride of the kernel."""
-        ones, zeros = (1,) * problem.dims, (0,) * problem.dims
-        return replace(
-            problem,
-            out_channels=problem.out_channels * math.prod(problem.stride),
-            kernel_size=_reach(problem),
-            stride=ones,
-            padding=zeros,
-            output_padding=zeros,
-            dilation=ones,
-            bias=False,
-            channels_last=True,
-        )
+        outputs = problem.out_channels * math.prod(problem.stride)
+        return replace(with_kernel(problem, outputs, _reach(problem), problem.input_size), channels_last=True)
 
     def _gemm_of(self, problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
         inner = self._of_one_tap(problem)

@@ -150,18 +150,9 @@ class _Col2im(Schedule):
 
     def _of_one_tap(self, problem: ConvTransposeProblem) -> ConvTransposeProblem:
         """The layer whose output channels are the columns; each image is one row."""
-        return replace(
-            problem,
-            out_channels=problem.out_channels * problem.taps,
-            input_size=(1, math.prod(problem.input_size)),
-            kernel_size=(1, 1),
-            stride=(1, 1),
-            padding=(0, 0),
-            output_padding=(0, 0),
-            dilation=(1, 1),
-            bias=False,
-            channels_last=problem.channels_last or self._last,
-        )
+        columns = problem.out_channels * problem.taps
+        inner = with_kernel(problem, columns, (1, 1), (1, math.prod(problem.input_size)))
+        return replace(inner, channels_last=problem.channels_last or self._last)
 
     def _gemm_of(self, problem: ConvTransposeProblem, layouts: Layouts) -> tuple[ConvTransposeProblem, Layouts]:
         """The layer of one tap, and its layouts; images keep their shape if their rows do not follow one another.
@@ -169,11 +160,10 @@ class _Col2im(Schedule):
         The weight, in either format, is that layer's weight; only the order of columns differs.
         """
         inner = self._of_one_tap(problem)
-        input = as_row(five(problem.input_shape), layouts.input)
+        input = as_row(problem, layouts)
         if input is None:
-            ones, zeros = (1,) * problem.dims, (0,) * problem.dims
-            inner = replace(inner, input_size=problem.input_size, kernel_size=ones, stride=ones, dilation=ones)
-            inner, input = replace(inner, padding=zeros, output_padding=zeros), layouts.input
+            inner = with_kernel(inner, inner.out_channels, (1,) * problem.dims, problem.input_size)
+            input = layouts.input
         output = dense_strides(inner.output_shape, inner.channels_last)
         return inner, Layouts(input, output, aligned=layouts.aligned, in_sums=True)
 
@@ -212,14 +202,29 @@ class Col2imTma(_Col2im):
     _gemm = TapGemmTma()
     _last = True
 
-    def configs(self, at: Any, pass_: Pass, device: DeviceInfo) -> Iterable[Any]:
-        return [config for config in super().configs(at, pass_, device) if not config.back]
+
+def with_kernel(
+    problem: ConvTransposeProblem, out_channels: int, kernel: tuple[int, ...], input_size: tuple[int, ...]
+) -> ConvTransposeProblem:
+    """A layer without bias, with another kernel, of stride 1 and without padding."""
+    ones, zeros = (1,) * len(kernel), (0,) * len(kernel)
+    return replace(
+        problem,
+        out_channels=out_channels,
+        input_size=input_size,
+        kernel_size=kernel,
+        stride=ones,
+        padding=zeros,
+        output_padding=zeros,
+        dilation=ones,
+        bias=False,
+    )
 
 
-def as_row(shape: tuple[int, int, int, int, int], strides: Strides) -> Strides | None:
-    """The strides of a tensor restated with each image as one row; None if its rows do not follow one another."""
-    _, _, depth, height, width = shape
-    image, channel, slab, row, column = strides
+def as_row(problem: ConvTransposeProblem, layouts: Layouts) -> Strides | None:
+    """The strides of the input restated with each image as one row; None if its rows do not follow one another."""
+    _, _, depth, height, width = five(problem.input_shape)
+    image, channel, slab, row, column = layouts.input
     if (height > 1 and row != width * column) or (depth > 1 and slab != height * width * column):
         return None
     whole = depth * height * width * column

@@ -14,11 +14,10 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulat
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
+from polyphase.program.step import main_step
 from polyphase.schedules.cells import Gather, Side
-from polyphase.schedules.cost import slower_of
+from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import arranged, tiles_of, two_dimensions
 
@@ -85,8 +84,7 @@ class DirectChannels(Schedule):
         if gather.src_channels > 1:
             work *= terms.several if _at_once(gather, config.vector) > 1 else terms.one_by_one
         # Few warps are resident, so that compute and memory time overlap only in part.
-        seconds = (work**terms.together + moving**terms.together) ** (1 / terms.together)
-        return seconds, slower_of(work, moving)[1]
+        return overlapped_time(work, moving, terms.together), slower_of(work, moving)[1]
 
     def program(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsConfig
@@ -116,23 +114,18 @@ class DirectChannels(Schedule):
         full = 6 * device.multiprocessors * config.min_blocks
         steps = max(1, min(rows[2], blocks * math.prod(rows) // full))
         tiles = (*rows[:2], math.ceil(rows[2] / steps), rows[3])
-        params = params_of(source).pack(
-            src=gather.src,
-            dst=gather.dst,
-            batch=problem.batch,
-            lanes=lanes,
-            tiles=tiles,
-            steps=steps,
-            vectors=_vectors(gather, config),
-        )
-        main = Step(
-            source=source,
-            grid=(blocks, *two_dimensions(math.prod(tiles))),
-            block=_THREADS,
-            shared_bytes=_weight_bytes(gather, config.vector, config.lanes),
-            params=params,
-        )
-        return assemble(problem, pass_, main)
+        params = {
+            "src": gather.src,
+            "dst": gather.dst,
+            "batch": problem.batch,
+            "lanes": lanes,
+            "tiles": tiles,
+            "steps": steps,
+            "vectors": _vectors(gather, config),
+        }
+        grid = blocks, *two_dimensions(math.prod(tiles))
+        shared_bytes = _weight_bytes(gather, config.vector, config.lanes)
+        return assemble(problem, pass_, main_step(source, grid, _THREADS, shared_bytes, params))
 
 
 def _terms(gather: Gather) -> int:

@@ -15,13 +15,13 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
+from polyphase.program.step import main_step
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 
+_THREADS = 256
 _DST_TOGETHER = 4  # channels of a thread, if there are as many
 _MOST_CELLS = 8
 _APART = 32  # least elements between a thread's cells
@@ -48,7 +48,6 @@ class DirectGeneral(Schedule):
     name = "direct_general"
     passes = (Pass.FORWARD, Pass.INPUT_GRAD)
     any_constants = True
-    _THREADS = 256
 
     def ranked_at(
         self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts
@@ -119,24 +118,17 @@ class DirectGeneral(Schedule):
                 MIN_BLOCKS=4 if config.sums <= _SUMS[0] else 3,
             ),
         )
-        params = params_of(source).pack(
-            src=gather.src,
-            dst=gather.dst,
-            blocks=blocks,
-            slabs=depth,
-            rows=height,
-            columns=columns,
-            batch=problem.batch,
-            apart=apart,
-        )
-        main = Step(
-            source=source,
-            grid=(math.ceil(threads / self._THREADS), 1, 1),
-            block=self._THREADS,
-            shared_bytes=0,
-            params=params,
-        )
-        return assemble(problem, pass_, main)
+        params = {
+            "src": gather.src,
+            "dst": gather.dst,
+            "blocks": blocks,
+            "slabs": depth,
+            "rows": height,
+            "columns": columns,
+            "batch": problem.batch,
+            "apart": apart,
+        }
+        return assemble(problem, pass_, main_step(source, math.ceil(threads / _THREADS), _THREADS, 0, params))
 
 
 def _most_neighbours(gather: Gather) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import NamedTuple
 
 from polyphase.costs import Costs, costs
 from polyphase.jit.source import KernelSource
@@ -15,9 +14,8 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass, acc
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
+from polyphase.program.step import main_step
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import slower_of
 from polyphase.schedules.direct.tiled_cost import (
@@ -30,7 +28,7 @@ from polyphase.schedules.direct.tiled_cost import (
     thread_cycles,
 )
 from polyphase.schedules.schedule import Cost, Schedule
-from polyphase.schedules.tiles import tiles_of, two_dimensions
+from polyphase.schedules.tiles import Four, constants_of, tiles_of, two_dimensions
 from polyphase.schedules.window_gemm.window import rows_as_one_channel
 
 # Straight-line code stays short enough to compile in tenths of a second and to fit the instruction cache.
@@ -44,22 +42,17 @@ _TAPS_OF_MANY_LOADS = 256  # most taps for more loads: beyond, dot_dgrad is fast
 
 @dataclass(frozen=True)
 class _Layer:
-    """The layer and its layout, on which a config may depend, but not on batch or image size."""
+    """A pass, and all of it on which configs may depend: not on batch or image size. Equal if that is equal."""
 
-    gather: Gather
+    gather: Gather = field(compare=False)
+    key: tuple[object, ...]
 
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Layer) and self._key == other._key
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        g = self.gather
-        alignment = reduce(math.gcd, (*g.dst.strides[2:], g.dst.strides[0], 16)) if g.dst.channels_last else 1
+    @classmethod
+    def of(cls, g: Gather) -> _Layer:
+        alignment = math.gcd(g.dst.apart(1), 16) if g.dst.channels_last else 1
         layout = (g.src.channels_last, g.dst.channels_last, alignment, g.weight_channels_last)
-        return g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout
+        key = (g.pass_, g.axes, g.src_channels, g.dst_channels, g.groups > 1, g.dtype, g.rounded, g.bias, layout)
+        return cls(g, key)
 
 
 class DirectTiled(Schedule):
@@ -86,7 +79,7 @@ class DirectTiled(Schedule):
         return f"the halo of a tile does not fit the registers in flight, or {memory}"
 
     def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> _Layer:
-        return _Layer(Gather.of(*_as_read(problem, pass_, layouts)))
+        return _Layer.of(Gather.of(*_as_read(problem, pass_, layouts)))
 
     def configs(self, at: _Layer, pass_: Pass, device: DeviceInfo) -> Iterator[TiledConfig]:
         return (config for config, _ in legal_configs(at.gather, device))
@@ -122,43 +115,37 @@ class DirectTiled(Schedule):
     ) -> Program:
         gather = Gather.of(*_as_read(problem, pass_, layouts))
         lanes, counts = _arrange(gather, config, device), Counts.of(gather, config)
-        per_lane = (1, 1, config.cells_h, config.cells_w)
-        extents = (problem.batch, *gather.cells)
-        tiles = [math.ceil(size / (lane * cells)) for size, lane, cells in zip(extents, lanes, per_lane)]
-        dst_blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
+        images, depth, height, width = lanes
+        extent = images, depth, height * config.cells_h, width * config.cells_w
+        tiles = tiles_of(problem.batch, gather.cells, extent)
         source = KernelSource(
             kernel=self.name,
             dtype=gather.dtype,
-            wide_offsets=gather.wide_offsets(lanes[0], config.stage_channels),
+            wide_offsets=gather.wide_offsets(images, config.stage_channels),
             constants=gather.constants(
                 ROUNDED=gather.rounded,
                 SRC_CHANNELS_LAST=gather.src.channels_last,
                 CHAIN=counts.chain,
                 STRAIGHT=straight(counts),
-                **{name.upper(): value for name, value in config._asdict().items()},
+                **dict(constants_of(config)),
             ),
             fallbacks=((("STRAIGHT", False),),) if straight(counts) else (),
         )
-        work_tiles = dst_blocks * gather.groups
+        work_tiles = config.dst_blocks(gather) * gather.groups
         per_block = _of_block(work_tiles, math.prod(tiles), config, device)
-        params = params_of(source).pack(
-            src=gather.src,
-            dst=gather.dst,
-            batch=problem.batch,
-            lanes=lanes,
-            tiles=tiles,
-            work_tiles=work_tiles,
-            work_tiles_per_block=per_block,
-            aligned_src=gather.aligned_src,
-            aligned_rows=_aligned_rows(gather, config),
-        )
-        main = Step(
-            source=source,
-            grid=(math.ceil(work_tiles / per_block), *two_dimensions(math.prod(tiles))),
-            block=config.threads,
-            shared_bytes=_shared_bytes(gather, config, lanes),
-            params=params,
-        )
+        params = {
+            "src": gather.src,
+            "dst": gather.dst,
+            "batch": problem.batch,
+            "lanes": lanes,
+            "tiles": tiles,
+            "work_tiles": work_tiles,
+            "work_tiles_per_block": per_block,
+            "aligned_src": gather.aligned_src,
+            "aligned_rows": _aligned_rows(gather, config),
+        }
+        grid = math.ceil(work_tiles / per_block), *two_dimensions(math.prod(tiles))
+        main = main_step(source, grid, config.threads, _shared_bytes(gather, config, lanes), params)
         return assemble(problem, pass_, main)
 
 
@@ -187,36 +174,24 @@ def _measured(problem: ConvTransposeProblem, gather: Gather, terms: Costs) -> fl
     return terms.input_grad_last if last else terms.input_grad
 
 
-class _TileSize(NamedTuple):
-    """The source of one channel of a tile, halo included: elements along each dimension, whole quads along w."""
-
-    images: int
-    depth: int
-    height: int
-    width: int
-
-    @classmethod
-    def of(cls, gather: Gather, cells: tuple[int, int], lanes: tuple[int, ...]) -> _TileSize:
-        depth, height, width = gather.cell_axes
-        skew = width.first_offset % 4
-        return cls(
-            lanes[0],
-            depth.window(lanes[1]),
-            height.window(lanes[2] * cells[0]),
-            round_up(skew + width.window(lanes[3] * cells[1]), max(4, gather.split)),
-        )
-
-    @property
-    def elements(self) -> int:
-        """Elements of one channel."""
-        return self.images * self.depth * self.height * self.width
-
-    def loads(self, config: TiledConfig) -> int:
-        """Quads of a stage that a thread loads."""
-        return math.ceil(self.elements * config.stage_channels / 4 / config.threads)
+def _elements(gather: Gather, cells: tuple[int, int], lanes: Four) -> int:
+    """Elements of one channel of the source of a tile, halo included: whole quads along w."""
+    depth, height, width = gather.cell_axes
+    columns = round_up(width.first_offset % 4 + width.window(lanes[3] * cells[1]), max(4, gather.split))
+    return lanes[0] * depth.window(lanes[1]) * height.window(lanes[2] * cells[0]) * columns
 
 
-def _shared_bytes(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], counts: Counts | None = None) -> int:
+def _fits_loads(gather: Gather, config: TiledConfig, lanes: Four) -> bool:
+    """Whether the threads of the compiled config load tiles of ``lanes``."""
+    return _loads(_elements(gather, config.cells, lanes), config.stage_channels, config.threads) <= config.loads
+
+
+def _loads(elements: int, channels: int, threads: int) -> int:
+    """Quads of a stage that a thread loads."""
+    return math.ceil(elements * channels / 4 / threads)
+
+
+def _shared_bytes(gather: Gather, config: TiledConfig, lanes: Four, counts: Counts | None = None) -> int:
     """Shared memory of a block with ``lanes``; with ``counts``: for all image sizes, with 32-bit offsets."""
     accumulator = accumulator_bytes(gather.dtype)
     weights = config.stage_channels * config.dst_slices * round_up(gather.taps * config.dst_per_thread, 4)
@@ -233,24 +208,23 @@ def _shared_bytes(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], c
     return (buffers + rows + sums) * accumulator + elements
 
 
-def _fits(gather: Gather, config: TiledConfig, lanes: tuple[int, ...], device: DeviceInfo) -> bool:
+def _fits(gather: Gather, config: TiledConfig, lanes: Four, device: DeviceInfo) -> bool:
     """Whether the compiled config supports tiles of ``lanes``: loads, shared memory, tiles that start at quads."""
     width = lanes[3] * config.cells_w
     return (
-        _TileSize.of(gather, config.cells, lanes).loads(config) <= config.loads
+        _fits_loads(gather, config, lanes)
         and _shared_bytes(gather, config, lanes) <= device.shared_bytes_per_block
         and (width >= gather.cells[2] or width * gather.cell_axes[2].src % 4 == 0)
     )
 
 
-def _some_lanes(gather: Gather, config: TiledConfig) -> tuple[int, int, int, int]:
+def _some_lanes(gather: Gather, config: TiledConfig) -> Four:
     """Extents of lanes along n, d, h and w that fit the config's loads: one row, or short rows if the halo is wide."""
     row = 1, 1, 1, config.lanes
-    long = _TileSize.of(gather, config.cells, row).loads(config) > config.loads
-    return (1, 1, 1, _ROW_LANES) if long else row
+    return row if _fits_loads(gather, config, row) else (1, 1, 1, _ROW_LANES)
 
 
-def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> tuple[int, int, int, int]:
+def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> Four:
     """Extents of a tile's lanes along n, d, h and w: those of least work that fit the compiled config."""
     batch, depths = max(1, gather.src.shape[0]), gather.cells[0]
     heights, widths = (
@@ -262,7 +236,7 @@ def _arrange(gather: Gather, config: TiledConfig, device: DeviceInfo) -> tuple[i
     for width in _extents(widths, config.lanes):
         for height in _extents(heights, config.lanes // width):
             for depth in _extents(depths, config.lanes // (width * height)):
-                one = _TileSize.of(gather, config.cells, (1, depth, height, width)).elements
+                one = _elements(gather, config.cells, (1, depth, height, width))
                 images = min(batch, config.lanes // (width * height * depth), max(1, most_elements // one))
                 images = math.ceil(batch / math.ceil(batch / images))
                 lanes = (images, depth, height, width)
@@ -294,7 +268,7 @@ def _found(
 ) -> float:
     """Predicted cycles to compute load addresses, once per block, and to load unaligned rows by elements."""
     terms = costs("direct_tiled", device)
-    of_tile = problem.groups * math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
+    of_tile = problem.groups * config.dst_blocks(gather)
     blocks = count / _of_block(of_tile, count // of_tile, config, device)
     slots = blocks * terms.begin_load + (0.0 if gather.aligned_src else count * counts.stages * terms.odd_load)
     return slots * config.loads * config.threads / 128 / device.multiprocessors
@@ -307,9 +281,8 @@ def _of_block(work_tiles: int, tiles: int, config: TiledConfig, device: DeviceIn
 
 def _work_tiles(problem: ConvTransposeProblem, gather: Gather, config: TiledConfig) -> int:
     """Work tiles of all tiles."""
-    tiles = math.ceil(problem.batch * math.prod(gather.cells) / (config.lanes * config.cells_h * config.cells_w))
-    blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
-    return tiles * problem.groups * blocks
+    tiles = math.ceil(problem.batch * math.prod(gather.cells) / (config.lanes * math.prod(config.cells)))
+    return tiles * problem.groups * config.dst_blocks(gather)
 
 
 def legal_configs(gather: Gather, device: DeviceInfo) -> list[tuple[TiledConfig, Counts]]:
@@ -320,9 +293,7 @@ def legal_configs(gather: Gather, device: DeviceInfo) -> list[tuple[TiledConfig,
     return next(filter(None, (list(_within(gather, device, *way)) for way in ways)), [])
 
 
-def _within(
-    gather: Gather, device: DeviceInfo, short_rows: bool = False, most: int = _LOADS
-) -> Iterator[tuple[TiledConfig, Counts]]:
+def _within(gather: Gather, device: DeviceInfo, short_rows: bool, most: int) -> Iterator[tuple[TiledConfig, Counts]]:
     """Every config of a layer that by estimate compiles without spills, and its `Counts`.
 
     ``short_rows``: also configs whose rows have few lanes, because the halo is wide. ``most``: loads of a thread.
@@ -334,12 +305,12 @@ def _within(
     blocks = list(itertools.product((64, 128, 256), (1, 2, 4), src_slices, stages, buffers))
     for dst, cells in _of_threads(gather, tall):
         vector = _dst_vector(gather, dst)
-        elements = {lanes: _elements(gather, cells, lanes, tall) for lanes in (64, 128, 256)}
+        elements = {lanes: [_elements(gather, cells, each) for each in _rows(lanes, tall)] for lanes in (64, 128, 256)}
         for lanes, of_dst, of_src, channels, depth in blocks:
             threads = lanes * of_dst * of_src
             if threads > 512 or channels % of_src or (of_dst - 1) * dst >= gather.dst_channels:
                 continue
-            row, rows = (math.ceil(count * channels / 4 / threads) for count in elements[lanes])
+            row, rows = (_loads(count, channels, threads) for count in elements[lanes])
             loads = rows if short_rows else max(row, rows)
             if loads > most:
                 continue
@@ -383,11 +354,10 @@ def _copies_asynchronously(gather: Gather, device: DeviceInfo) -> bool:
     return as_it_is and device.capability >= 80
 
 
-def _elements(gather: Gather, cells: tuple[int, int], lanes: int, tall: bool) -> tuple[int, int]:
-    """Elements of a channel of a tile whose lanes are one row, and of one with short rows in a ``tall`` layer."""
+def _rows(lanes: int, tall: bool) -> tuple[Four, Four]:
+    """Extents of lanes that are one row, and of those in short rows in a ``tall`` layer."""
     row = 1, 1, 1, lanes
-    rows = (1, 1, lanes // _ROW_LANES, _ROW_LANES) if tall else row
-    return _TileSize.of(gather, cells, row).elements, _TileSize.of(gather, cells, rows).elements
+    return row, (1, 1, lanes // _ROW_LANES, _ROW_LANES) if tall else row
 
 
 def _aligned_rows(gather: Gather, config: TiledConfig) -> bool:
@@ -401,5 +371,4 @@ def _dst_vector(gather: Gather, dst_per_thread: int) -> int:
     if not gather.dst.channels_last:
         return 1
     most = 16 // DTYPE_BYTES[gather.dtype]
-    strides = (*gather.dst.strides[2:], gather.dst.strides[0], gather.dst_channels)
-    return reduce(math.gcd, (most, dst_per_thread, *strides))
+    return reduce(math.gcd, (most, dst_per_thread, gather.dst_channels, gather.dst.apart(1)))

@@ -44,6 +44,10 @@ class TiledConfig(NamedTuple):
         """Threads of a block."""
         return self.lanes * self.dst_slices * self.src_slices
 
+    def dst_blocks(self, gather: Gather) -> int:
+        """Blocks that share the destination channels of a group."""
+        return math.ceil(gather.dst_channels / (self.dst_per_thread * self.dst_slices))
+
 
 # Terms, on average over the phases, after which a chain of float32 ends with its stage: its error grows with the root
 # of their number (docs/numerics.md). Other types are exact enough, or are rounded much more at the end.
@@ -170,8 +174,7 @@ def block_cycles(config: TiledConfig, counts: Counts, resident: int, terms: Cost
 def cycles_per_result(gather: Gather, config: TiledConfig, counts: Counts, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor per cell and destination channel, if there are enough blocks."""
     cycles = block_cycles(config, counts, config.min_blocks, terms)
-    blocks = math.ceil(gather.dst_channels / (config.dst_per_thread * config.dst_slices))
-    return cycles * blocks / (config.lanes * config.cells_h * config.cells_w * gather.dst_channels)
+    return cycles * config.dst_blocks(gather) / (config.lanes * math.prod(config.cells) * gather.dst_channels)
 
 
 def cycles_of_waves(config: TiledConfig, counts: Counts, work_tiles: int, multiprocessors: int, terms: Costs) -> float:

@@ -17,7 +17,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import Side, sides_of
-from polyphase.schedules.cost import slower_of, waves_of
+from polyphase.schedules.cost import overlapped_time, slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import (
     Four,
@@ -111,9 +111,6 @@ class DirectWgradChannels(Schedule):
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> list[ChannelsConfig]:
         return sorted(legal_configs(at, device))
 
-    def seconds(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, config: ChannelsConfig) -> float:
-        return _estimate(at, config, device)[0]
-
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: ChannelsConfig
     ) -> Cost | None:
@@ -178,8 +175,7 @@ def _at_once(side: Side, held: int, problem: ConvTransposeProblem, layouts: Layo
     """Channels of a vectorised load, if a thread holds ``held``."""
     if not layouts.aligned:
         return 1
-    batch, _, *spatial = side.strides
-    return widest_piece(DTYPE_BYTES[problem.dtype], held, batch, *spatial)
+    return widest_piece(DTYPE_BYTES[problem.dtype], held, side.apart(1))
 
 
 def _window(problem: ConvTransposeProblem, config: ChannelsConfig) -> int:
@@ -199,7 +195,7 @@ def _run(problem: ConvTransposeProblem, config: ChannelsConfig, strides: Strides
         return 1
     shares = 0 if config.columns >= width.kernel else config.columns * width.dilation
     apart = (batch, channel, depth, height, problem.output_size[-1], config.positions * width.stride, shares)
-    return widest_piece(DTYPE_BYTES[problem.dtype], 16 // DTYPE_BYTES[problem.dtype], *apart)
+    return widest_piece(DTYPE_BYTES[problem.dtype], *apart)
 
 
 def _runs_met(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[int, int]:
@@ -228,8 +224,8 @@ def _blocks(problem: ConvTransposeProblem, config: ChannelsConfig) -> tuple[int,
 def _splits(problem: ConvTransposeProblem, config: ChannelsConfig, device: DeviceInfo) -> int:
     """Split-K count of the positions: a split has at least a few tiles."""
     blocks, tiles = math.prod(_blocks(problem, config)), math.prod(_tiles(problem, config)[1])
-    resident, most = device.multiprocessors * config.min_blocks, min(tiles // _LEAST_TILES, affordable_planes(problem))
-    return splits_in_few_waves(blocks, resident, most, lambda splits: -(-tiles // splits) + _LEAST_TILES // 2)
+    resident = device.multiprocessors * config.min_blocks
+    return splits_in_few_waves(blocks, resident, tiles, _LEAST_TILES, affordable_planes(problem))
 
 
 def legal_configs(problem: ConvTransposeProblem, device: DeviceInfo) -> Iterator[ChannelsConfig]:
@@ -325,7 +321,7 @@ def _estimate(problem: ConvTransposeProblem, config: ChannelsConfig, device: Dev
     tiles = math.ceil(math.prod(_tiles(problem, config)[1]) / splits)
     # A step is bound by the issue slots of all warps, or by the latency of one.
     alone = terms.one_warp * cycles + terms.wait * waits
-    step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
+    step = overlapped_time(warps * cycles, alone, terms.together)
     work = waves * tiles * step / device.clock_hz
     moving = problem.bytes / device.copy_bytes_per_second
     # Partial planes are stored by kernel rows, or by parts of them, and then reduced.

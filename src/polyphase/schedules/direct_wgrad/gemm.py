@@ -14,13 +14,13 @@ from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import next_power_of_two
 from polyphase.problem.layouts import Layouts
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import main_step
-from polyphase.schedules.cells import sides_of
+from polyphase.program.step import Step, main_step
+from polyphase.schedules.cells import Side, sides_of
 from polyphase.schedules.cost import cost_seconds
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants
 
-THREADS = 256
+_THREADS = 256
 _DEPTHS = (8, 16, 32, 64, 128)
 # Up to this many positions, and from this many weights of a group on, each power of two of positions has its own list.
 _FEW, _LARGE = 256, 1 << 20
@@ -85,11 +85,8 @@ class DirectWgradGemm(Schedule):
     def cost(
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost:
-        terms, product, launch = (
-            costs("direct_wgrad_gemm", device),
-            _product(problem),
-            _launched(problem, config, device),
-        )
+        terms, product = costs("direct_wgrad_gemm", device), _product(problem)
+        launch = _launched(problem, config, device)
         measured = terms.channels_last if problem.channels_last else terms.channels_first
         idle = max(1.0, device.multiprocessors / launch.blocks)  # multiprocessors without a block
         if product.few:
@@ -105,27 +102,12 @@ class DirectWgradGemm(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
         launch = _launched(problem, config, device)
-        source = source_of(problem, config)
-        x, grad = sides_of(problem, layouts)
-        params = {
-            "x": x,
-            "g": grad,
-            "batch": problem.batch,
-            "groups": problem.groups,
-            "rows": problem.in_channels_per_group,
-            "row_shares": launch.row_shares,
-            "splits": launch.splits,
-            "split_length": launch.positions,
-            "positions": problem.batch * math.prod(problem.input_size),
-            "plane": problem.elements[1],
-            "narrowed": launch.splits == 1,
-        }
-        shared_bytes = shared_values(config) * accumulator_bytes(problem.dtype)
-        main = main_step(source, launch.blocks, THREADS, shared_bytes, params)
-        return assemble(problem, pass_, main, splits=launch.splits, narrowed=launch.splits == 1)
+        narrowed = launch.splits == 1
+        main = gemm_step(problem, sides_of(problem, layouts), config, launch, problem.in_channels_per_group, narrowed)
+        return assemble(problem, pass_, main, splits=launch.splits, narrowed=narrowed)
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """Tiles of a split along the rows and in all, blocks that share the rows, splits, and positions of a split."""
 
     row_blocks: int
@@ -145,12 +127,40 @@ class _Launch(NamedTuple):
         return self.row_blocks / self.row_shares
 
 
-def source_of(problem: ConvTransposeProblem, config: GemmConfig, along_channels: bool = False) -> KernelSource:
-    """The kernel; ``along_channels``: lanes load neighbouring channels, else neighbouring positions."""
-    names = "rows columns thread_rows thread_columns k_slices depth min_blocks whole"
-    constants = *layer_constants(problem, Pass.WEIGHT_GRAD), *constants_of(config, names)
-    constants = *constants, ("ALONG_CHANNELS", along_channels)
-    return KernelSource("direct_wgrad_gemm", problem.dtype, True, constants)
+def gemm_step(
+    layer: ConvTransposeProblem,
+    sides: tuple[Side, Side],
+    config: GemmConfig,
+    launch: Launch,
+    rows: int,
+    narrowed: bool,
+    along_channels: bool = False,
+) -> Step:
+    """The launch of the kernel for the first ``rows`` input channels of each group of a layer.
+
+    ``narrowed``: it writes the weights themselves, not partial planes. ``along_channels``: lanes load neighbouring
+    channels, else neighbouring positions.
+    """
+    constants = (
+        *layer_constants(layer, Pass.WEIGHT_GRAD),
+        *constants_of(config),
+        ("ALONG_CHANNELS", along_channels),
+    )
+    source = KernelSource("direct_wgrad_gemm", layer.dtype, True, constants)
+    params = {
+        "x": sides[0],
+        "g": sides[1],
+        "batch": layer.batch,
+        "groups": layer.groups,
+        "rows": rows,
+        "row_shares": launch.row_shares,
+        "splits": launch.splits,
+        "split_length": launch.positions,
+        "positions": layer.batch * math.prod(layer.input_size),
+        "plane": layer.groups * rows * layer.out_channels_per_group * layer.taps,
+        "narrowed": narrowed,
+    }
+    return main_step(source, launch.blocks, _THREADS, _shared_values(config) * accumulator_bytes(layer.dtype), params)
 
 
 def _product(problem: ConvTransposeProblem) -> GemmProduct:
@@ -166,7 +176,7 @@ def _product(problem: ConvTransposeProblem) -> GemmProduct:
 
 def _launch(
     product: GemmProduct, config: GemmConfig, device: DeviceInfo, groups: int, positions: int, planes: int
-) -> _Launch:
+) -> Launch:
     """The launch for ``groups`` of a product, with at most ``planes`` partial planes.
 
     Four waves of blocks balance their ends; a split of less than 16 stages would be mostly prologue. A block that has
@@ -179,18 +189,18 @@ def _launch(
     length = max(1, math.ceil(positions / splits / config.depth)) * config.depth
     tiles_of_block = min(row_blocks, max(1, tiles // (2 * resident))) if config.whole else 1
     shares = math.ceil(row_blocks / tiles_of_block)
-    return _Launch(row_blocks, tiles, shares, max(1, math.ceil(positions / length)), length)
+    return Launch(row_blocks, tiles, shares, max(1, math.ceil(positions / length)), length)
 
 
-def _launched(problem: ConvTransposeProblem, config: GemmConfig, device: DeviceInfo) -> _Launch:
+def _launched(problem: ConvTransposeProblem, config: GemmConfig, device: DeviceInfo) -> Launch:
     positions = problem.batch * math.prod(problem.input_size)
     return _launch(_product(problem), config, device, problem.groups, positions, affordable_planes(problem))
 
 
-def shared_values(config: GemmConfig) -> int:
+def _shared_values(config: GemmConfig) -> int:
     """Values of a block in shared memory, in the accumulator's type."""
     row_pitch, column_pitch = -(-config.rows // 4) * 4 + 4, -(-config.columns // 4) * 4 + 4
-    return 2 * config.depth * (row_pitch + column_pitch) + THREADS * config.thread_rows * config.thread_columns
+    return 2 * config.depth * (row_pitch + column_pitch) + _THREADS * config.thread_rows * config.thread_columns
 
 
 def legal_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfig]:
@@ -203,9 +213,9 @@ def legal_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfi
         shapes = sorted(shapes, key=lambda shape: shape[1])
     for thread_rows, thread_columns, block_rows, block_columns in shapes:
         slice_threads = (block_rows // thread_rows) * (block_columns // thread_columns)
-        if block_rows < thread_rows or block_columns < thread_columns or slice_threads > THREADS:
+        if block_rows < thread_rows or block_columns < thread_columns or slice_threads > _THREADS:
             continue
-        k_slices = THREADS // slice_threads
+        k_slices = _THREADS // slice_threads
         held = thread_rows * thread_columns + 2 * (thread_rows + thread_columns)
         for depth in _DEPTHS:
             x_items, g_items = items[block_rows, depth], items[block_columns, depth]
@@ -217,7 +227,7 @@ def legal_configs(product: GemmProduct, shared_bytes: int) -> Iterator[GemmConfi
             config = GemmConfig(block_rows, block_columns, thread_rows, thread_columns, k_slices, depth, blocks)
             if 0 < product.few <= depth:
                 config = config._replace(whole=True)
-            if shared_values(config) * 4 * product.words <= shared_bytes:
+            if _shared_values(config) * 4 * product.words <= shared_bytes:
                 yield config
 
 
@@ -226,13 +236,13 @@ def _resident(product: GemmProduct, held: int, x_items: int, g_items: int) -> in
     registers = product.words * (held + x_items + g_items) + 56 + 2 * g_items
     if product.few or product.along_channels:
         registers -= 28 + (2 * g_items if product.along_channels else 0)
-        return min(6, int(REGISTERS / (registers * THREADS)))
-    return min(6, int(REGISTERS / (registers * 1.25 * THREADS)))
+        return min(6, int(REGISTERS / (registers * _THREADS)))
+    return min(6, int(REGISTERS / (registers * 1.25 * _THREADS)))
 
 
 def items_of(side: int, depth: int) -> int:
     """Elements of an operand that a thread loads for a stage."""
-    return -(-side * depth // THREADS)
+    return -(-side * depth // _THREADS)
 
 
 def stage_cycles(config: GemmConfig, product: GemmProduct, terms: Costs, gathers: bool = True) -> float:
@@ -250,7 +260,7 @@ def stage_cycles(config: GemmConfig, product: GemmProduct, terms: Costs, gathers
     return _issued(config, instructions, wavefronts, terms)
 
 
-def _tile_cycles(config: GemmConfig, product: GemmProduct, launch: _Launch, measured: float, terms: Costs) -> float:
+def _tile_cycles(config: GemmConfig, product: GemmProduct, launch: Launch, measured: float, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a whole tile, on average over a block's tiles.
 
     ``measured``: the factor from predicted to measured time of gathered loads.
@@ -266,5 +276,5 @@ def _tile_cycles(config: GemmConfig, product: GemmProduct, launch: _Launch, meas
 
 def _issued(config: GemmConfig, instructions: float, wavefronts: float, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a block whose warps have ``instructions`` and ``wavefronts`` each."""
-    warps = THREADS / 32
+    warps = _THREADS / 32
     return max(instructions * warps / 4, wavefronts * warps) * (terms.stalls + terms.few_blocks / config.min_blocks)

@@ -17,7 +17,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
 from polyphase.schedules.cells import sides_of
-from polyphase.schedules.cost import slower_of, waves_of
+from polyphase.schedules.cost import overlapped_time, slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import affordable_planes, constants_of, layer_constants, splits_in_few_waves
 
@@ -107,7 +107,7 @@ class DirectWgradLong(Schedule):
             wide_offsets=True,
             constants=(
                 *layer_constants(problem, pass_),
-                *constants_of(config, "vector positions in_held taps_held lanes walkers min_blocks"),
+                *constants_of(config),
                 ("PIECE", piece),
                 ("X_PIXEL", _pixel(problem, layouts)),
             ),
@@ -184,10 +184,8 @@ def _blocks(problem: ConvTransposeProblem, config: LongConfig, piece: int) -> in
 def _splits(problem: ConvTransposeProblem, config: LongConfig, device: DeviceInfo, piece: int) -> int:
     """Split-K count of the steps."""
     blocks, steps = _blocks(problem, config, piece), _steps(problem, config)[0]
-    resident, walkers = device.multiprocessors * config.min_blocks, config.walkers
-    most = min(steps // (_LEAST_STEPS * walkers), affordable_planes(problem))
-    least = _LEAST_STEPS // 2
-    return splits_in_few_waves(blocks, resident, most, lambda splits: -(-steps // (splits * walkers)) + least)
+    resident = device.multiprocessors * config.min_blocks
+    return splits_in_few_waves(blocks, resident, steps, _LEAST_STEPS, affordable_planes(problem), config.walkers)
 
 
 def _shared_bytes(problem: ConvTransposeProblem, config: LongConfig) -> int:
@@ -242,7 +240,7 @@ def _estimate(problem: ConvTransposeProblem, config: LongConfig, device: DeviceI
     steps = math.ceil(math.ceil(_steps(problem, config)[0] / splits) / config.walkers)
     # A step is bound by the issue slots of all warps, or by the issue and latency of one.
     warps, alone = config.threads // 32 * resident, max(terms.wait, issued + terms.wait / 3)
-    step = ((warps * cycles) ** terms.together + alone**terms.together) ** (1 / terms.together)
+    step = overlapped_time(warps * cycles, alone, terms.together)
     storing = terms.store * config.in_held * config.taps_held * resident
     work = waves * (steps * step + storing) / device.clock_hz
     again = (_row_blocks(problem, config) - 1) * problem.elements[2] * size / terms.from_l2

@@ -14,17 +14,17 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.device import REGISTERS, DeviceInfo
 from polyphase.problem.integers import equal_parts, parted, round_up
-from polyphase.problem.layouts import Layouts, five
+from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import main_step
-from polyphase.schedules.cells import Side
-from polyphase.schedules.cost import slower_of
+from polyphase.schedules.cells import Side, sides_of
+from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.direct_wgrad.channels import MAX_CHANNELS
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tiles import Four, affordable_planes, constants_of, layer_constants, tiles_of
 from polyphase.schedules.window_gemm.stages import channel_piece, row_piece
-from polyphase.schedules.window_gemm.window import as_one_channel
+from polyphase.schedules.window_gemm.window import as_one_channel, blocks_of, extent_of_window, split_params
 
 _POSITIONS = 4  # positions of a thread's step
 _THREADS = (384, 512)  # approximate threads of a block; one block is resident
@@ -76,18 +76,16 @@ class _Layer:
     @lru_cache(maxsize=1024)
     def of(cls, given: ConvTransposeProblem, layouts: Layouts) -> _Layer | None:
         """None if elements of a row of the output gradient are not adjacent."""
-        x = Side(five(given.input_shape), layouts.input)
-        problem = given
+        problem, channels = given, given.in_channels_per_group
         if given.channels_last and given.out_channels > 1:
             found = as_one_channel(given, layouts)
             if found is None:
                 return None
             problem, layouts = found
-        grad = Side(five(problem.output_shape), layouts.output)
-        x_piece = row_piece(x, 4, layouts.aligned, 0)
+        x, grad = sides_of(problem, layouts)
+        x_piece, grad_piece = (row_piece(side, 4, layouts.aligned, 0) for side in (x, grad))
         if x.channels_last:
-            x_piece = channel_piece(x, given.in_channels_per_group, given.in_channels_per_group, 4, layouts.aligned)
-        grad_piece = row_piece(grad, 4, layouts.aligned, 0)
+            x_piece = channel_piece(x, channels, channels, 4, layouts.aligned)
         return cls(problem, x, grad, *(piece if piece == 4 else 1 for piece in (x_piece, grad_piece)))
 
     @property
@@ -182,9 +180,7 @@ class DirectWgradWindows(Schedule):
             constants=(
                 *layer_constants(layer.problem, pass_),
                 ("X_LAST", layer.x.channels_last),
-                *constants_of(
-                    config, "thread_rows thread_lines thread_columns row_threads out_chunk k_slices slice_threads"
-                ),
+                *constants_of(config),
                 ("MIN_BLOCKS", 1),
             ),
         )
@@ -201,11 +197,8 @@ class DirectWgradWindows(Schedule):
             "lanes_log": _lanes_log(layer, tiling),
             "window_at": tiling.window_at,
             "stage": tiling.stage,
-            "groups": problem.groups,
             "flush": flush,
-            "split_length": length,
-            "all_tiles": tiling.total,
-            "plane": problem.elements[1],
+            **split_params(problem, length, tiling.total),
         }
         blocks, shared_bytes = _blocks(layer, config) * planes, _shared_bytes(layer, config, tiling)
         main = main_step(source, blocks, config.threads, shared_bytes, params)
@@ -215,9 +208,7 @@ class DirectWgradWindows(Schedule):
 
 def _blocks(layer: _Layer, config: WindowsConfig) -> int:
     """Blocks of a split."""
-    problem = layer.problem
-    blocks = math.ceil(problem.in_channels_per_group / config.rows) * problem.groups
-    return blocks * math.ceil(problem.out_channels_per_group / config.out_chunk)
+    return blocks_of(layer.problem, Pass.WEIGHT_GRAD, config.rows, config.out_chunk)
 
 
 def _splits(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: DeviceInfo) -> int:
@@ -226,12 +217,8 @@ def _splits(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: Devic
     return max(1, min(full, affordable_planes(layer.problem), tiling.total))
 
 
-def _block_columns(layer: _Layer, config: WindowsConfig) -> int:
-    return config.out_chunk * layer.problem.taps
-
-
 def _shared_bytes(layer: _Layer, config: WindowsConfig, tiling: _Tiling) -> int:
-    sums = config.k_slices * config.rows * _block_columns(layer, config)
+    sums = config.k_slices * config.rows * config.out_chunk * layer.problem.taps
     return 4 * max(2 * tiling.stage, sums)
 
 
@@ -244,15 +231,10 @@ def _lanes_log(layer: _Layer, tiling: _Tiling) -> int:
 def _tiling(layer: _Layer, config: WindowsConfig, device: DeviceInfo) -> _Tiling | None:
     """The tiling of least work whose stages fit shared memory."""
     (height, width), terms = layer.x.shape[3:], costs("direct_wgrad_windows", device)
-    best, least = None, math.inf
-    for w, h in itertools.product(_widths(width), _heights(height)):
-        tiling = _tile(layer, config, (1, 1, h, w), terms)
-        if _shared_bytes(layer, config, tiling) > device.shared_bytes_per_block:
-            continue
-        work = _cycles(layer, config, tiling, device)
-        if work < least:
-            best, least = tiling, work
-    return best
+    extents = itertools.product(_widths(width), _heights(height))
+    tilings = (_tile(layer, config, (1, 1, h, w), terms) for w, h in extents)
+    fitting = (each for each in tilings if _shared_bytes(layer, config, each) <= device.shared_bytes_per_block)
+    return min(fitting, key=lambda each: _cycles(layer, config, each, device), default=None)
 
 
 def _widths(size: int) -> list[int]:
@@ -267,49 +249,39 @@ def _heights(size: int) -> list[int]:
 
 
 def _tile(layer: _Layer, config: WindowsConfig, tile: Four, terms: Costs) -> _Tiling:
-    problem = layer.problem
-    _, of_h, of_w = problem.axes3
-    taps = _row_shares(problem, config) * config.thread_columns  # along the width, padding included
-    rows = (tile[2] - 1) * of_h.stride + (of_h.kernel - 1) * of_h.dilation + 1
-    columns = layer.skew + (tile[3] - 1) * of_w.stride + (taps - 1) * of_w.dilation + 1
+    _, slabs, rows, columns = extent_of_window(layer.problem, tile)
+    axis = layer.problem.axes3[2]
+    unused = round_up(axis.kernel, config.thread_columns) - axis.kernel  # of a row's last thread
+    columns += layer.skew + unused * axis.dilation
     pitch = 4 * (math.ceil(columns / 4) | 1)  # an odd number of quads: rows begin in different banks
     positions = tile[2] * tile[3]
     x_pitch = config.rows if layer.x.channels_last else positions + (4 - positions) % 32
     window_at = config.rows * positions if layer.x.channels_last else config.rows * x_pitch
-    stage = window_at + config.out_chunk * _slabs(problem) * rows * pitch
-    tiles = tiles_of(problem.batch, layer.x.shape[2:], tile)
-    return _Tiling(
-        tile, tiles, rows, pitch, x_pitch, window_at, stage, _tile_cycles(layer, config, tile, rows, pitch, terms)
-    )
+    window_rows = config.out_chunk * slabs * rows
+    stage = window_at + window_rows * pitch
+    tiles = tiles_of(layer.problem.batch, layer.x.shape[2:], tile)
+    cycles = _tile_cycles(layer, config, positions, window_rows, pitch, terms)
+    return _Tiling(tile, tiles, rows, pitch, x_pitch, window_at, stage, cycles)
 
 
-def _row_shares(problem: ConvTransposeProblem, config: WindowsConfig) -> int:
-    return math.ceil(problem.axes3[2].kernel / config.thread_columns)
-
-
-def _slabs(problem: ConvTransposeProblem) -> int:
-    axis = problem.axes3[0]
-    return (axis.kernel - 1) * axis.dilation + 1
-
-
-def _quads(problem: ConvTransposeProblem, thread_columns: int, skew: int, positions: int = _POSITIONS) -> int:
+def _quads(layer: _Layer, thread_columns: int, positions: int = _POSITIONS) -> int:
     """Quads of a row of the window that ``positions`` of a thread read."""
-    axis = problem.axes3[2]
+    axis = layer.problem.axes3[2]
     places = itertools.product(range(positions), range(thread_columns))
-    return len({(skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
+    return len({(layer.skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
 
 
-def _tile_cycles(layer: _Layer, config: WindowsConfig, tile: Four, rows: int, pitch: int, terms: Costs) -> float:
+def _tile_cycles(
+    layer: _Layer, config: WindowsConfig, positions: int, window_rows: int, pitch: int, terms: Costs
+) -> float:
     """Predicted cycles of a multiprocessor for a tile."""
-    problem = layer.problem
-    steps = math.ceil(tile[2] * tile[3] / _POSITIONS / config.k_slices)
+    steps = math.ceil(positions / _POSITIONS / config.k_slices)
     products = _POSITIONS * config.thread_rows * config.thread_lines * config.thread_columns
-    of_window = config.thread_lines * _quads(problem, config.thread_columns, layer.skew)
+    of_window = config.thread_lines * _quads(layer, config.thread_columns)
     warps = 4 * math.ceil(config.threads / 128)  # as if rounded up to a warp for each scheduler
     issued = (products + config.thread_rows + of_window + terms.loop) / 4 * terms.issued * warps
     passes = config.thread_rows * math.ceil(min(32, config.row_threads) / 8) + of_window
-    x_copies = config.rows * tile[2] * tile[3] / layer.x_piece / 32
-    window_rows = config.out_chunk * _slabs(problem) * rows
+    x_copies = config.rows * positions / layer.x_piece / 32
     copies = (x_copies + window_rows * math.ceil(pitch / layer.grad_piece / 32)) * terms.copy + window_rows * terms.row
     return steps * max(issued, passes * terms.wavefront * config.threads / 32) + copies / 4 + terms.stage
 
@@ -328,8 +300,7 @@ def _estimate(layer: _Layer, config: WindowsConfig, tiling: _Tiling, device: Dev
     work = _cycles(layer, config, tiling, device) / device.clock_hz
     moving = layer.problem.bytes / device.copy_bytes_per_second
     planes = 8 * splits * layer.columns * layer.problem.in_channels / device.copy_bytes_per_second
-    seconds = (work**terms.together + moving**terms.together) ** (1 / terms.together)
-    return seconds + planes + terms.end, slower_of(work, moving)[1]
+    return overlapped_time(work, moving, terms.together) + planes + terms.end, slower_of(work, moving)[1]
 
 
 def legal_configs(layer: _Layer, spare: int = 0) -> Iterator[WindowsConfig]:
@@ -359,9 +330,9 @@ def legal_configs(layer: _Layer, spare: int = 0) -> Iterator[WindowsConfig]:
 
 def _registers(layer: _Layer, thread_rows: int, thread_lines: int, columns: int) -> int:
     """Estimated registers of a thread; with fewer the compiler spills."""
-    all_quads = _quads(layer.problem, columns, layer.skew)
+    all_quads = _quads(layer, columns)
     if layer.x.channels_last:  # quads of one position, and quads that the next position adds
-        of_one = _quads(layer.problem, columns, layer.skew, 1)
+        of_one = _quads(layer, columns, 1)
         held = 4 * thread_lines * (of_one + (all_quads - of_one) / (_POSITIONS - 1)) + 8
     else:
         held = 4 * thread_lines * all_quads + 4
@@ -374,7 +345,7 @@ def _thread_tiles(layer: _Layer, lines: int) -> Iterator[tuple[int, int, int]]:
     for columns in equal_parts(axis.kernel):
         if columns < axis.kernel:  # threads begin at whole quads
             columns = round_up(columns, 4 // math.gcd(4, axis.dilation))
-        quads = _quads(layer.problem, columns, layer.skew) if columns <= _MOST_SUMS // 4 else math.inf
+        quads = _quads(layer, columns) if columns <= _MOST_SUMS // 4 else math.inf
         for thread_lines, thread_rows in itertools.product(range(1, min(lines, _MOST_LINES) + 1), (8, 4)):
             if thread_rows * thread_lines * columns <= _MOST_SUMS and thread_lines * quads <= _MOST_QUADS:
                 yield thread_lines, columns, thread_rows

@@ -14,10 +14,9 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.problem.sizes import FEW_CHANNELS, standard, with_large_images
-from polyphase.program.params import params_of
+from polyphase.problem.sizes import FEW_CHANNELS, with_large_images
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step, plain_step
+from polyphase.program.step import Step, main_step, plain_step
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.cost import Sharing, slower_of
 from polyphase.schedules.grouped_gemm.tiling import Tiling, product_of, tile_extents, tiling_of
@@ -94,9 +93,6 @@ class GroupedGemm(Schedule):
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
 
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
-        return standard(problem)
-
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[GroupedConfig]:
         return legal_configs(at, device)
 
@@ -124,35 +120,30 @@ class GroupedGemm(Schedule):
         if _shares(problem, config, tiling, device):
             counters = counter_bytes(blocks)
         source = KernelSource(self.name, problem.dtype, True, _constants(problem, layouts, config, device))
-        params = params_of(source).pack(
-            x=gather.src,
-            y=gather.dst,
-            window=tiling.window,
-            batch=problem.batch,
-            groups=problem.groups,
-            tile_extent=tiling.tile_extent,
-            tiles=tiling.tiles,
-            first=tiling.first,
-            skew=tiling.skew,
-            pitch=tiling.pitch,
-            shift=tiling.shift,
-            joined=tiling.joined,
-            outputs=outputs,
-            at_once=at_once,
-            counters=counters,
-            staged_bytes=tiling.staged_bytes,
-            bare_bytes=tiling.bare_bytes,
-            table_bytes=tiling.table_bytes,
-            stage_bytes=config.stage_steps * tiling.step_bytes,
-        )
+        params = {
+            "x": gather.src,
+            "y": gather.dst,
+            "window": tiling.window,
+            "batch": problem.batch,
+            "groups": problem.groups,
+            "tile_extent": tiling.tile_extent,
+            "tiles": tiling.tiles,
+            "first": tiling.first,
+            "skew": tiling.skew,
+            "pitch": tiling.pitch,
+            "shift": tiling.shift,
+            "joined": tiling.joined,
+            "outputs": outputs,
+            "at_once": at_once,
+            "counters": counters,
+            "staged_bytes": tiling.staged_bytes,
+            "bare_bytes": tiling.bare_bytes,
+            "table_bytes": tiling.table_bytes,
+            "stage_bytes": config.stage_steps * tiling.step_bytes,
+        }
         packs = (_copy_weights(problem, counters),) if counters else ()
-        main = Step(
-            source=source,
-            grid=(at_once * blocks if tiling.total else 0, 1, 1),
-            block=32 * config.all_warps,
-            shared_bytes=_shared_bytes(problem, config, tiling, outputs),
-            params=params,
-        )
+        shared_bytes = _shared_bytes(problem, config, tiling, outputs)
+        main = main_step(source, at_once * blocks if tiling.total else 0, 32 * config.all_warps, shared_bytes, params)
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=counters + weight_bytes if counters else 0)
 
 

@@ -13,9 +13,10 @@ from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import SECTOR_BYTES, Layouts
 from polyphase.schedules.cells import forward_gather
 from polyphase.schedules.tensor_cores import parts_of, steps_of
-from polyphase.schedules.tiles import tiles_of
+from polyphase.schedules.tiles import Four, extents_of_tiles, tiles_of
 from polyphase.schedules.window_gemm.stages import MAX_SIDE, MOVING_BYTES, StageBox, row_piece
 
+_SIZES = tuple(1 << i for i in range(10))  # of tiles along a dimension, besides equal shares
 _MAX_THREE_PARTS = 32 << 10  # most bytes of weights for three parts of float32; beyond, it has two, less accurate ones
 
 
@@ -27,13 +28,13 @@ class Tiling:
     first one that taps read. ``pitch`` and ``shift`` are members of the kernel's ``Params``.
     """
 
-    tile_extent: tuple[int, int, int, int]
-    tiles: tuple[int, int, int, int]
-    first: tuple[int, int, int, int]
+    tile_extent: Four
+    tiles: Four
+    first: Four
     skew: int
     window: StageBox
-    pitch: tuple[int, int, int, int]
-    shift: tuple[int, int, int, int]
+    pitch: Four
+    shift: tuple[int, ...]
     joined: int
     staged_bytes: int
     bare_bytes: int
@@ -87,29 +88,13 @@ def product_of(problem: ConvTransposeProblem, out_chunk: int) -> _Product:
     return _Product(row_blocks, pixels, entries, parts, steps, weight_bytes)
 
 
-@lru_cache(maxsize=256)
-def tile_extents(problem: ConvTransposeProblem, columns: int) -> list[tuple[int, int, int, int]]:
-    """Extents of tiles along n, d, h and w, of at most ``columns`` cells; two neighbours along w are among them."""
-    depth, height, width = forward_gather(problem, Layouts.dense(problem)).cells
-    found = {(1, 1, 1, 2)}
-    for w in sorted({round_up(extent, 2) for extent in _extents(width, columns)}):
-        for h in _extents(height, columns // w):
-            for d in _extents(depth, columns // (w * h)):
-                images = columns // (w * h * d) if (d, h) == (depth, height) and w >= width else 1
-                found.add((max(1, min(problem.batch, images)), d, h, w))
-    return sorted(found)
+def tile_extents(problem: ConvTransposeProblem, columns: int) -> list[Four]:
+    """Extents of tiles of at most ``columns`` cells; two neighbours along w are among them."""
+    cells = forward_gather(problem, Layouts.dense(problem)).cells
+    return extents_of_tiles(problem.batch, cells, columns, range(1, 9), _SIZES, multiple=2)
 
 
-def _extents(cells: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: equal shares, powers of two, and ``most``."""
-    shares = {math.ceil(cells / parts) for parts in range(1, 9)}
-    wanted = shares | {1, 2, 4, 8, 16, 32, 64, 128, 256, 512} | {most}
-    return sorted(extent for extent in wanted if 1 <= extent <= min(cells, most))
-
-
-def tiling_of(
-    problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, tile: tuple[int, int, int, int]
-) -> Tiling | None:
+def tiling_of(problem: ConvTransposeProblem, layouts: Layouts, out_chunk: int, tile: Four) -> Tiling | None:
     """The tiling by tiles with extents ``tile`` along n, d, h and w, or None if the kernel does not support it."""
     size, gather = DTYPE_BYTES[problem.dtype], forward_gather(problem, layouts)
     if gather.src.channels_last or gather.dst.channels_last:
@@ -140,19 +125,17 @@ def tiling_of(
     channel += _padding(channel % (128 // size), channel_stride % sector, width.dst, size)
     bare_rows = (out_chunk if problem.bias else 1) if bare else 0
     strides = channel_stride, batch_stride, depth_stride, 0 if whole else height_stride
-    first, second, third, fourth = (stride % sector for stride in strides)
     staged = round_up(out_chunk * channel * size, 16)
     if out_chunk * channel >= 1 << 23:
         return None
-    n, d, h, w = tiles
     return Tiling(
         tile,
-        (n, d, h, w),
+        tiles,
         (0, depth.first_offset, height.first_offset, width.first_offset - skew),
         skew,
         part,
         (channel, image, slab, row),
-        (first, second, third, fourth),
+        tuple(stride % sector for stride in strides),
         lines if whole else 1,
         staged,
         bare_rows * round_up(run + sector, sector) * size,

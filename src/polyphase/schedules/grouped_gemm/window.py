@@ -15,14 +15,13 @@ from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import SECTOR_BYTES, Layouts
-from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
+from polyphase.program.step import main_step
 from polyphase.schedules.cells import CellAxis, Gather
+from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of
-from polyphase.schedules.tiles import Four, constants_of, tiles_of
+from polyphase.schedules.tiles import Four, constants_of, extents_of_tiles, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece
 
 _WARPS = 8
@@ -35,6 +34,7 @@ _MAX_COLUMNS = 64  # most columns of a set if cells are folded
 _MAX_SIDE = 1 << 13  # pixels of a window, or outputs of a tile, along a dimension
 _SUMS, _OTHER_REGISTERS = 64, 46  # most accumulators of a thread, and its other registers
 _RESIDENT = (1, 2, 3, 4)
+_SHARES, _SIZES = (1, 2, 3, 4, 6, 8), (1, 2, 4, 8, 16, 32)  # of tiles along a dimension
 _NORM = 3  # exponent by which products, shared memory and instructions overlap
 
 
@@ -98,13 +98,11 @@ class _Side:
         """For each set the source elements that its outputs read, and any between these at their common step."""
         found = []
         for number in range(self.sets):
-            read = set()
+            read: set[int] = set()
             for output in range(number, self.outputs, self.sets):
-                for tap in range(self.axis.kernel):
-                    if self.forward and self.axis.phase(tap) == output % self.natural.dst:
-                        read.add(output // self.natural.dst - self.axis.shift(tap))
-                    elif not self.forward:
-                        read.add(output * self.axis.stride + tap * self.axis.dilation)
+                cell, phase = divmod(output, self.natural.dst)
+                taps = self.axis.taps_by_phase.get(phase, ()) if self.forward else range(self.axis.kernel)
+                read.update(cell * self.natural.src + self.natural.offset(tap) for tap in taps)
             first = min(read, default=0)
             step = reduce(math.gcd, (pixel - first for pixel in read), 0) or 1
             found.append((max(read) - first) // step + 1 if read else 0)
@@ -199,9 +197,6 @@ class GroupedGemmWindow(Schedule):
             return f"{taps} taps along a dimension are too many (at most {_MAX_KERNEL})"
         return None
 
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
-        return standard(problem)
-
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[WindowConfig]:
         return legal_configs(at, pass_, device)
 
@@ -225,28 +220,23 @@ class GroupedGemmWindow(Schedule):
         source = KernelSource(self.name, problem.dtype, True, tuple(constants.items()))
         blocks = _blocks(problem.groups, total, config, device)
         first = [side.natural.first_offset for side in product.sides]
-        params = params_of(source).pack(
-            src=gather.src,
-            dst=gather.dst,
-            batch=problem.batch,
-            groups=problem.groups,
-            tile_extent=tiling.tile_extent,
-            tiles=[max(1, count) for count in tiling.tiles],
-            extent=(*tiling.window[:3], tiling.window[3] // max(1, tiling.vector)),
-            first=(*first[:2], first[2] - tiling.skew),
-            skew=tiling.skew,
-            vector=tiling.vector,
-            apart=(*gather.src.strides[1:4], max(1, tiling.vector) * gather.src.strides[4]),
-            blocks=blocks,
-            pairs=_in_pairs(product, tiling),
-        )
-        main = Step(
-            source=source,
-            grid=(blocks * problem.groups if total else 0, 1, 1),
-            block=32 * config.warps,
-            shared_bytes=product.weight_bytes(config) + product.pieces * tiling.plane,
-            params=params,
-        )
+        params = {
+            "src": gather.src,
+            "dst": gather.dst,
+            "batch": problem.batch,
+            "groups": problem.groups,
+            "tile_extent": tiling.tile_extent,
+            "tiles": [max(1, count) for count in tiling.tiles],
+            "extent": (*tiling.window[:3], tiling.window[3] // max(1, tiling.vector)),
+            "first": (*first[:2], first[2] - tiling.skew),
+            "skew": tiling.skew,
+            "vector": tiling.vector,
+            "apart": (*gather.src.strides[1:4], max(1, tiling.vector) * gather.src.strides[4]),
+            "blocks": blocks,
+            "pairs": _in_pairs(product, tiling),
+        }
+        shared_bytes = product.weight_bytes(config) + product.pieces * tiling.plane
+        main = main_step(source, blocks * problem.groups if total else 0, 32 * config.warps, shared_bytes, params)
         return assemble(problem, pass_, main)
 
 
@@ -315,30 +305,11 @@ def _best(
     product = _product(problem, pass_, layouts, config.folds, config.merged)
     room = device.shared_bytes_of(config.min_blocks) - product.weight_bytes(config)
     found = []
-    for tile in _tile_extents(problem.batch, product.cells, config.rows):
+    for tile in extents_of_tiles(problem.batch, product.cells, config.rows, _SHARES, _SIZES):
         tiling = _tiling(product, tile)
         if tiling is not None and product.pieces * tiling.plane <= room:
             found.append((tiling, *_seconds(problem, product, config, tiling, device)))
     return min(found, key=lambda each: each[1], default=None)
-
-
-@lru_cache(maxsize=1024)
-def _tile_extents(batch: int, cells: tuple[int, int, int], rows: int) -> list[Four]:
-    """Extents of tiles along n, d, h and w. A tile of one cell is among them."""
-    depth, height, width = cells
-    found = {(1, 1, 1, 1)}
-    for w in _extents(width, rows):
-        for h in _extents(height, rows // w):
-            for d in _extents(depth, rows // (w * h)):
-                whole = (d, h, w) == (depth, height, width)
-                found.add((max(1, min(batch, rows // (w * h * d))) if whole else 1, d, h, w))
-    return sorted(found)
-
-
-def _extents(cells: int, most: int) -> list[int]:
-    """Even shares of a dimension, and powers of two."""
-    shares = {-(-cells // count) for count in (1, 2, 3, 4, 6, 8)}
-    return sorted(each for each in shares | {1, 2, 4, 8, 16, 32, most} if 1 <= each <= min(max(1, cells), most))
 
 
 def _tiling(product: _Product, tile: Four) -> _Tiling | None:
@@ -377,14 +348,14 @@ def _seconds(
     warps = -(-math.prod(tiling.tile_extent) // (16 * config.row_tiles))
     work = terms.step * _multiplying(product, config, warps, terms) + _copying(product, tiling, terms)
     work += _storing(product, config, tiling, warps, terms) + terms.tile / config.min_blocks
-    cycles = (work**_NORM + (terms.moved * _window_bytes(product, tiling)) ** _NORM) ** (1 / _NORM)
+    cycles = overlapped_time(work, terms.moved * _window_bytes(product, tiling), _NORM)
     cycles *= 1 + terms.alone / config.min_blocks**2
     prepared = terms.prepare * sum(product.steps) * product.blocks(config) * config.column_tiles
     at_once = min(groups * blocks, device.multiprocessors * config.min_blocks)
     resident, waves = -(-at_once // device.multiprocessors), -(-groups * blocks // at_once)
     all_cycles = waves * resident * (-(-total // blocks) * cycles + prepared) + terms.launch
     seconds, moving = all_cycles / device.clock_hz, problem.bytes / device.copy_bytes_per_second
-    return (seconds**2 + moving**2) ** 0.5, "bytes" if moving > seconds else "instructions"
+    return overlapped_time(seconds, moving, 2), slower_of(seconds, moving)[1]
 
 
 def _multiplying(product: _Product, config: WindowConfig, warps: int, terms: Costs) -> float:

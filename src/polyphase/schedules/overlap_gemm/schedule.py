@@ -15,17 +15,17 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts
-from polyphase.problem.sizes import is_tiny, standard, typical
-from polyphase.program.params import params_of
+from polyphase.problem.sizes import is_tiny, typical
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step
+from polyphase.program.step import main_step
 from polyphase.schedules.cells import MAX_PHASES, Gather, forward_gather
 from polyphase.schedules.cost import slower_of, waves_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import parts_of, steps_of
-from polyphase.schedules.tiles import Four, constants_of, layer_constants, out_blocks, tiles_of
+from polyphase.schedules.tiles import Four, constants_of, extents_along, layer_constants, out_blocks, tiles_of
 from polyphase.schedules.window_gemm.stages import row_piece, widest_piece
 
+_SHARES, _SIZES = (*range(1, 9), *(1 << i for i in range(4, 16))), (4, 8, 12, 16, 24, 32, 48, 64)  # of tiles
 _TILES = 24  # tilings compared for a config
 # Batch and sides of images in one, two and three dimensions, besides those of `standard`, by whether images are tiny.
 _OTHER_SIZES = {True: ((128, (4, 2, 1)),), False: ((128, (1024, 32, 16)), (8, (16384, 256, 64)))}
@@ -63,10 +63,10 @@ class _Tiling:
     The window is multiplied in bands of ``band`` rows; shared memory keeps the product of ``ring`` rows.
     """
 
-    tile_extent: tuple[int, int, int, int]
-    tiles: tuple[int, int, int, int]
-    window: tuple[int, int, int, int]
-    first: tuple[int, int, int, int]
+    tile_extent: Four
+    tiles: Four
+    window: Four
+    first: Four
     band: int
     ring: int
     whole: bool
@@ -107,9 +107,6 @@ class OverlapGemm(Schedule):
     def nothing_fits(self, problem: ConvTransposeProblem, device: DeviceInfo) -> str:
         return f"no tile fits a thread's registers and {device.shared_bytes_per_block} bytes of shared memory"
 
-    def ranked_at(self, problem: ConvTransposeProblem, pass_: Pass, layouts: Layouts) -> ConvTransposeProblem:
-        return standard(problem)
-
     def configs(self, at: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> Iterator[OverlapConfig]:
         return legal_configs(at, device)
 
@@ -142,26 +139,21 @@ class OverlapGemm(Schedule):
         forms = (WgmmaForm(columns, problem.dtype, a_in_registers=True),) if config.wgmma else ()
         source = KernelSource(self.name, problem.dtype, True, constants, forms)
         run = problem.axes3[2].stride
-        params = params_of(source).pack(
-            x=gather.src,
-            y=gather.dst,
-            batch=problem.batch,
-            tile_extent=tiling.tile_extent,
-            tiles=tiling.tiles,
-            extent=tiling.window,
-            first=tiling.first,
-            band=tiling.band,
-            ring=tiling.ring,
-            whole=tiling.whole,
-            vectors=run in (2, 4, 8) and row_piece(gather.dst, 16 // run, True, 0) == run,
-        )
-        main = Step(
-            source=source,
-            grid=(tiling.total * out_blocks(problem, config.out_chunk), 1, 1),
-            block=32 * config.warps,
-            shared_bytes=_shared_bytes(problem, config),
-            params=params,
-        )
+        params = {
+            "x": gather.src,
+            "y": gather.dst,
+            "batch": problem.batch,
+            "tile_extent": tiling.tile_extent,
+            "tiles": tiling.tiles,
+            "extent": tiling.window,
+            "first": tiling.first,
+            "band": tiling.band,
+            "ring": tiling.ring,
+            "whole": tiling.whole,
+            "vectors": run in (2, 4, 8) and row_piece(gather.dst, 16 // run, True, 0) == run,
+        }
+        blocks = tiling.total * out_blocks(problem, config.out_chunk)
+        main = main_step(source, blocks, 32 * config.warps, _shared_bytes(problem, config), params)
         return assemble(problem, pass_, main)
 
 
@@ -218,11 +210,11 @@ def _tile_extents(problem: ConvTransposeProblem, room: int, unit: int, device: D
     """
     gather = forward_gather(problem, Layouts.dense(problem))
     cells = gather.cells
-    found: dict[tuple[int, int, int, int], float] = {(1, 1, 1, 1): math.inf}
-    for w in _extents(cells[2], room):
-        for d in _extents(cells[0], 8):
+    found: dict[Four, float] = {(1, 1, 1, 1): math.inf}
+    for w in extents_along(cells[2], room, _SHARES, _SIZES):
+        for d in extents_along(cells[0], 8, _SHARES, _SIZES):
             line = round_up(_window(gather, 2, w)[1], unit) * _window(gather, 0, d)[1]
-            for h in _extents(cells[1], cells[1]):
+            for h in extents_along(cells[1], cells[1], _SHARES, _SIZES):
                 rows = _window(gather, 1, h)[1]
                 images = max(1, min(problem.batch, room // max(1, line * rows)))
                 bands = math.ceil(images * line * rows / room)
@@ -232,12 +224,6 @@ def _tile_extents(problem: ConvTransposeProblem, room: int, unit: int, device: D
                     tiles = round_up(tiles, device.multiprocessors)
                 found[tile] = tiles * (bands * room + 64)
     return sorted(found, key=found.__getitem__)
-
-
-def _extents(cells: int, most: int) -> list[int]:
-    """Extents worth trying along one dimension: equal shares, and multiples of 4."""
-    shares = {math.ceil(cells / parts) for parts in (*range(1, 9), *(1 << i for i in range(4, 16)))}
-    return sorted(extent for extent in shares | {4, 8, 12, 16, 24, 32, 48, 64} if 1 <= extent <= min(cells, most))
 
 
 def _tiles(gather: Gather, aligned: bool, config: OverlapConfig, tile: Four) -> _Tiling | None:

@@ -13,11 +13,10 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
 from polyphase.problem.sizes import standard
-from polyphase.program.params import params_of
 from polyphase.program.program import Program, assemble
-from polyphase.program.step import Step, plain_step
+from polyphase.program.step import Step, main_step, plain_step
 from polyphase.schedules.cells import forward_gather
-from polyphase.schedules.cost import slower_of
+from polyphase.schedules.cost import overlapped_time, slower_of
 from polyphase.schedules.schedule import Cost, Schedule
 from polyphase.schedules.tensor_cores import OPERATION_BYTES, parts_of
 from polyphase.schedules.tiles import constants_of, layer_constants
@@ -126,27 +125,23 @@ class PhaseGemmPixels(Schedule):
         operands = "float16" if _scaled(problem) else problem.dtype
         forms = (WgmmaForm(config.columns, operands, a_in_registers=True),)
         source = KernelSource(self.name, problem.dtype, True, multiplying, forms)
-        params = params_of(source).pack(
-            x=gather.src,
-            y=gather.dst,
-            pixels=_pixels(problem),
-            sizes=gather.src.shape[2:],
-            groups=problem.groups,
-            rounds=rounds,
-            units=units,
-            share=math.ceil(rest * chunks / blocks),
-            piece=piece,
-            vector=min(2 * run, _vector(problem, layouts)),
-            x_stride=layouts.input[1],
-            y_stride=layouts.output[1:],
-        )
-        main = Step(
-            source=source,
-            grid=(blocks if units else 0, 1, 1),
-            block=128 * (_GROUPS + 1),
-            shared_bytes=config.stages * _stage_bytes(config) + _other_bytes(problem, config.columns, ahead),
-            params=params,
-        )
+        params = {
+            "x": gather.src,
+            "y": gather.dst,
+            "pixels": _pixels(problem),
+            "sizes": gather.src.shape[2:],
+            "groups": problem.groups,
+            "rounds": rounds,
+            "units": units,
+            "share": math.ceil(rest * chunks / blocks),
+            "piece": piece,
+            "vector": min(2 * run, _vector(problem, layouts)),
+            "x_stride": layouts.input[1],
+            "y_stride": layouts.output[1:],
+        }
+        shared_bytes = config.stages * config.stage_steps * config.columns * OPERATION_BYTES
+        shared_bytes += _other_bytes(problem, config.columns, ahead)
+        main = main_step(source, blocks if units else 0, 128 * (_GROUPS + 1), shared_bytes, params)
         workspace = columns * (_steps(problem) * OPERATION_BYTES + 4 * _scaled(problem))
         packs = (_pack_columns(problem, constants, columns),)
         return assemble(problem, pass_, main, packs=packs, workspace_bytes=workspace)
@@ -222,10 +217,6 @@ def _chunks(problem: ConvTransposeProblem, columns: int) -> int:
 def _all_columns(problem: ConvTransposeProblem) -> int:
     """Columns of a group."""
     return problem.out_channels_per_group * math.prod(problem.stride)
-
-
-def _stage_bytes(config: PixelsConfig) -> int:
-    return config.stage_steps * config.columns * OPERATION_BYTES
 
 
 def _piece(problem: ConvTransposeProblem, layouts: Layouts) -> int:
@@ -307,8 +298,7 @@ def _estimate(problem: ConvTransposeProblem, config: PixelsConfig, device: Devic
     if size == 2 and problem.axes3[2].stride > 8:  # four lanes store half a sector of a cell
         stores *= terms.half_sectors
     storing = (products + stores + terms.stage * steps / config.stage_steps) / 2  # one of two warpgroups
-    chunk = (products**terms.overlap + storing**terms.overlap) ** (1 / terms.overlap)
-    chunk += terms.hand_over
+    chunk = overlapped_time(products, storing, terms.overlap) + terms.hand_over
     row, tile, launch = terms.row, terms.tile, terms.launch
     if config.ahead:
         at_hand = _PIXEL_BYTES / (_tile(problem) * size)  # channels
@@ -318,8 +308,7 @@ def _estimate(problem: ConvTransposeProblem, config: PixelsConfig, device: Devic
     tile += row * _tile(problem) * steps * (OPERATION_BYTES // 2) * size
     cycles = (rounds * chunks + share) * chunk + (rounds + (share > 0)) * tile + launch
     work, moving = cycles / device.clock_hz, problem.bytes / (terms.bandwidth * device.copy_bytes_per_second)
-    _, bound = slower_of(work, moving)
-    return (work**terms.beside + moving**terms.beside) ** (1 / terms.beside), bound
+    return overlapped_time(work, moving, terms.beside), slower_of(work, moving)[1]
 
 
 def _cuts_lines(problem: ConvTransposeProblem) -> bool:

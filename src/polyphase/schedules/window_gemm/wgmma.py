@@ -45,7 +45,6 @@ _LEAST_SPLIT = 8  # least tiles of a weight gradient's split
 _MOST_WAVES = 4  # most waves of blocks with splits
 _PRELOADED = 4  # row tiles × column tiles whose earlier sums a weight gradient's flush loads together
 _PERSISTENT = 4  # stages of an input gradient's tile from which on blocks are persistent
-_ENDS = 4  # cost of a block's prologue and epilogue, in stages
 
 
 class _WindowWgmma(Gradient):
@@ -226,9 +225,8 @@ def _stages_summed(problem: ConvTransposeProblem, config: WgmmaConfig) -> int:
 def _splits(problem: ConvTransposeProblem, config: WgmmaConfig, tiling: Tiling, device: DeviceInfo) -> int:
     """Split-K count of the positions: the most that leave no multiprocessor idle for long."""
     blocks, resident = blocks_of(problem, Pass.WEIGHT_GRAD, config.columns, config.out_chunk), device.multiprocessors
-    most = min(affordable_planes(problem), tiling.total // _LEAST_SPLIT, _MOST_WAVES * resident // blocks)
-    found = splits_in_few_waves(blocks, resident, most, lambda splits: -(-tiling.total // splits) + _ENDS)
-    return parted(tiling.total, found)[1]
+    most = min(affordable_planes(problem), _MOST_WAVES * resident // blocks)
+    return parted(tiling.total, splits_in_few_waves(blocks, resident, tiling.total, _LEAST_SPLIT, most))[1]
 
 
 def _estimate(
