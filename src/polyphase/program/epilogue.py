@@ -13,7 +13,7 @@ from polyphase.problem.epilogue import Epilogue
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.problem import ConvTransposeProblem
 from polyphase.program.program import Buffer, Program
-from polyphase.program.split_k import finish_splits
+from polyphase.program.split_k import reduce_splits, reduction_source
 from polyphase.program.step import BIAS, DST, Step
 from polyphase.program.transpose import to_channels_last
 
@@ -38,7 +38,7 @@ def with_epilogue(
         behind = next(i for i in range(main_index + 1, len(steps)) if steps[i].source.kernel == "reduce_splits")
         strides = dense_strides(problem.output_shape, True) if last else layouts.output
         elements = problem.elements[2]
-        reduction = finish_splits(problem.dtype, elements, program.splits, reduced, problem.out_channels, strides)
+        reduction = reduce_splits(problem.dtype, elements, program.splits, reduced, problem.out_channels, strides)
         steps[behind] = replace(reduction, operands=steps[behind].operands, overlaps=steps[behind].overlaps)
     else:
         behind = max(i for i, step in enumerate(steps) if BIAS in step.operands)
@@ -52,9 +52,7 @@ def with_epilogue(
             buffers.append(Buffer(names[name], problem.dtype, math.prod(problem.output_shape)))
     steps[behind] = _reading(steps[behind], tuple(names.values()))
     spares = (  # at another size sums may be split: then their reduction computes the epilogue
-        replace(spare, epilogue=reduced, constants=(*spare.constants, ("HAS_BIAS", False)))
-        if spare.kernel == "reduce_splits"
-        else spare
+        reduction_source(problem.dtype, reduced) if spare.kernel == "reduce_splits" else spare
         for spare in program.spares
     )
     return replace(

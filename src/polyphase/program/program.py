@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from polyphase.problem.layouts import dense_strides
 from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
-from polyphase.program.split_k import reduce_splits
+from polyphase.program.split_k import reduce_splits, reduction_source
 from polyphase.program.step import BIAS, DST, GRAD, HALF_COPIES, MANY_BLOCKS, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
 from polyphase.program.transpose import (
     HALF_COPIES_BYTES,
@@ -137,21 +137,19 @@ def assemble(
     if reduces:
         sums = problem.dtype if sums_bytes == DTYPE_BYTES[problem.dtype] else "float32"
         buffers.append(Buffer(PARTIALS, sums, splits * elements))
-        adds = reduce_splits(problem.dtype, elements, splits)
-        behind.append(replace(adds, operands=(PARTIALS, DST), overlaps=True))
+        behind.append(replace(reduce_splits(problem.dtype, elements, splits), overlaps=True))
     written = PARTIALS if reduces else DST
     weight = WORKSPACE if packs else WEIGHT
     operands = (X, GRAD, written) if pass_ is Pass.WEIGHT_GRAD else (SRC, weight, BIAS, written)
     # A step after a packing kernel may start before that has ended: it waits by itself.
     before = [replace(step, overlaps=i > 0) for i, step in enumerate(packs)]
-    spare = reduce_splits(problem.dtype, 1, 1).source
     return Program(
         steps=(*before, replace(main, operands=operands, overlaps=bool(packs)), *behind),
         main_index=len(before),
         buffers=tuple(buffers),
         splits=splits,
         dst_channels_last=dst_channels_last,
-        spares=(spare,) if may_split or pass_ is Pass.WEIGHT_GRAD else (),
+        spares=(reduction_source(problem.dtype),) if may_split or pass_ is Pass.WEIGHT_GRAD else (),
     )
 
 
