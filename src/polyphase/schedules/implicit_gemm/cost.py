@@ -19,22 +19,23 @@ _AT_ONCE = 256  # elements whose prologue a multiprocessor computes at once when
 _ROUNDING = 1 - 1e-9  # a bound is summed in another order than a prediction
 
 
-def estimate(gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int) -> tuple[float, str]:
+def estimate(
+    gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int, prologue: Epilogue = NONE
+) -> tuple[float, str]:
     """Predicted seconds of a config, and whether ``layer_bytes`` or instructions bound it."""
-    return Work(gather, config, device).estimate(gather, config.stages, tile, device, layer_bytes)
+    return Work(gather, config, device, prologue).estimate(gather, config.stages, tile, layer_bytes)
 
 
 def prologue_estimate(
     gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int, prologue: Epilogue
 ) -> float:
     """Time that a prologue adds when producers compute it."""
-    bare, behind = (Work(gather, config, device, each) for each in (NONE, prologue))
-    found = (each.estimate(gather, config.stages, tile, device, layer_bytes)[0] for each in (behind, bare))
-    more = next(found) - next(found)
+    behind, _ = estimate(gather, config, tile, device, layer_bytes, prologue)
+    bare, _ = estimate(gather, config, tile, device, layer_bytes)
     if not config.scaled:
-        return more
+        return behind - bare
     measured = math.prod(gather.src.shape) * prologue_cycles(prologue, device)
-    return more + measured / (_AT_ONCE * device.multiprocessors * device.clock_hz)
+    return behind - bare + measured / (_AT_ONCE * device.multiprocessors * device.clock_hz)
 
 
 def shared_ends(gather: Gather, config: GemmConfig, tile: Tile) -> float:
@@ -108,10 +109,9 @@ class Work:
         self._bandwidth = _bandwidth(gather, terms)
         self._in_sectors = config.row_columns(gather) < gather.axes[2].stride
 
-    def estimate(
-        self, gather: Gather, stages: int, tile: Tile, device: DeviceInfo, layer_bytes: int
-    ) -> tuple[float, str]:
+    def estimate(self, gather: Gather, stages: int, tile: Tile, layer_bytes: int = 0) -> tuple[float, str]:
         """Predicted seconds with ``stages``, and whether ``layer_bytes`` or instructions bound it."""
+        device = self.device
         waves, in_ping_pong = self.waves(tile.total)
         cycles = self._cycles(tile.halo, self._load(tile, stages), self._store(tile), stages)
         busy = (waves * cycles[in_ping_pong] + self.once) / device.clock_hz

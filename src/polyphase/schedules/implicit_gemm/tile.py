@@ -34,13 +34,16 @@ def raw_pitch(halo: int, size: int) -> int:
 
 def shared_bytes(gather: Gather, config: GemmConfig, tile: Tile) -> int:
     """Dynamic shared memory of a tile."""
-    return _SharedBytes(gather, config).of(tile, config.stages, aligned=True)
+    return _SharedBytes(gather, config, aligned=True).of(tile, config.stages)
 
 
 class _SharedBytes:
-    """Dynamic shared memory of the tiles of a config, whatever its stages."""
+    """Dynamic shared memory of the tiles of a config, whatever its stages.
 
-    def __init__(self, gather: Gather, config: GemmConfig) -> None:
+    Not ``aligned``: of the worst such tile, with every pixel copied by itself.
+    """
+
+    def __init__(self, gather: Gather, config: GemmConfig, aligned: bool) -> None:
         self._size, self._copies_rows = gather.src_bytes, not gather.src.channels_last
         product = Product.of(gather, config)
         weights = config.row_parts * product.step_bytes(config)
@@ -51,28 +54,29 @@ class _SharedBytes:
         self._tma_operands, self._cells = config.tma_operands, config.cells
         raw = config.raw_slots * chunks * CHUNK_BYTES * self._size // config.operand_bytes(gather.dtype)
         self._raw = raw if self._copies_rows and not config.tma_operands else 0  # bytes of a pixel
-        self._table = 4 + (8 if needs_wide_offsets(gather) else 4) * config.loader_groups
         # Partial products leave little room: a config that fits must also fit with any halo and wide offsets.
-        self._worst_table = 4 + 8 * config.loader_groups if config.taps_in_rows else self._table
-        self._worst_halo = config.cells if config.taps_in_rows else 0
+        worst = config.taps_in_rows and not aligned
+        self._table = 4 + (8 if worst or needs_wide_offsets(gather) else 4) * config.loader_groups
+        self._least_halo = config.cells if worst else 0
+        self._aligned, self._beside = aligned, 0 if aligned else 32  # pixels of a run in addition
 
     def least(self, stages: int) -> int:
         """Lower bound for any tile: each cell has a pixel."""
         return self._fixed + stages * (self._weights + self._pixel * self._cells)
 
-    def most_allocated(self, stages: int, limit: int, aligned: bool) -> int:
+    def most_allocated(self, stages: int, limit: int) -> int:
         """Pixels of a tile's run with which stages and fixed memory take ``limit`` bytes."""
-        return ((limit - self._fixed) // stages - self._weights) // self._pixel - (0 if aligned else 32)
+        return ((limit - self._fixed) // stages - self._weights) // self._pixel - self._beside
 
-    def of(self, tile: Tile, stages: int, aligned: bool) -> int:
-        """Bytes of one tile; not ``aligned``: of the worst such tile, with every pixel copied by itself."""
-        copied = tile.copy_bytes // self._size if aligned and self._copies_rows else 1
-        halo = tile.halo if aligned else max(tile.halo, self._worst_halo)
-        total = self._fixed + stages * (self._weights + self._pixel * (tile.allocated + (0 if aligned else 32)))
-        if tile.boxes and (aligned or self._tma_operands):
+    def of(self, tile: Tile, stages: int) -> int:
+        """Bytes of one tile."""
+        total = self._fixed + stages * (self._weights + self._pixel * (tile.allocated + self._beside))
+        if tile.boxes and (self._aligned or self._tma_operands):
             return total + self._raw * tile.boxes * tile.box_pixels
+        copied = tile.copy_bytes // self._size if self._aligned and self._copies_rows else 1
+        halo = max(tile.halo, self._least_halo)
         total += self._raw * raw_pitch(halo, self._size) if self._raw else 0
-        return total + (self._table if aligned else self._worst_table) * -(-halo // copied)
+        return total + self._table * -(-halo // copied)
 
 
 def work_tiles_known(config: GemmConfig, product: Product, stages: int) -> int:
@@ -134,8 +138,8 @@ class Room:
     def __init__(
         self, gather: Gather, config: GemmConfig, stages: Sequence[int], device: DeviceInfo, reserve: int
     ) -> None:
-        product, self._shared = Product.of(gather, config), _SharedBytes(gather, config)
-        self._config, self._aligned = config, not reserve
+        product, self._shared = Product.of(gather, config), _SharedBytes(gather, config, aligned=not reserve)
+        self._config = config
         # Chunks of a pixel that are copied together are in different banks.
         last = gather.src.channels_last
         self._banks = 8 // min(8, 2 * config.k_steps) if last and not config.tma_operands else 0
@@ -147,7 +151,7 @@ class Room:
             limit = device.shared_bytes_per_block - static - reserve
             if static > _MAX_STATIC_SHARED or self._shared.least(count) > limit:
                 break  # nor do more stages fit
-            self._allowed[count] = limit, self._shared.most_allocated(count, limit, self._aligned)
+            self._allowed[count] = limit, self._shared.most_allocated(count, limit)
 
     def tiles(self, gather: Gather, batch: int) -> tuple[list[Tile], int]:
         """`all_tiles`, whether they fit or not; none if no number of stages leaves room."""
@@ -164,7 +168,7 @@ class Room:
             return None
         limit, most = self._allowed[stages]
         for tile in tiles:
-            if tile.allocated <= most and self._shared.of(tile, stages, self._aligned) <= limit:
+            if tile.allocated <= most and self._shared.of(tile, stages) <= limit:
                 return tile
         return None
 
