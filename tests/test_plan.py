@@ -536,7 +536,7 @@ def test_blocks_share_work_tiles_where_bytes_bind(layer: ConvTransposeProblem, l
     clusters = program.main.grid[0] // constants["CLUSTER"]
     assert (own * clusters < items) is shared
     assert own > math.ceil(items / max(1, clusters)) or shared
-    stages = Product.of(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), config).stages(config)
+    stages = Product(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), config).stages
     assert own >= 2 + math.ceil((constants["LOADER_GROUPS"] - 1) / stages)
 
 
@@ -561,7 +561,7 @@ def test_resident_weights_have_blocks_on_small_gpus() -> None:
     offered = [each.config for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
     config = offered[0]._replace(resident=True, cluster=1, split="turns")
     program = ImplicitGemm().program(problem, Pass.FORWARD, replace(H200, multiprocessors=2), layouts, config)
-    assert program.main.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), config).row_groups > 2
+    assert program.main.grid[0] == Product(Gather.of(problem, Pass.FORWARD, layouts), config).row_groups > 2
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -71,14 +71,14 @@ class Work:
 
     def __init__(self, gather: Gather, config: GemmConfig, device: DeviceInfo, prologue: Epilogue = NONE) -> None:
         self._terms = terms = costs("implicit_gemm", device)
-        product, size = Product.of(gather, config), gather.src_bytes
+        product, size = Product(gather, config), gather.src_bytes
         last = gather.src.channels_last
         self.config, self.product, self.device = config, product, device
         raw = size // config.operand_bytes(gather.dtype)  # raw bytes for each byte of an operand
         in_place = last or config.tma_operands
-        self._stages, chunks = product.stages(config), 2 * config.k_steps
+        self._stages, chunks = product.stages, 2 * config.k_steps
         self._pixel_bytes = self._stages * chunks * CHUNK_BYTES  # bytes of each pixel of a halo
-        self._packed = config.row_parts * product.weight_bytes(config)
+        self._packed = config.row_parts * product.weight_bytes
         self._weight_bytes = 0 if config.resident else self._packed
         self.once = (self._packed * terms.moved if config.resident else 0) + terms.launch
 

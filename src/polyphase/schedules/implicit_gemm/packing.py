@@ -9,7 +9,7 @@ from polyphase.problem.integers import round_up
 from polyphase.program.params import params_of
 from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step, plain_step
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmConfig, Product, Taps
+from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, Product, Taps
 from polyphase.schedules.implicit_gemm.cuts import copy_sizes, pixels_join
 
 _PIXEL_PARTS = 264  # blocks that measure pixels: two for each multiprocessor of an H200
@@ -19,14 +19,15 @@ _MEASURED_CHANNELS = 8  # channels of a thread, at least
 _PACKED_ROWS = 512  # rows that a block packs if taps are rows
 
 
-def pack_weights(gather: Gather, config: GemmConfig, product: Product, batch: int) -> tuple[Step, ...]:
+def pack_weights(product: Product, batch: int) -> tuple[Step, ...]:
     """The kernel that packs the weights, after the one that measures, if there is one."""
-    measure = (_measure_scales(gather, config, product, batch),) if config.scaled else ()
-    return (*measure, _packing_step(gather, config, product))
+    measure = (_measure_scales(product, batch),) if product.config.scaled else ()
+    return (*measure, _packing_step(product))
 
 
-def packing_constants(gather: Gather, config: GemmConfig, product: Product) -> tuple[tuple[str, Constant], ...]:
+def packing_constants(product: Product) -> tuple[tuple[str, Constant], ...]:
     """The constants that decide how weights are packed."""
+    gather, config = product.gather, product.config
     return gather.constants(
         SCALED=config.scaled,
         COPIED=gather.original is not None,
@@ -40,21 +41,23 @@ def packing_constants(gather: Gather, config: GemmConfig, product: Product) -> t
         TAPS_IN_ROWS=config.taps_in_rows,
         ROW_CHANNELS=config.row_channels,
         OPERATIONS=product.operations,
-        COUNTER_BYTES=product.counter_bytes(config),
+        COUNTER_BYTES=product.counter_bytes,
         MIN_BLOCKS=1,
     )
 
 
-def scales_bytes(gather: Gather, config: GemmConfig, product: Product) -> int:
+def scales_bytes(product: Product) -> int:
     """Bytes between counters and weights: ``SCALES_BYTES`` in kernels/operand/measured_bands.cuh."""
-    if not config.scaled:
+    if not product.config.scaled:
         return 0
+    gather = product.gather
     measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels
     return round_up(4 * (32 + measured + _sum_rows(product)), 128)
 
 
-def _packing_step(gather: Gather, config: GemmConfig, product: Product) -> Step:
-    constants = [each for each in packing_constants(gather, config, product) if each[0] != "HAS_BIAS"]
+def _packing_step(product: Product) -> Step:
+    gather, config = product.gather, product.config
+    constants = [each for each in packing_constants(product) if each[0] != "HAS_BIAS"]
     if config.taps_in_rows:
         rows = Taps.of(gather.axes).rows(config.row_channels, config.lines)
         sets = product.row_groups // (gather.groups * product.line_groups) * config.channel_blocks
@@ -83,9 +86,9 @@ def _packing_step(gather: Gather, config: GemmConfig, product: Product) -> Step:
     return plain_step(source, blocks, threads)
 
 
-def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch: int) -> Step:
+def _measure_scales(product: Product, batch: int) -> Step:
     """The kernel that measures weights, and pixels unless they are copied, for their scales as float16."""
-    copied, gather = gather.original is not None, gather.original or gather
+    copied, gather = product.gather.original is not None, product.gather.original or product.gather
     shape, strides = gather.src.shape[2:], gather.src.strides
     one_row = pixels_join(gather)
     sizes = (1, 1, math.prod(shape)) if one_row else shape
@@ -102,7 +105,7 @@ def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch:
         SCALED=True,
         COPIED=copied,
         **_measured(gather),
-        COUNTER_BYTES=product.counter_bytes(config),
+        COUNTER_BYTES=product.counter_bytes,
         MIN_BLOCKS=1,
     )
     known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))

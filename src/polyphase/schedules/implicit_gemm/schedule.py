@@ -169,7 +169,7 @@ class ImplicitGemm(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
         problem, gather = self._as_forward(problem, pass_, layouts)
-        product = Product.of(gather, config)
+        product = Product(gather, config)
         tile = best_tile(gather, config, problem.batch, device)
         assert tile is not None
         tile_shares = product.row_groups // config.row_parts
@@ -182,13 +182,12 @@ class ImplicitGemm(Schedule):
             "implicit_gemm",
             problem.dtype,
             needs_wide_offsets(gather),
-            self._constants(gather, config, product),
+            self._constants(product),
             wgmma=(WgmmaForm(config.pixels, operands, transpose_b=transposed),) if config.wgmma else (),
             fallbacks=_fallbacks(gather, config),
         )
-        packs = pack_weights(gather, config, product, problem.batch)
-        workspace = product.counter_bytes(config) + scales_bytes(gather, config, product)
-        workspace += product.row_groups * product.weight_bytes(config)
+        packs = pack_weights(product, problem.batch)
+        workspace = product.counter_bytes + scales_bytes(product) + product.packed_bytes
         params = params_of(source).pack(
             src=(gather.original or gather).src,
             dst=gather.dst,
@@ -234,9 +233,10 @@ class ImplicitGemm(Schedule):
         layouts = replace(layouts, input=layouts.output, output=layouts.input)
         return mirrored, Gather.of(mirrored, Pass.FORWARD, layouts, mirrored=True)
 
-    def _constants(self, gather: Gather, config: GemmConfig, product: Product) -> tuple[tuple[str, Constant], ...]:
+    def _constants(self, product: Product) -> tuple[tuple[str, Constant], ...]:
+        gather, config = product.gather, product.config
         return (
-            *packing_constants(gather, config, product),
+            *packing_constants(product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
             ("SRC_WRITTEN", self._reads_copies),
             *([] if gather.original is None else [("REPLACED", gather.mirrored)]),
@@ -278,8 +278,7 @@ def _fallbacks(gather: Gather, config: GemmConfig) -> tuple[tuple[tuple[str, Con
 
 def _packing_seconds(problem: ConvTransposeProblem, gather: Gather, config: GemmConfig, device: DeviceInfo) -> float:
     """Packing time of weights that do not stay in L2; for smaller ones it is part of ``launch``."""
-    product = Product.of(gather, config)
-    moved = problem.elements[1] * DTYPE_BYTES[problem.dtype] + product.row_groups * product.weight_bytes(config)
+    moved = problem.elements[1] * DTYPE_BYTES[problem.dtype] + Product(gather, config).packed_bytes
     return max(0, moved - _CACHED) / device.copy_bytes_per_second
 
 
@@ -307,7 +306,7 @@ def _own_work_tiles(
     alone = problem.bytes if ends else 0
     if not sharing.pays(waves, lambda: estimate(gather, config, tile, device, alone), moved, device):
         return _ALL
-    stages = Product.of(gather, config).stages(config)
+    stages = Product(gather, config).stages
     told_ahead = math.ceil((config.loader_groups - 1) / stages)
     loaded_ahead = config.stages if gather.src.channels_last or config.tma_operands else config.raw_slots
     return 1 + told_ahead + math.ceil(loaded_ahead / stages)

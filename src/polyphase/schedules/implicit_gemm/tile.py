@@ -45,8 +45,8 @@ class _SharedBytes:
 
     def __init__(self, gather: Gather, config: GemmConfig, aligned: bool) -> None:
         self._size, self._copies_rows = gather.src_bytes, not gather.src.channels_last
-        product = Product.of(gather, config)
-        weights = config.row_parts * product.step_bytes(config)
+        product = Product(gather, config)
+        weights = config.row_parts * product.step_bytes
         self._fixed = _store_bytes(gather, config) + 8 + (weights * product.steps if config.resident else 0)
         self._weights = 0 if config.resident else weights * config.k_steps  # bytes of a stage
         chunks = 2 * config.k_steps
@@ -79,16 +79,18 @@ class _SharedBytes:
         return total + self._table * -(-halo // copied)
 
 
-def work_tiles_known(config: GemmConfig, product: Product, stages: int) -> int:
+def work_tiles_known(product: Product, stages: int) -> int:
     """The slots in which a block learns of its work tiles (``QUEUE`` in the kernel)."""
+    config = product.config
     ahead = 2 * (stages + config.loader_groups) + config.raw_slots
-    return math.ceil(ahead / product.stages(config)) + 4
+    return math.ceil(ahead / product.stages) + 4
 
 
-def _static_shared_bytes(config: GemmConfig, product: Product, stages: int) -> int:
+def _static_shared_bytes(product: Product, stages: int) -> int:
     """The kernel's ``Shared``: barriers, known work tiles, distances of operations; padded for the bytes after it."""
+    config = product.config
     barriers = 8 * (2 * (stages + config.raw_slots) + CONSUMERS + 1)
-    barriers += round_up(12 * work_tiles_known(config, product, stages), 8)
+    barriers += round_up(12 * work_tiles_known(product, stages), 8)
     alignment = 1024 if config.tma_operands else 128  # alignment of the bytes that follow
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
@@ -138,7 +140,7 @@ class Room:
     def __init__(
         self, gather: Gather, config: GemmConfig, stages: Sequence[int], device: DeviceInfo, reserve: int
     ) -> None:
-        product, self._shared = Product.of(gather, config), _SharedBytes(gather, config, aligned=not reserve)
+        product, self._shared = Product(gather, config), _SharedBytes(gather, config, aligned=not reserve)
         self._config = config
         # Chunks of a pixel that are copied together are in different banks.
         last = gather.src.channels_last
@@ -147,7 +149,7 @@ class Room:
         self._most_pixels = config.round_pixels(gather) if config.whole_images else 0
         self._allowed = {}  # bytes and pixels, by stages
         for count in stages:
-            static = _static_shared_bytes(config, product, count)
+            static = _static_shared_bytes(product, count)
             limit = device.shared_bytes_per_block - static - reserve
             if static > _MAX_STATIC_SHARED or self._shared.least(count) > limit:
                 break  # nor do more stages fit
