@@ -15,7 +15,7 @@ from polyphase.problem.problem import ConvTransposeProblem
 from polyphase.program.program import Buffer, Program
 from polyphase.program.split_k import reduce_splits, reduction_source
 from polyphase.program.step import BIAS, DST, Step
-from polyphase.program.transpose import to_channels_last
+from polyphase.program.transpose import Transposed, to_channels_last
 
 _LAST = f"{DST}_channels_last"
 
@@ -47,7 +47,7 @@ def with_epilogue(
     if last:
         for name in problem.epilogue.residuals:
             names[name] = f"{name}_channels_last"
-            step = to_channels_last(problem.dtype, problem.output_shape, layouts.output)
+            step = to_channels_last(problem.dtype, Transposed(problem.output_shape, layouts.output))
             before.append(replace(step, operands=(name, names[name])))
             buffers.append(Buffer(names[name], problem.dtype, math.prod(problem.output_shape)))
     steps[behind] = _reading(steps[behind], tuple(names.values()))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from polyphase.problem.layouts import dense_strides
 from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
@@ -22,6 +22,7 @@ from polyphase.program.split_k import reduce_splits, reduction_source
 from polyphase.program.step import BIAS, DST, GRAD, HALF_COPIES, MANY_BLOCKS, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
 from polyphase.program.transpose import (
     HALF_COPIES_BYTES,
+    Transposed,
     sample_magnitudes,
     to_channels_last,
     to_contiguous,
@@ -33,25 +34,7 @@ from polyphase.program.transpose import (
 
 if TYPE_CHECKING:
     from polyphase.jit.source import KernelSource
-    from polyphase.problem.layouts import Layouts, Strides
-
-
-class Transposed(NamedTuple):
-    """A tensor that is transposed to channels_last.
-
-    The channels of each of its ``groups`` are ``padded`` with zeros to that number, and split into ``parts``.
-    """
-
-    shape: tuple[int, ...]
-    strides: Strides
-    groups: int
-    padded: int
-    parts: int = 1
-
-    @property
-    def elements(self) -> int:
-        """Elements of the result."""
-        return math.prod(self.shape) // self.shape[1] * self.groups * self.parts * self.padded
+    from polyphase.problem.layouts import Layouts
 
 
 @dataclass(frozen=True)
@@ -198,7 +181,7 @@ def reading_source_halves(inner: Program, how: Transposed, grouped: bool, forwar
     """
     buffer, scales = Buffer(f"{SRC}_halves", "float16", how.elements), Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
     sample = replace(sample_magnitudes((how.shape, how.strides)), operands=(SRC, HALF_COPIES), overlaps=True)
-    step = to_halves(how.shape, how.strides, 1, how.padded, measures=forward, grouped=grouped)
+    step = to_halves(how, measures=forward, grouped=grouped)
     step = replace(step, operands=(SRC, HALF_COPIES, buffer.name), overlaps=True)
     main = replace(inner.main, operands=(SRC, buffer.name, HALF_COPIES, *inner.main.operands[1:]))
     before, behind = inner.steps[: inner.main_index], inner.steps[inner.main_index + 1 :]
@@ -226,10 +209,10 @@ def reading_halves(
         tensors.append((problem.weight_shape, dense_strides(problem.weight_shape, layouts.weight_channels_last)))
     names = [*read, *(() if X in read else (WEIGHT,))]
     before, buffers = [replace(sample_magnitudes(*tensors), operands=(*names, HALF_COPIES))], {}
-    for which, (name, (shape, strides, groups, padded, _)) in enumerate(read.items()):
-        buffers[name] = buffer = Buffer(f"{name}_halves", "float16", read[name].elements)
+    for which, (name, how) in enumerate(read.items()):
+        buffers[name] = buffer = Buffer(f"{name}_halves", "float16", how.elements)
         by_channels = units[name] if X in read else None
-        step = to_halves(shape, strides, groups, padded, which, by_channels, grouped=problem.groups > 1)
+        step = to_halves(how, which, by_channels, grouped=problem.groups > 1)
         before.append(replace(step, operands=(name, HALF_COPIES, buffer.name), overlaps=True))
     program = prepared(inner, tuple(before), buffers)
     scales = Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
@@ -269,7 +252,7 @@ def writing_source(inner: Program, step: Step, buffer: Buffer, waits: bool = Fal
 def _transpose(dtype: str, name: str, how: Transposed) -> tuple[Step, Buffer]:
     """The step that transposes a tensor, and the buffer that it writes."""
     buffer = Buffer(f"{name}_channels_last", dtype, how.elements)
-    return replace(to_channels_last(dtype, *how), operands=(name, buffer.name)), buffer
+    return replace(to_channels_last(dtype, how), operands=(name, buffer.name)), buffer
 
 
 def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:
@@ -305,7 +288,7 @@ def writing_frames(inner: Program, frames: ConvTransposeProblem) -> Program:
     if inner.dst_channels_last:
         return replace(inner, dst_channels_last=False)
     shape, dtype = frames.weight_shape, frames.dtype
-    back = to_channels_last(dtype, shape, dense_strides(shape, False))
+    back = to_channels_last(dtype, Transposed(shape, dense_strides(shape, False)))
     return _with_spares(_written_by(inner, dtype, frames.elements[1], back), transpose_sources(dtype))
 
 
@@ -377,5 +360,5 @@ def _without_padding(problem: ConvTransposeProblem, padded: ConvTransposeProblem
     strides = (padded.in_channels_per_group * of_input, of_tap, 0, of_input, 1)
     if problem.channels_last:
         shape, order = (groups, outputs, inputs, problem.taps), (strides[0], 1, 0, of_input, of_tap)
-        return to_channels_last(problem.dtype, shape, order)
-    return to_channels_last(problem.dtype, (groups, problem.taps, inputs, outputs), strides)
+        return to_channels_last(problem.dtype, Transposed(shape, order))
+    return to_channels_last(problem.dtype, Transposed((groups, problem.taps, inputs, outputs), strides))

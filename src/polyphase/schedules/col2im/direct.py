@@ -11,8 +11,9 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.problem import accumulator_bytes
-from polyphase.program.program import Buffer, Program, Transposed, reading_channels_last
+from polyphase.program.program import Buffer, Program, reading_channels_last
 from polyphase.program.step import SRC, WEIGHT
+from polyphase.program.transpose import Transposed
 from polyphase.schedules.col2im.schedule import MOST_BYTES, MOST_OUTPUTS, PRODUCT, as_row, col2im_step
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.direct_wgrad.gemm import GemmConfig, legal_configs

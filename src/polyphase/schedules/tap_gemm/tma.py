@@ -17,7 +17,6 @@ from polyphase.program.planes import SRC_PLANES, Planes, write_planes
 from polyphase.program.program import (
     Buffer,
     Program,
-    Transposed,
     assemble,
     prepared,
     reading_channels_last,
@@ -25,7 +24,7 @@ from polyphase.program.program import (
 )
 from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step
 from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.program.transpose import to_channels_last
+from polyphase.program.transpose import Transposed, to_channels_last
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule
@@ -320,7 +319,7 @@ def _weight_boxes(product: Product, layouts: Layouts) -> tuple[tuple[Step, ...],
         return (), 0
     shape, padded = five(product.problem.weight_shape), round_up(product.gather.src_channels, product.piece)
     strides = dense_strides(shape, product.gather.weight_channels_last)
-    step = to_channels_last(product.problem.dtype, shape, strides, padded=padded)
+    step = to_channels_last(product.problem.dtype, Transposed(shape, strides, padded=padded))
     elements = math.prod(shape) // product.gather.src_channels * padded
     return (replace(step, operands=(WEIGHT, WORKSPACE)),), elements * product.size
 

@@ -14,7 +14,7 @@ from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import HALF_COPIES, WEIGHT, WORKSPACE, Step, main_step
 from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.program.transpose import to_channels_last, to_halves
+from polyphase.program.transpose import Transposed, to_channels_last, to_halves
 from polyphase.schedules.cells import sides_of
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
@@ -250,12 +250,10 @@ def _is_packed(problem: ConvTransposeProblem, layouts: Layouts) -> bool:
 def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_last: bool) -> Step:
     """Transposes the weight of the ``given`` layer so that output channels are innermost, and pads these with zeros."""
     shape = five(given.weight_shape)
-    strides = dense_strides(shape, channels_last)
+    how = Transposed(shape, dense_strides(shape, channels_last), padded=problem.out_channels_per_group)
     if given.dtype != problem.dtype:
-        step = to_halves(shape, strides, 1, problem.out_channels_per_group, which=1)
-        return replace(step, operands=(WEIGHT, HALF_COPIES, WORKSPACE))
-    step = to_channels_last(problem.dtype, shape, strides, padded=problem.out_channels_per_group)
-    return replace(step, operands=(WEIGHT, WORKSPACE))
+        return replace(to_halves(how, which=1), operands=(WEIGHT, HALF_COPIES, WORKSPACE))
+    return replace(to_channels_last(problem.dtype, how), operands=(WEIGHT, WORKSPACE))
 
 
 def _pixel_strides(problem: ConvTransposeProblem, layouts: Layouts, output: bool) -> tuple[int, ...] | None:
