@@ -8,11 +8,9 @@ from typing import NamedTuple
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import SECTOR_BYTES, Strides, channels_innermost, five
+from polyphase.problem.layouts import SECTOR_BYTES, Strides, Three, channels_innermost, five
 from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
-
-Three = tuple[int, int, int]
 
 #: A transpose counts fewer pixels, of all images.
 MOST_PIXELS = 2**31

@@ -9,7 +9,7 @@ from polyphase.costs import Costs, costs
 from polyphase.problem import Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.program.planes import Three
+from polyphase.problem.layouts import Three
 from polyphase.schedules.tap_gemm.k_major import (
     LEAST_STAGES,
     best_splits,

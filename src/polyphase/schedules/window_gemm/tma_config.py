@@ -10,12 +10,10 @@ from typing import NamedTuple
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import five
+from polyphase.problem.layouts import Three, five
 from polyphase.schedules.tensor_cores import OPERATION_BYTES, STAGED_BYTES
 from polyphase.schedules.tiles import Four, tiles_of
 from polyphase.schedules.window_gemm.window import channel_pitch, is_long_sum, sectors_of, tile_extents
-
-Three = tuple[int, int, int]
 
 #: Taps of a window that is just a tile.
 ALONE: Three = (1, 1, 1)
