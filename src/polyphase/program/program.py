@@ -201,18 +201,17 @@ def reading_halves(
     An input gradient also copies the weight, when it packs it. Steps for copies that are inexact follow by
     `unless_exact`.
     """
-    tensors, units = [(how.shape, how.strides) for how in read.values()], {X: (1, 1, 1)}
+    sampled, units = {name: (how.shape, how.strides) for name, how in read.items()}, {}
     if X in read:
-        depth, height, width = (axis.stride for axis in problem.axes3)
-        units[GRAD] = depth, height, width
+        depth, height, width = problem.axes3
+        units = {X: (1, 1, 1), GRAD: (depth.stride, height.stride, width.stride)}
     else:
-        tensors.append((problem.weight_shape, dense_strides(problem.weight_shape, layouts.weight_channels_last)))
-    names = [*read, *(() if X in read else (WEIGHT,))]
-    before, buffers = [replace(sample_magnitudes(*tensors), operands=(*names, HALF_COPIES))], {}
+        weight = problem.weight_shape
+        sampled[WEIGHT] = weight, dense_strides(weight, layouts.weight_channels_last)
+    before, buffers = [replace(sample_magnitudes(*sampled.values()), operands=(*sampled, HALF_COPIES))], {}
     for which, (name, how) in enumerate(read.items()):
         buffers[name] = buffer = Buffer(f"{name}_halves", "float16", how.elements)
-        by_channels = units[name] if X in read else None
-        step = to_halves(how, which, by_channels, grouped=problem.groups > 1)
+        step = to_halves(how, which, units.get(name), grouped=problem.groups > 1)
         before.append(replace(step, operands=(name, HALF_COPIES, buffer.name), overlaps=True))
     program = prepared(inner, tuple(before), buffers)
     scales = Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
@@ -317,17 +316,16 @@ def between_transposes(
     problem: ConvTransposeProblem,
     pass_: Pass,
     layouts: Layouts,
-    padded: ConvTransposeProblem | None = None,
-    back: bool = True,
+    padded: ConvTransposeProblem,
+    back: bool,
 ) -> Program:
     """A gradient's program for channels_last tensors, made a program for the call's tensors by transposes around it.
 
     ``layouts``: of the call's tensors. A weight is read in its own layout. ``padded``: the layer that the program
-    computes, if that has more channels: those of each group are padded with zeros, and dropped from the result.
+    computes. It may have more channels: those of each group are padded with zeros, and dropped from the result.
     ``back``: whether an input gradient's result must be transposed. If ``padded`` is in float16, so are the copies of
     tensors in float32 (`reading_halves`), also of tensors in channels_last. These keep their order.
     """
-    padded = padded or problem
     sides = {
         X: (problem.input_shape, layouts.input, padded.in_channels),
         GRAD: (problem.output_shape, layouts.output, padded.out_channels),
