@@ -8,7 +8,7 @@ from typing import NamedTuple
 from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import SECTOR_BYTES, Strides, Three, channels_innermost, five
+from polyphase.problem.layouts import SECTOR_BYTES, Strides, Three, channels_innermost, extent, five
 from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
 
@@ -268,15 +268,9 @@ def _by_pixels(
 
 def _by_rows(dtype: str, how: Transposed) -> bool:
     """Whether the kernel's ROWS mapping serves a tensor."""
-    _, _, *sizes = five(how.shape)
-    run = 1
-    for stride, size in zip(reversed(how.strides[2:]), reversed(sizes)):
-        if size > 1 and stride != run:
-            return False
-        run *= size
-    vector = 16 // DTYPE_BYTES[dtype]
-    least = _LEAST_ODD_ROW if how.channels % vector else _LEAST_ROW
-    return DTYPE_BYTES[dtype] == 2 and run >= _LEAST_RUN and how.channels >= least
+    run, joins = math.prod(how.shape[2:]), _pixel_pitch((1, *how.shape[1:]), how.strides) == 1
+    least = _LEAST_ODD_ROW if how.channels % (16 // DTYPE_BYTES[dtype]) else _LEAST_ROW
+    return DTYPE_BYTES[dtype] == 2 and joins and run >= _LEAST_RUN and how.channels >= least
 
 
 def _rows_to_channels_last(dtype: str, how: Transposed) -> Step:
@@ -293,7 +287,6 @@ def _rows_to_channels_last(dtype: str, how: Transposed) -> Step:
     while 1 << bits < run and bits < _MOST_RUN_BITS and _rows_pieces(bits + 1, row + halo) <= _PIECES:
         bits += 1
     source = transpose_source(dtype, rows=True)
-    span = 1 + sum(stride * max(0, size - 1) for stride, size in zip(how.strides, five(how.shape)))
     params = params_of(source).pack(
         stride=how.strides,
         channels=written,
@@ -308,7 +301,7 @@ def _rows_to_channels_last(dtype: str, how: Transposed) -> Step:
         halo=halo,
         advance=0,
         planes=1,
-        plane=span,
+        plane=extent(how.shape, how.strides),
         which=0,
         grouped=0,
         strides=(1, 1, 1),

@@ -71,16 +71,17 @@ class Work:
 
     def __init__(self, gather: Gather, config: GemmConfig, device: DeviceInfo, prologue: Epilogue = NONE) -> None:
         self._terms = terms = costs("implicit_gemm", device)
-        product, size = Product(gather, config), gather.src_bytes
+        self.config, self.device = config, device
+        self.product = product = Product(gather, config)
+        self._size = size = gather.src_bytes
         last = gather.src.channels_last
-        self.config, self.product, self.device = config, product, device
-        raw = size // config.operand_bytes(gather.dtype)  # raw bytes for each byte of an operand
-        in_place = last or config.tma_operands
-        self._stages, chunks = product.stages, 2 * config.k_steps
-        self._pixel_bytes = self._stages * chunks * CHUNK_BYTES  # bytes of each pixel of a halo
-        self._packed = config.row_parts * product.weight_bytes
-        self._weight_bytes = 0 if config.resident else self._packed
-        self.once = (self._packed * terms.moved if config.resident else 0) + terms.launch
+        self._raw = raw = size // config.operand_bytes(gather.dtype)  # raw bytes for each byte of an operand
+        self._in_place = in_place = last or config.tma_operands
+        self._stages, self._chunks = product.stages, 2 * config.k_steps
+        self._pixel_bytes = self._stages * self._chunks * CHUNK_BYTES  # bytes of each pixel of a halo
+        packed = config.row_parts * product.weight_bytes
+        self._weight_bytes = 0 if config.resident else packed
+        self.once = (packed * terms.moved if config.resident else 0) + terms.launch
 
         instructions = product.steps * product.operations * config.pixel_blocks * config.sharers
         instructions *= 3 if config.parts == 2 else 1
@@ -92,12 +93,10 @@ class Work:
         self._instruction = 1 if config.wgmma else terms.other_instruction
         self._issue = terms.issue * instructions
         self._wait = terms.wait * self._stages * config.sharers
-        self._raw = raw
         self._own_weights = self._weight_bytes / config.cluster
         slot = terms.slot_in_place if in_place else terms.slot
         self._slots = self._stages * (slot + (terms.slot_shared if config.cluster > 1 else 0))
         self._taken = config.loader_groups if in_place and not config.tma_operands else 0  # stages that producers hold
-        self._chunks, self._size, self._in_place = chunks, size, last
         self._stage_channels = config.stage_channels(gather.dtype)
         self._convert = terms.convert_scaled if config.scaled else terms.convert
         self._transpose = terms.transpose_scaled if config.scaled else terms.transpose
