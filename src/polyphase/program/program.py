@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from polyphase.problem.layouts import Layouts
 
 
+#: The buffer of a result in channels_last that is converted at the end.
+DST_LAST = f"{DST}_channels_last"
+
+
 @dataclass(frozen=True)
 class Buffer:
     """Memory that a program needs for its own use: ``elements`` of ``dtype``, without gaps."""
@@ -161,7 +165,7 @@ def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer]) 
 
 def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed]) -> Program:
     """A program that reads some tensors in channels_last, for other layouts: they are transposed before."""
-    steps = {name: _transpose(dtype, name, how) for name, how in read.items()}
+    steps = {name: transposing(dtype, name, how) for name, how in read.items()}
     before = tuple(replace(step, overlaps=i > 0) for i, (step, _) in enumerate(steps.values()))
     buffers = {name: buffer for name, (_, buffer) in steps.items()}
     return _with_spares(prepared(inner, before, buffers), transpose_sources(dtype) if read else ())
@@ -169,7 +173,7 @@ def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed
 
 def reading_source_channels_last(inner: Program, dtype: str, how: Transposed) -> Program:
     """The same of the source alone, for a main step that waits before it reads the copy."""
-    program = writing_source(inner, *_transpose(dtype, SRC, how), waits=True)
+    program = writing_source(inner, *transposing(dtype, SRC, how), waits=True)
     return _with_spares(program, transpose_sources(dtype))
 
 
@@ -248,7 +252,7 @@ def writing_source(inner: Program, step: Step, buffer: Buffer, waits: bool = Fal
     return replace(written, steps=steps, main_index=inner.main_index + (place <= inner.main_index))
 
 
-def _transpose(dtype: str, name: str, how: Transposed) -> tuple[Step, Buffer]:
+def transposing(dtype: str, name: str, how: Transposed) -> tuple[Step, Buffer]:
     """The step that transposes a tensor, and the buffer that it writes."""
     buffer = Buffer(f"{name}_channels_last", dtype, how.elements)
     return replace(to_channels_last(dtype, how), operands=(name, buffer.name)), buffer
@@ -299,14 +303,14 @@ def transpose_reduces(problem: ConvTransposeProblem, splits: int) -> bool:
 
 def _written_by(inner: Program, dtype: str, elements: int, back: Step) -> Program:
     """A program whose result, of ``elements``, is converted by the step ``back``."""
-    last = f"{DST}_channels_last"
     steps = [
-        replace(step, operands=tuple(last if name == DST else name for name in step.operands)) for step in inner.steps
+        replace(step, operands=tuple(DST_LAST if name == DST else name for name in step.operands))
+        for step in inner.steps
     ]
     return replace(
         inner,
-        steps=(*steps, replace(back, operands=(last, DST))),
-        buffers=(*inner.buffers, Buffer(last, dtype, elements)),
+        steps=(*steps, replace(back, operands=(DST_LAST, DST))),
+        buffers=(*inner.buffers, Buffer(DST_LAST, dtype, elements)),
         dst_channels_last=False,
     )
 
