@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import math
 
-from polyphase.plan.planner import (
-    AHEAD,
-    CLEARLY,
-    CLEARLY_BY_OTHERS,
-    Plan,
-    Restated,
-    as_shown,
-    may_adapt,
-    plan,
-)
+from polyphase.plan.planner import AHEAD, CLEARLY, CLEARLY_BY_OTHERS, Plan, Restated, as_shown, may_adapt, plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.ceilings import about_rates, floor_ms
 from polyphase.problem.device import Card, DeviceInfo

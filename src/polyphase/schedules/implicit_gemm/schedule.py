@@ -19,13 +19,7 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import Sharing
-from polyphase.schedules.implicit_gemm.config import (
-    CHUNK_BYTES,
-    CONSUMERS,
-    STAGES,
-    GemmConfig,
-    Product,
-)
+from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, CONSUMERS, STAGES, GemmConfig, Product
 from polyphase.schedules.implicit_gemm.cost import estimate, prologue_estimate, shared_ends
 from polyphase.schedules.implicit_gemm.cuts import Tile
 from polyphase.schedules.implicit_gemm.families import Layer, legal_configs
