@@ -163,7 +163,7 @@ def gemm_configs(
         several = list(offered)
         offered = iter(rng.sample(several, len(several)))
     for layouts, gather, each in offered:
-        if best_tile(gather, each, problem.batch, device) is not None:
+        if best_tile(gather, each, device) is not None:
             yield GemmCase(problem, layouts, each)
 
 

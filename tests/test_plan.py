@@ -578,8 +578,8 @@ def test_families_have_the_tiles_of_their_configs(last: bool, reserve: int) -> N
         found = set()
         for config, stages in families(Layer(problem, last, last and box_strides(gather) is not None), H200):
             room = Room(gather, config, stages, H200, reserve)
-            tiles = [room.first_that_fits(room.tiles(gather, problem.batch)[0], count) for count in stages]
-            alone = [best_tile(gather, config._replace(stages=n), problem.batch, H200, reserve) for n in stages]
+            tiles = [room.first_that_fits(room.tiles(gather)[0], count) for count in stages]
+            alone = [best_tile(gather, config._replace(stages=n), H200, reserve) for n in stages]
             assert tiles == alone
             found |= {(len({*tiles}), None in tiles)}
         assert len(found) > 2

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from polyphase.jit.source import KernelSource
-    from polyphase.problem.epilogue import Epilogue
     from polyphase.program.tensor_map import TensorMap
 
 #: The tensors that a forward pass or an input gradient reads, and its result.
@@ -50,8 +49,8 @@ class Step:
     overlaps: bool = False
     one_way: KernelSource | None = None
 
-    def computing(self, names: Iterable[str], place: int, **operations: Epilogue) -> Step:
-        """The step with an epilogue or a prologue, whose operands come at a place among the step's."""
+    def computing(self, names: Iterable[str], place: int, **operations: Any) -> Step:
+        """The step with an ``epilogue`` or a ``prologue``, whose operands come at a place among the step's."""
         one_way = None if self.one_way is None else replace(self.one_way, **operations)
         operands = (*self.operands[:place], *names, *self.operands[place:])
         return replace(self, source=replace(self.source, **operations), operands=operands, one_way=one_way)

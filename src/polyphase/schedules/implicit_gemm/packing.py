@@ -19,9 +19,9 @@ _MEASURED_CHANNELS = 8  # channels of a thread, at least
 _PACKED_ROWS = 512  # rows that a block packs if taps are rows
 
 
-def pack_weights(product: Product, batch: int) -> tuple[Step, ...]:
+def pack_weights(product: Product) -> tuple[Step, ...]:
     """The kernel that packs the weights, after the one that measures, if there is one."""
-    measure = (_measure_scales(product, batch),) if product.config.scaled else ()
+    measure = (_measure_scales(product),) if product.config.scaled else ()
     return (*measure, _packing_step(product))
 
 
@@ -86,7 +86,7 @@ def _packing_step(product: Product) -> Step:
     return plain_step(source, blocks, threads)
 
 
-def _measure_scales(product: Product, batch: int) -> Step:
+def _measure_scales(product: Product) -> Step:
     """The kernel that measures weights, and pixels unless they are copied, for their scales as float16."""
     copied, gather = product.gather.original is not None, product.gather.original or product.gather
     shape, strides = gather.src.shape[2:], gather.src.strides
@@ -114,7 +114,7 @@ def _measure_scales(product: Product, batch: int) -> Step:
         src=gather.src,
         sizes=(1, *sizes),
         runs=runs,
-        all_runs=batch * gather.groups * runs,
+        all_runs=gather.src.shape[0] * gather.groups * runs,
         pixels=pixels,
         lanes=lanes,
         vector=vector,

@@ -137,7 +137,7 @@ class ImplicitGemm(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost | None:
         problem, gather = self._as_forward(problem, pass_, layouts)
-        tile = best_tile(gather, config, problem.batch, device)
+        tile = best_tile(gather, config, device)
         if tile is None:
             return None
         seconds, bound = estimate(gather, config, tile, device, problem.bytes)
@@ -155,7 +155,7 @@ class ImplicitGemm(Schedule):
         # Pixels that do not exist stay zero, also after the prologue.
         if gather.src.channels_last or config.tma_operands or not prologue.keeps_zero:
             return None
-        tile = best_tile(gather, config, problem.batch, device)
+        tile = best_tile(gather, config, device)
         assert tile is not None
         return prologue_estimate(gather, config, tile, device, problem.bytes, prologue)
 
@@ -164,7 +164,7 @@ class ImplicitGemm(Schedule):
     ) -> Program:
         problem, gather = self._as_forward(problem, pass_, layouts)
         product = Product(gather, config)
-        tile = best_tile(gather, config, problem.batch, device)
+        tile = best_tile(gather, config, device)
         assert tile is not None
         tile_shares = product.row_groups // config.row_parts
         work_tiles = math.ceil(tile.total / config.cluster) * tile_shares
@@ -180,7 +180,7 @@ class ImplicitGemm(Schedule):
             wgmma=(WgmmaForm(config.pixels, operands, transpose_b=transposed),) if config.wgmma else (),
             fallbacks=_fallbacks(gather, config),
         )
-        packs = pack_weights(product, problem.batch)
+        packs = pack_weights(product)
         workspace = product.counter_bytes + scales_bytes(product) + product.packed_bytes
         params = params_of(source).pack(
             src=(gather.original or gather).src,
@@ -316,7 +316,7 @@ def _with_long_pieces(at: Layer, config: GemmConfig, device: DeviceInfo) -> Gemm
     if not longer_pieces:
         return config
     gathers = [each.gather for each in (at, *at.sized(_HAVING_A_SAY[is_tiny(at.problem)]))]
-    tiles = [best_tile(gather, config, gather.src.shape[0], device, RESERVE) for gather in gathers]
+    tiles = [best_tile(gather, config, device, RESERVE) for gather in gathers]
     if tiles[0] is None:
         return config
     most = _STAGES_COST * estimate(gathers[0], config, tiles[0], device, 0)[0]
@@ -325,7 +325,7 @@ def _with_long_pieces(at: Layer, config: GemmConfig, device: DeviceInfo) -> Gemm
         for count in (config.stages, *fewer_stages):
             fewer = longer._replace(stages=count)
             sized = zip(gathers, tiles)
-            same = all(best_tile(each, fewer, each.src.shape[0], device, RESERVE) == tile for each, tile in sized)
+            same = all(best_tile(each, fewer, device, RESERVE) == tile for each, tile in sized)
             if same and estimate(gathers[0], fewer, tiles[0], device, 0)[0] <= most:
                 return fewer
     return config

@@ -43,7 +43,7 @@ class Member:
     def seconds(self, gather: Gather, stages: int) -> float:
         """The prediction with ``stages``, without the bound by bytes; infinite if no tile fits."""
         room = self._room(gather)
-        tile = room.first_that_fits(room.tiles(gather, gather.src.shape[0])[0], stages)
+        tile = room.first_that_fits(room.tiles(gather)[0], stages)
         return math.inf if tile is None else self.work.estimate(gather, stages, tile)[0]
 
     def fastest(self, gather: Gather, cells: int, below: float = math.inf) -> tuple[float, GemmConfig] | None:
@@ -52,7 +52,7 @@ class Member:
         None if no tile fits, or if its bound is not ``below``.
         """
         fastest, before, room = None, None, self._room(gather)
-        tiles, fewest = room.tiles(gather, gather.src.shape[0])
+        tiles, fewest = room.tiles(gather)
         if not tiles or self.bound.closer(gather, cells, fewest) > below:
             return None
         for count in reversed(self._stages):

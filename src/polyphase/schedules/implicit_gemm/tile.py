@@ -125,10 +125,10 @@ def _store_bytes(gather: Gather, config: GemmConfig) -> int:
 
 
 @lru_cache(maxsize=65536)
-def best_tile(gather: Gather, config: GemmConfig, batch: int, device: DeviceInfo, reserve: int = 0) -> Tile | None:
+def best_tile(gather: Gather, config: GemmConfig, device: DeviceInfo, reserve: int = 0) -> Tile | None:
     """The tile of least work; None if none fits shared memory less ``reserve``."""
     room = Room(gather, config, (config.stages,), device, reserve)
-    return room.first_that_fits(room.tiles(gather, batch)[0], config.stages)
+    return room.first_that_fits(room.tiles(gather)[0], config.stages)
 
 
 class Room:
@@ -155,14 +155,14 @@ class Room:
                 break  # nor do more stages fit
             self._allowed[count] = limit, self._shared.most_allocated(count, limit)
 
-    def tiles(self, gather: Gather, batch: int) -> tuple[list[Tile], int]:
+    def tiles(self, gather: Gather) -> tuple[list[Tile], int]:
         """`all_tiles`, whether they fit or not; none if no number of stages leaves room."""
         config = self._config
         if not self._allowed or (self._transposed and not may_take_operands(gather)):
             return [], 0
         by_tma = (True,) if config.tma_operands else (True, False) if may_use_tma(gather, config) else (False,)
         taps_in_rows, most, transposed = config.taps_in_rows, self._most_pixels, self._transposed
-        return all_tiles(Cuts(gather, config.cells, batch, self._banks, taps_in_rows, most, by_tma, transposed))
+        return all_tiles(Cuts(gather, config.cells, self._banks, taps_in_rows, most, by_tma, transposed))
 
     def first_that_fits(self, tiles: list[Tile], stages: int) -> Tile | None:
         """The first of ``tiles`` that fits with ``stages``."""
