@@ -11,6 +11,7 @@ from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step, plain_step
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, Product, Taps
 from polyphase.schedules.implicit_gemm.cuts import copy_sizes, pixels_join
+from polyphase.schedules.tiles import constants_of
 
 _PIXEL_PARTS = 264  # blocks that measure pixels: two for each multiprocessor of an H200
 _MEASURING_THREADS = 256
@@ -28,18 +29,12 @@ def pack_weights(product: Product) -> tuple[Step, ...]:
 def packing_constants(product: Product) -> tuple[tuple[str, Constant], ...]:
     """The constants that decide how weights are packed."""
     gather, config = product.gather, product.config
+    names = "channel_blocks lines stacked width_parts k_steps parts taps_in_rows row_channels"
     return gather.constants(
         SCALED=config.scaled,
         COPIED=gather.original is not None,
         **(_measured(gather) | {"SUM_ROWS": _sum_rows(product)} if config.scaled else {}),
-        CHANNEL_BLOCKS=config.channel_blocks,
-        LINES=config.lines,
-        STACKED=config.stacked,
-        WIDTH_PARTS=config.width_parts,
-        K_STEPS=config.k_steps,
-        PARTS=config.parts,
-        TAPS_IN_ROWS=config.taps_in_rows,
-        ROW_CHANNELS=config.row_channels,
+        **dict(constants_of(config, names)),
         OPERATIONS=product.operations,
         COUNTER_BYTES=product.counter_bytes,
         MIN_BLOCKS=1,
