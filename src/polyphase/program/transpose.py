@@ -77,35 +77,43 @@ def transpose_sources(dtype: str) -> tuple[KernelSource, ...]:
     return tuple(transpose_source(dtype, rows=rows) for rows in ways)
 
 
-def _tile(channels: int, element: int, larger: bool = False, checked: bool = False) -> tuple[int, int, int]:
-    """A block's tile: pieces of a pixel, logarithm of the pixels, and channels that it shares with its neighbour.
+class _Tile(NamedTuple):
+    """A block's tile."""
 
-    Tiles of one row have equal widths. ``checked``: a tile's channels of a pixel are a unit of a checked copy. Then the
-    last tile has at least half as many as others: a few numbers may all be too small.
+    pieces: int  # of a pixel
+    pixel_bits: int  # logarithm of the pixels
+    halo: int  # channels that it shares with its neighbour
+    row: int  # channels that it writes
+
+    def count(self, channels: int, pixels: int) -> int:
+        """Tiles of a result with ``channels`` of ``pixels``."""
+        return math.ceil(pixels / (1 << self.pixel_bits)) * math.ceil((channels + max(0, self.halo - 1)) / self.row)
+
+
+def _tile(channels: int, element: int, larger: bool = False, checked: bool = False) -> _Tile:
+    """The tile for elements of ``element`` bytes; tiles of one row have equal widths.
+
+    ``checked``: a tile's channels of a pixel are a unit of a checked copy. Then the last tile has at least half as many
+    as others: a few numbers may all be too small.
     """
     vector, widest = 16 // element, 8 if element == 2 else 16
-    row, halo = math.ceil(channels / vector), 0
+    pieces, halo = math.ceil(channels / vector), 0
     if channels % vector == 0:
-        pieces, row = row, math.ceil(row / math.ceil(row / widest))
-        while checked and 2 * ((pieces - 1) % row + 1) < row:
-            row -= 1
-    elif row > _WHOLE_ROWS:
-        row, halo = 16 + SECTOR_BYTES // 16, SECTOR_BYTES // element
-    pixels = max(_LEAST_PIXELS, _LEAST_PIXELS * widest // row)
-    if larger and 2 * pixels <= _MOST_TILE_PIXELS and 2 * (row | 1) * pixels <= _PIECES:
+        of_row, pieces = pieces, math.ceil(pieces / math.ceil(pieces / widest))
+        while checked and 2 * ((of_row - 1) % pieces + 1) < pieces:
+            pieces -= 1
+    elif pieces > _WHOLE_ROWS:
+        pieces, halo = 16 + SECTOR_BYTES // 16, SECTOR_BYTES // element
+    pixels = max(_LEAST_PIXELS, _LEAST_PIXELS * widest // pieces)
+    if larger and 2 * pixels <= _MOST_TILE_PIXELS and 2 * (pieces | 1) * pixels <= _PIECES:
         pixels *= 2
-    return row, pixels.bit_length() - 1, halo
+    row = pieces * vector - halo if halo else min(channels, pieces * vector)
+    return _Tile(pieces, pixels.bit_length() - 1, halo, row)
 
 
 def transpose_blocks(dtype: str, channels: int, pixels: int) -> int:
     """Blocks of a transpose that writes ``channels`` of ``pixels``, those of all images."""
-    return _blocks(DTYPE_BYTES[dtype], channels, pixels)
-
-
-def _blocks(element: int, channels: int, pixels: int, larger: bool = False, checked: bool = False) -> int:
-    pieces, pixel_bits, halo = _tile(channels, element, larger, checked)
-    row = min(channels, pieces * 16 // element) if halo == 0 else pieces * 16 // element - halo
-    return math.ceil(pixels / (1 << pixel_bits)) * math.ceil((channels + max(0, halo - 1)) / row)
+    return _tile(channels, DTYPE_BYTES[dtype]).count(channels, pixels)
 
 
 def to_channels_last(dtype: str, how: Transposed, splits: int = 0) -> Step:
@@ -237,12 +245,11 @@ def _by_pixels(
 ) -> Step:
     """A tile of pixels in each block; ``element``: bytes of the result's elements."""
     batch, channels, *sizes = five(how.shape)
-    pixels, written, vector = batch * math.prod(sizes), how.channels, 16 // element
+    pixels, written = batch * math.prod(sizes), how.channels
     known = dict(source.constants)
     checked = bool(known["SCALED"]) and not known["BY_CHANNELS"]
-    larger = bool(known["SCALED"]) and _blocks(element, written, pixels) >= _MANY_TILES
-    pieces, pixel_bits, halo = _tile(written, element, larger, checked)
-    row = min(written, pieces * vector) if halo == 0 else pieces * vector - halo
+    larger = bool(known["SCALED"]) and _tile(written, element).count(written, pixels) >= _MANY_TILES
+    tile = _tile(written, element, larger, checked)
     params = params_of(source).pack(
         stride=how.strides,
         channels=written,
@@ -251,11 +258,8 @@ def _by_pixels(
         padded=how.group,
         group=channels // how.groups,
         parts=how.parts,
-        pieces=pieces,
-        row=row,
-        pixel_bits=pixel_bits,
-        halo=halo,
-        advance=_THREADS * max(1, 4 // element) // row,
+        **tile._asdict(),
+        advance=_THREADS * max(1, 4 // element) // tile.row,
         planes=max(1, splits),
         plane=math.prod(how.shape),
         which=which,
@@ -263,7 +267,7 @@ def _by_pixels(
         strides=apart,
         residues=math.prod(apart),
     )
-    return plain_step(source, _blocks(element, written, pixels, larger, checked), _THREADS, params)
+    return plain_step(source, tile.count(written, pixels), _THREADS, params)
 
 
 def _by_rows(dtype: str, how: Transposed) -> bool:
@@ -286,7 +290,7 @@ def _rows_to_channels_last(dtype: str, how: Transposed) -> Step:
     row = round_up(-(-wanted // -(-wanted // most)), 4 * vector if wanted > most else vector)
     while 1 << bits < run and bits < _MOST_RUN_BITS and _rows_pieces(bits + 1, row + halo) <= _PIECES:
         bits += 1
-    source = transpose_source(dtype, rows=True)
+    tile, source = _Tile((1 << bits) // vector + 1, bits, halo, row), transpose_source(dtype, rows=True)
     params = params_of(source).pack(
         stride=how.strides,
         channels=written,
@@ -295,10 +299,7 @@ def _rows_to_channels_last(dtype: str, how: Transposed) -> Step:
         padded=written,
         group=channels,
         parts=1,
-        pieces=(1 << bits) // vector + 1,
-        row=row,
-        pixel_bits=bits,
-        halo=halo,
+        **tile._asdict(),
         advance=0,
         planes=1,
         plane=extent(how.shape, how.strides),
@@ -307,8 +308,7 @@ def _rows_to_channels_last(dtype: str, how: Transposed) -> Step:
         strides=(1, 1, 1),
         residues=1,
     )
-    across = -(-(written + max(0, halo - 1)) // row)
-    return plain_step(source, batch * -(-run >> bits) * across, _THREADS, params)
+    return plain_step(source, batch * tile.count(written, run), _THREADS, params)
 
 
 def _rows_pieces(bits: int, rows: int) -> int:
