@@ -36,9 +36,14 @@ LEAST_FRAME = 32
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
+def accumulator(dtype: str) -> str:
+    """The type of an accumulator: half types are summed in float32."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 def accumulator_bytes(dtype: str) -> int:
-    """Bytes of an accumulator: half types are summed in float32."""
-    return max(4, DTYPE_BYTES[dtype])
+    """Bytes of an accumulator."""
+    return DTYPE_BYTES[accumulator(dtype)]
 
 
 class Pass(Enum):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from polyphase.problem.layouts import dense_strides
-from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
+from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator
 from polyphase.program.split_k import reduce_splits, reduction_source
 from polyphase.program.step import BIAS, DST, GRAD, HALF_COPIES, MANY_BLOCKS, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
 from polyphase.program.transpose import (
@@ -116,13 +116,12 @@ def assemble(
         dst_channels_last: see `Program`.
     """
     elements = problem.elements[{Pass.FORWARD: 2, Pass.INPUT_GRAD: 0, Pass.WEIGHT_GRAD: 1}[pass_]]
-    sums_bytes, buffers, behind = accumulator_bytes(problem.dtype), [], []
-    in_sums = pass_ is Pass.WEIGHT_GRAD and not narrowed and sums_bytes != DTYPE_BYTES[problem.dtype]
+    sums, buffers, behind = accumulator(problem.dtype), [], []
+    in_sums = pass_ is Pass.WEIGHT_GRAD and not narrowed and sums != problem.dtype
     reduces = splits > 1 or in_sums
     if workspace_bytes:
         buffers.append(Buffer(WORKSPACE, "uint8", workspace_bytes))
     if reduces:
-        sums = problem.dtype if sums_bytes == DTYPE_BYTES[problem.dtype] else "float32"
         buffers.append(Buffer(PARTIALS, sums, splits * elements))
         behind.append(replace(reduce_splits(problem.dtype, elements, splits), overlaps=True))
     written = PARTIALS if reduces else DST

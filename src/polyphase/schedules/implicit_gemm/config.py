@@ -251,6 +251,7 @@ class Product:
         channel_groups = math.ceil(gather.dst_channels / (config.channel_blocks * (config.row_channels or ROWS)))
         self.row_blocks = taps.row_blocks(config)  # of a row group
         self.row_groups = gather.groups * channel_groups * len(groups) * parts  # of the layer
+        self.tile_shares = self.row_groups // config.row_parts  # work tiles of a tile
         self.line_groups = len(groups) * parts
         self.operations = self.row_blocks  # taps of the row group with most
         if not config.row_channels:
@@ -269,8 +270,7 @@ class Product:
 
         A cluster has one; the emulator, which runs blocks one by one, has one for each of its blocks.
         """
-        config = self.config
-        return counter_bytes(self.row_groups // config.row_parts if config.resident else config.cluster)
+        return counter_bytes(self.tile_shares if self.config.resident else self.config.cluster)
 
 
 def held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool) -> int:

@@ -130,7 +130,7 @@ class Work:
         """Work tiles that a multiprocessor computes one after the other, and whether by consumers in ping-pong."""
         config = self.config
         tiles = math.ceil(tiles / config.cluster) * config.cluster
-        waves = tiles * self.product.row_groups / config.row_parts / self.device.multiprocessors
+        waves = tiles * self.product.tile_shares / self.device.multiprocessors
         if waves < 8:
             waves = math.ceil(waves)
         if config.split == "turns" and (waves > 1 or config.whole_images):
@@ -138,8 +138,7 @@ class Work:
         return waves, False
 
     def least(self, halo: float, stages: int) -> tuple[float, float]:
-        """Lower bound of cycles of a tile of ``pixels``, halo included, with at most ``stages``: of a work tile by
-        itself, and in ping-pong."""
+        """Lower bound of `_cycles` of a tile of ``halo`` pixels, with at most ``stages``."""
         return self._cycles(halo, self._least_load(halo), self._stores(halo), stages)
 
     def _cycles(self, halo: float, load: float, store: float, stages: int) -> tuple[float, float]:
@@ -170,7 +169,7 @@ class Work:
         return self._load_by_threads(tile.halo, tile.copy_bytes, math.ceil)
 
     def _least_load(self, halo: float) -> float:
-        """A lower bound of that for ``pixels``: the fastest way of loading, without rounding copies up."""
+        """A lower bound of that: the fastest way of loading, without rounding copies up."""
         config = self.config
         if config.tma_operands:
             return self._load_operands(halo)
@@ -255,7 +254,7 @@ class Bound:
 
     def __init__(self, work: Work, stages: int) -> None:
         config, self._work, self._cells, self._stages = work.config, work, work.config.cells, stages
-        self._rounds = work.product.row_groups / config.row_parts / work.device.multiprocessors  # rounds of a tile
+        self._rounds = work.product.tile_shares / work.device.multiprocessors  # rounds of a tile
         self._alone = work.least(0, stages)
         self._each = [cycles * self._rounds / self._cells for cycles in work.least(self._cells, stages)]
         self._ping_pong = config.split == "turns"

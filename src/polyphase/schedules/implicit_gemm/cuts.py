@@ -111,10 +111,8 @@ class Cuts(NamedTuple):
     ) -> Tile:
         """A tile of pixels in memory order."""
         depth, height, width = self.gather.src.shape[2:]
-        pitch, size = (
-            (depth * height * width, height * width, width),
-            max(copy_sizes(self.gather, depth * height * width)),
-        )
+        pitch = depth * height * width, height * width, width
+        size = max(copy_sizes(self.gather, pitch[0]))
         allocated = self.allocated(read, self.capacity, *boxes)
         return Tile(images, self.gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
@@ -204,7 +202,7 @@ def _are_one_row(gather: Gather) -> bool:
 
 
 def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
-    """Whether TMA loads ``pixels`` in one box, or a single row in several pieces."""
+    """Whether TMA loads these pixels in one box, or a single row in several pieces."""
     return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
 
 
@@ -225,7 +223,6 @@ def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None
     cannot read the source. ``one_row``: the contiguous pixels of an image are one dimension (channels first)."""
     size = gather.src_bytes
     batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
-
     if one_row:
         spatial = [(1, 0), (1, 0), spatial[2]]
     dimensions = [*spatial[::-1], batch]

@@ -166,10 +166,9 @@ class ImplicitGemm(Schedule):
         product = Product(gather, config)
         tile = best_tile(gather, config, device)
         assert tile is not None
-        tile_shares = product.row_groups // config.row_parts
-        work_tiles = math.ceil(tile.total / config.cluster) * tile_shares
+        work_tiles = math.ceil(tile.total / config.cluster) * product.tile_shares
         vector = store_vector(gather, config, tile)
-        clusters = _clusters(work_tiles, tile_shares, device, config)
+        clusters = _clusters(work_tiles, product.tile_shares, device, config)
         operands = "float16" if config.scaled else problem.dtype
         transposed = config.tma_operands and not gather.src.channels_last
         source = KernelSource(
@@ -189,7 +188,7 @@ class ImplicitGemm(Schedule):
             images=tile.images,
             cells=tile.cells,
             tiles=tile.tiles,
-            tile_shares=tile_shares,
+            tile_shares=product.tile_shares,
             pitch=tile.pitch,
             work_tiles=work_tiles,
             run_pixels=tile.halo,
