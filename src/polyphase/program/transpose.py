@@ -80,7 +80,7 @@ def transpose_sources(dtype: str) -> tuple[KernelSource, ...]:
 class _Tile(NamedTuple):
     """A block's tile."""
 
-    pieces: int  # of a pixel
+    pieces: int  # of a pixel, with ROWS of a channel
     pixel_bits: int  # logarithm of the pixels
     halo: int  # channels that it shares with its neighbour
     row: int  # channels that it writes
@@ -124,7 +124,7 @@ def to_channels_last(dtype: str, how: Transposed, splits: int = 0) -> Step:
     whole = how.groups == 1 or how.group * how.groups == how.shape[1]
     if splits == 0 and how.parts == 1 and whole and _by_rows(dtype, how):
         return _rows_to_channels_last(dtype, how)
-    return _by_pixels(transpose_source(dtype, splits > 0), DTYPE_BYTES[dtype], how, splits)
+    return _by_pixels(transpose_source(dtype, splits > 0), how, splits)
 
 
 def to_halves(
@@ -144,7 +144,7 @@ def to_halves(
     if channels_innermost(how.shape[1], how.strides):
         return _halve(how, which, by_channels, measures, grouped)
     source = _source("float32", True, SUMS=False, MIN_BLOCKS=6, BY_CHANNELS=by_channels is not None, MEASURES=measures)
-    return _by_pixels(source, 2, how, which=which, grouped=grouped, apart=by_channels or (1, 1, 1))
+    return _by_pixels(source, how, which=which, grouped=grouped, apart=by_channels or (1, 1, 1))
 
 
 def _halve(how: Transposed, which: int, by_channels: Three | None, measures: bool, grouped: bool) -> Step:
@@ -236,19 +236,20 @@ def _samples(shape: tuple[int, ...], strides: Strides) -> dict[str, object]:
 
 def _by_pixels(
     source: KernelSource,
-    element: int,
     how: Transposed,
     splits: int = 0,
     which: int = 0,
     grouped: bool = False,
     apart: Three = (1, 1, 1),
 ) -> Step:
-    """A tile of pixels in each block; ``element``: bytes of the result's elements."""
+    """A tile of pixels in each block."""
     batch, channels, *sizes = five(how.shape)
     pixels, written = batch * math.prod(sizes), how.channels
     known = dict(source.constants)
-    checked = bool(known["SCALED"]) and not known["BY_CHANNELS"]
-    larger = bool(known["SCALED"]) and _tile(written, element).count(written, pixels) >= _MANY_TILES
+    scaled = bool(known["SCALED"])
+    element = 2 if scaled else DTYPE_BYTES[source.dtype]
+    checked = scaled and not known["BY_CHANNELS"]
+    larger = scaled and _tile(written, element).count(written, pixels) >= _MANY_TILES
     tile = _tile(written, element, larger, checked)
     params = params_of(source).pack(
         stride=how.strides,
