@@ -85,8 +85,8 @@ class _Tile(NamedTuple):
     halo: int  # channels that it shares with its neighbour
     row: int  # channels that it writes
 
-    def count(self, channels: int, pixels: int) -> int:
-        """Tiles of a result with ``channels`` of ``pixels``."""
+    def blocks(self, channels: int, pixels: int) -> int:
+        """Blocks for a result with ``channels`` of ``pixels``."""
         return math.ceil(pixels / (1 << self.pixel_bits)) * math.ceil((channels + max(0, self.halo - 1)) / self.row)
 
 
@@ -113,7 +113,7 @@ def _tile(channels: int, element: int, larger: bool = False, checked: bool = Fal
 
 def transpose_blocks(dtype: str, channels: int, pixels: int) -> int:
     """Blocks of a transpose that writes ``channels`` of ``pixels``, those of all images."""
-    return _tile(channels, DTYPE_BYTES[dtype]).count(channels, pixels)
+    return _tile(channels, DTYPE_BYTES[dtype]).blocks(channels, pixels)
 
 
 def to_channels_last(dtype: str, how: Transposed, splits: int = 0) -> Step:
@@ -249,7 +249,7 @@ def _by_pixels(
     scaled = bool(known["SCALED"])
     element = 2 if scaled else DTYPE_BYTES[source.dtype]
     checked = scaled and not known["BY_CHANNELS"]
-    larger = scaled and _tile(written, element).count(written, pixels) >= _MANY_TILES
+    larger = scaled and _tile(written, element).blocks(written, pixels) >= _MANY_TILES
     tile = _tile(written, element, larger, checked)
     params = params_of(source).pack(
         stride=how.strides,
@@ -268,7 +268,7 @@ def _by_pixels(
         strides=apart,
         residues=math.prod(apart),
     )
-    return plain_step(source, tile.count(written, pixels), _THREADS, params)
+    return plain_step(source, tile.blocks(written, pixels), _THREADS, params)
 
 
 def _by_rows(dtype: str, how: Transposed) -> bool:
@@ -309,7 +309,7 @@ def _rows_to_channels_last(dtype: str, how: Transposed) -> Step:
         strides=(1, 1, 1),
         residues=1,
     )
-    return plain_step(source, batch * tile.count(written, run), _THREADS, params)
+    return plain_step(source, batch * tile.blocks(written, run), _THREADS, params)
 
 
 def _rows_pieces(bits: int, rows: int) -> int:
