@@ -30,6 +30,7 @@ from polyphase.problem.layouts import ALIGNMENT, Layouts, Strides, dense_strides
 from polyphase.program.params import params_of
 from polyphase.program.program import Program
 from polyphase.program.step import BIAS, DST, GRAD, SRC, WEIGHT, Step, X
+from polyphase.program.struct_layout import Struct
 from polyphase.program.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from polyphase.schedules.schedule import Candidate, Schedule
 
@@ -207,7 +208,22 @@ def run(
 
 def params(program: Program) -> dict[str, Any]:
     """What the last parameter of a program's main kernel holds, by the names that the kernel has for it."""
-    return params_of(program.main.source).read(program.main.params)
+    return read(params_of(program.main.source), program.main.params)
+
+
+def read(layout: Struct, packed: bytes) -> dict[str, Any]:
+    """The values by which `Struct.pack` gives these bytes."""
+    return _values(layout, iter(struct.unpack("<" + layout.format, packed)))
+
+
+def _values(layout: Struct, numbers: Iterator[Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, (_, kind, length) in layout.given.items():
+        found = [next(numbers) if isinstance(kind, str) else _values(kind, numbers) for _ in range(length or 1)]
+        if isinstance(kind, Struct) and kind.name == "Divisor":
+            found = [each["value"] for each in found]
+        values[name] = found if length else found[0]
+    return values
 
 
 def operand_shapes(problem: ConvTransposeProblem, pass_: Pass) -> tuple[tuple[int, ...], tuple[int, ...]]:

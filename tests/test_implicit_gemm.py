@@ -163,7 +163,7 @@ def gemm_configs(
         several = list(offered)
         offered = iter(rng.sample(several, len(several)))
     for layouts, gather, each in offered:
-        if best_tile(gather, each, problem.batch, device) is not None:
+        if best_tile(gather, each, device) is not None:
             yield GemmCase(problem, layouts, each)
 
 
@@ -212,8 +212,8 @@ def test_shared_memory_is_what_the_kernel_takes(name: str, settings: dict[str, o
     case = gemm_case(problem, wgmma=True, **settings)
     ((_, program),) = case.offers(H200)
     gather = Gather.of(problem, Pass.FORWARD, case.layouts)
-    product = Product.of(gather, case.config)
-    shared = implicit_gemm_tile._static_shared_bytes(case.config, product, case.config.stages)
+    product = Product(gather, case.config)
+    shared = implicit_gemm_tile._static_shared_bytes(product, case.config.stages)
     stored = implicit_gemm_tile._store_bytes(gather, case.config)
     alignment = 1024 if case.config.tma_operands else 128
     text = f"""{emulator.text_of(program.main.source)}
@@ -283,11 +283,11 @@ def ring_case(name: str, device: DeviceInfo) -> GemmCase:
     for batch in (64, 128, 256, 512, 1024):
         case = gemm_case(replace(layer, batch=batch), **{"wgmma": True, **settings})
         ((_, program),) = case.offers(device)
-        product = Product.of(Gather.of(case.problem, Pass.FORWARD, case.layouts), case.config)
+        product = Product(Gather.of(case.problem, Pass.FORWARD, case.layouts), case.config)
         items, own = params(program)["work_tiles"], params(program)["own"]
         taken = items - own * program.main.grid[0] // case.config.cluster
         taken //= product.row_groups if case.config.resident else 1
-        if taken > 1.2 * work_tiles_known(case.config, product, case.config.stages):
+        if taken > 1.2 * work_tiles_known(product, case.config.stages):
             return case
     raise AssertionError("too few work tiles")
 

@@ -202,8 +202,8 @@ def test_small_sizes_have_a_kernel_of_their_own() -> None:
     layer = make((8, 1, 256, 256), 1, 4, 2, 1)
     sizes = [plan.plan(replace(layer, batch=batch), Pass.FORWARD, H200) for batch in (1, 4096)]
     assert sizes[0].candidate != sizes[1].candidate
-    assert sizes[0].other.main.source == sizes[1].program.main.source
-    assert sizes[1].other is None
+    assert sizes[0].programs[1].main.source == sizes[1].program.main.source
+    assert len(sizes[1].programs) == 1
     assert sizes[0].candidate.seconds < sizes[0].selected[1].candidate.seconds
 
 
@@ -258,7 +258,7 @@ def assert_few_sources(problem: ConvTransposeProblem) -> None:
             assert_launchable(sized, pass_, H200, program)
             computed, _ = plan.as_computed(sized, pass_, None)
             by_tma = chosen.schedule == "window_wgrad_wgmma"
-            assert not by_tma or chosen.other is not None
+            assert not by_tma or len(chosen.programs) > 1
             even = replace(sized, output_padding=(*sized.output_padding[:-1], 0))
             odd = chosen.schedule.endswith("wgmma") and in_pairs(even) and not in_pairs(sized)
             cells = chosen.schedule == "phase_gemm_pixels"
@@ -536,7 +536,7 @@ def test_blocks_share_work_tiles_where_bytes_bind(layer: ConvTransposeProblem, l
     clusters = program.main.grid[0] // constants["CLUSTER"]
     assert (own * clusters < items) is shared
     assert own > math.ceil(items / max(1, clusters)) or shared
-    stages = Product.of(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), config).stages(config)
+    stages = Product(Gather.of(problem, Pass.FORWARD, Layouts.dense(problem)), config).stages
     assert own >= 2 + math.ceil((constants["LOADER_GROUPS"] - 1) / stages)
 
 
@@ -561,7 +561,7 @@ def test_resident_weights_have_blocks_on_small_gpus() -> None:
     offered = [each.config for each in candidates(ImplicitGemm(), problem, Pass.FORWARD, H200, layouts)]
     config = offered[0]._replace(resident=True, cluster=1, split="turns")
     program = ImplicitGemm().program(problem, Pass.FORWARD, replace(H200, multiprocessors=2), layouts, config)
-    assert program.main.grid[0] == Product.of(Gather.of(problem, Pass.FORWARD, layouts), config).row_groups > 2
+    assert program.main.grid[0] == Product(Gather.of(problem, Pass.FORWARD, layouts), config).row_groups > 2
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -578,8 +578,8 @@ def test_families_have_the_tiles_of_their_configs(last: bool, reserve: int) -> N
         found = set()
         for config, stages in families(Layer(problem, last, last and box_strides(gather) is not None), H200):
             room = Room(gather, config, stages, H200, reserve)
-            tiles = [room.first_that_fits(room.tiles(gather, problem.batch)[0], count) for count in stages]
-            alone = [best_tile(gather, config._replace(stages=n), problem.batch, H200, reserve) for n in stages]
+            tiles = [room.first_that_fits(room.tiles(gather)[0], count) for count in stages]
+            alone = [best_tile(gather, config._replace(stages=n), H200, reserve) for n in stages]
             assert tiles == alone
             found |= {(len({*tiles}), None in tiles)}
         assert len(found) > 2

@@ -217,7 +217,7 @@ def test_long_pieces_leave_sums_in_registers(
     gather = Gather.of(problem, Pass.FORWARD, Layouts.dense(problem))
     found = legal_configs(Layer(problem, False, tma=False), DeviceInfo.for_arch(ARCH))
     longer = [each for config in found if config.wgmma for each in config.with_longer_pieces(gather)]
-    most = max(longer, key=lambda each: each.group_cells * Product.of(gather, each).row_blocks)
+    most = max(longer, key=lambda each: each.group_cells * Product(gather, each).row_blocks)
     program = ImplicitGemm().program(problem, Pass.FORWARD, DeviceInfo.for_arch(ARCH), Layouts.dense(problem), most)
     report = compiler.resources_of(program.main.source, ARCH)
     assert report.clean, (most, report)

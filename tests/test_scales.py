@@ -42,7 +42,7 @@ def scaled(problem: ConvTransposeProblem, most: int, layouts: Layouts | None = N
     gather = Gather.of(problem, Pass.FORWARD, layouts)
 
     def fits(config: GemmConfig) -> bool:
-        return config.scaled and best_tile(gather, config, problem.batch, H200) is not None
+        return config.scaled and best_tile(gather, config, H200) is not None
 
     found = [*legal_configs(Layer(problem, gather.src.channels_last, tma=False), H200)]
     shuffled = random.Random(str(problem)).sample(found, len(found))

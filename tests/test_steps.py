@@ -17,7 +17,7 @@ from polyphase.problem.layouts import Strides, dense_strides
 from polyphase.program import flatten
 from polyphase.program.flatten import Flattened, flatten_positions
 from polyphase.program.planes import Planes, write_planes
-from polyphase.program.transpose import to_channels_last
+from polyphase.program.transpose import Transposed, to_channels_last
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="needs Linux and g++")
 
@@ -151,12 +151,12 @@ def test_positions_of_many_channels(dtype: str, monkeypatch: pytest.MonkeyPatch)
 
 def assert_rows_are_transposed(dtype: str, executor: Executor) -> None:
     """A tensor that begins anywhere, and channels that are padded."""
-    for shape, padded, offset in (((2, 45, 7, 9), 48, 3), ((1, 104, 67), None, 5), ((2, 270, 67), None, 1)):
+    for shape, padded, offset in (((2, 45, 7, 9), 48, 3), ((1, 104, 67), 0, 5), ((2, 270, 67), 0, 1)):
         values = integers(shape, 3).to(DTYPES[dtype])
         src = Buffer(shape, dense(shape), DTYPES[dtype], executor.device, values, offset)
         written = (shape[0], padded or shape[1], *shape[2:])
         dst = Buffer(written, dense_strides(written, channels_last=True), DTYPES[dtype], executor.device)
-        step = to_channels_last(dtype, shape, dense(shape), padded=padded)
+        step = to_channels_last(dtype, Transposed(shape, dense(shape), padded=padded))
         assert dict(step.source.constants)["ROWS"] == (dtype == "float16")
         executor(step, [src.tensor, dst.tensor])
         found = dst.read()

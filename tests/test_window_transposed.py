@@ -30,7 +30,7 @@ from polyphase.plan.shortlist import candidates, refusal
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.layouts import Layouts, Strides, dense_strides
 from polyphase.program.step import Step
-from polyphase.program.transpose import HALF_COPIES_BYTES, to_channels_last, to_contiguous, to_halves
+from polyphase.program.transpose import HALF_COPIES_BYTES, Transposed, to_channels_last, to_contiguous, to_halves
 from polyphase.schedules.implicit_gemm.transposed import ImplicitGemmTransposed
 from polyphase.schedules.window_gemm.transposed import WindowDgradTransposed, WindowWgradTransposed
 from test_window_tma import LAYERS as BOX_LAYERS
@@ -99,7 +99,7 @@ def test_halves_of_channels_last(shape: tuple[int, ...], how: str, by_channels: 
     pitch = {"channels of more": channels + 12, "unaligned": channels + 3}.get(how, channels)
     row = pitch * (width + 3 * (how == "rows of wider images"))
     strides: Strides = (depth * height * row, 1, height * row, row, pitch)
-    step = to_halves(shape, strides, groups, padded, 1, by_channels, grouped=groups > 1)
+    step = to_halves(Transposed(shape, strides, groups, padded), 1, by_channels, grouped=groups > 1)
     assert step.source.kernel == "halve"
     values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
     for broken in (None, "unit", "nan"):
@@ -132,7 +132,7 @@ def test_inputs_of_forward_passes_may_have_outliers(channels_last: bool) -> None
     values = torch.randn(shape, generator=torch.Generator().manual_seed(4))
     values[0, 40, 3, 3] = 300.0
     for forward in (False, True):
-        step = to_halves(shape, strides, 1, 64, measures=forward)
+        step = to_halves(Transposed(shape, strides), measures=forward)
         assert step.source.kernel == ("halve" if channels_last else "transpose")
         src = Buffer(shape, strides, torch.float32, torch.device("cpu"), values)
         dst = torch.empty((1, 5, 7, 64), dtype=torch.float16)
@@ -151,7 +151,7 @@ def test_small_numbers_of_a_last_channel(channels: int) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(channels))
     values[:, -1] *= 1e-8
     padded = -(-channels // 8) * 8
-    step = to_halves(shape, dense_strides(shape, False), 1, padded, measures=True)
+    step = to_halves(Transposed(shape, dense_strides(shape, False), 1, padded), measures=True)
     dst = torch.empty((1, 5, 7, padded), dtype=torch.float16)
     copies = torch.zeros(HALF_COPIES_BYTES, dtype=torch.uint8)
     copies.view(torch.float32)[8 + 5] = 3.0  # the largest of the samples
@@ -335,7 +335,8 @@ def test_sums_are_transposed(shape: tuple[int, ...], splits: int, dtype: str) ->
 
 def test_images_of_many_pixels_are_turned() -> None:
     """To the way back they are channels, of which a grid's second and third dimension would not take as many."""
-    assert to_channels_last("float32", (1, 16, 2048, 4096), (1, 1, 1, 1, 1)).grid == (2048 * 4096 // 256, 1, 1)
+    how = Transposed((1, 16, 2048, 4096), (1, 1, 1, 1, 1))
+    assert to_channels_last("float32", how).grid == (2048 * 4096 // 256, 1, 1)
     assert to_contiguous("float32", (1, 16, 2048, 4096)).grid == (2048 * 4096 // 64, 1, 1)
 
 
@@ -348,7 +349,7 @@ def assert_turns(shape: tuple[int, ...], dtype: str, executor: Executor) -> None
     for strides in (dense, gaps, swapped):
         src = Buffer(shape, strides, DTYPES[dtype], executor.device, values)
         dst = Buffer(shape, dense_strides(shape, channels_last=True), DTYPES[dtype], executor.device)
-        executor(to_channels_last(dtype, shape, strides), [src.tensor, dst.tensor])
+        executor(to_channels_last(dtype, Transposed(shape, strides)), [src.tensor, dst.tensor])
         assert torch.equal(dst.read(), values)
     again = Buffer(shape, dense, DTYPES[dtype], executor.device)
     executor(to_contiguous(dtype, shape), [dst.tensor, again.tensor])

@@ -21,7 +21,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import dense_strides
 from polyphase.program.program import Program
 from polyphase.program.step import Step
-from polyphase.program.transpose import to_channels_last, to_contiguous
+from polyphase.program.transpose import Transposed, to_channels_last, to_contiguous
 
 #: Activations of layers drawn at random, and weights (input channels, output channels, taps).
 SHAPES = [
@@ -74,7 +74,7 @@ def main() -> None:
         for shape in SHAPES:
             for dtype in options.dtypes.split(","):
                 ways = {
-                    "to_channels_last": to_channels_last(dtype, shape, _five(shape)),
+                    "to_channels_last": to_channels_last(dtype, Transposed(shape, _five(shape))),
                     "to_contiguous": to_contiguous(dtype, shape),
                 }
                 for way, step in ways.items():

@@ -19,7 +19,7 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import dense_strides
 from polyphase.program.program import Program
 from polyphase.program.step import Step
-from polyphase.program.transpose import HALF_COPIES_BYTES, sample_magnitudes, to_halves
+from polyphase.program.transpose import HALF_COPIES_BYTES, Transposed, sample_magnitudes, to_halves
 
 SHAPES = (
     *((8, 64, 1024, 1024), (8, 64, 1026, 1026), (8, 48, 64, 64, 64), (8, 64, 256, 256), (16, 512, 256)),
@@ -62,7 +62,7 @@ def times(shape: tuple[int, ...], last: bool, device: DeviceInfo, flushed: torch
     found = {"samples": microseconds(run(sample_magnitudes((shape, strides)), "x", "half_copies"), flushed)}
     for way, by_channels in (("by channels", (1, 1, 1)), ("by taps", (2, 2, 2)), ("by pixels", None)):
         half.fill_(float("nan"))
-        call = run(to_halves(shape, strides, 1, shape[1], 0, by_channels), "x", "half_copies", "half")
+        call = run(to_halves(Transposed(shape, strides), 0, by_channels), "x", "half_copies", "half")
         scale = copies.view(torch.float32)[1]
         assert torch.equal(half, (x * scale).half().movedim(1, -1)), (shape, way)
         assert copies.view(torch.int32)[0] == 0

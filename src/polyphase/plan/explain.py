@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import math
 
-from polyphase.plan.planner import (
-    AHEAD,
-    CLEARLY,
-    CLEARLY_BY_OTHERS,
-    Plan,
-    as_computed,
-    as_shown,
-    epilogue_refusal,
-    may_adapt,
-    plan,
-)
-from polyphase.plan.shortlist import candidates, why_none
+from polyphase.plan.planner import AHEAD, CLEARLY, CLEARLY_BY_OTHERS, Plan, Restated, as_shown, may_adapt, plan
 from polyphase.problem import ConvTransposeProblem, Pass
 from polyphase.problem.ceilings import about_rates, floor_ms
 from polyphase.problem.device import Card, DeviceInfo
@@ -59,27 +48,23 @@ def _about(chosen: Plan, card: Card) -> list[str]:
     lines.append(_winner(chosen, card))
     for other in chosen.selected[1:]:
         lines.append(f"compiled in the background, for other sizes: {other.candidate.describe()}")
-    computed, layouts = as_computed(problem, pass_, None)
-    if computed != problem.of_pass(pass_):
-        lines.append(f"computed as {computed}")
+    call = Restated.of(problem, pass_, device)
+    if call.computed != problem.of_pass(pass_):
+        lines.append(f"computed as {call.computed}")
     faster = False
-    refused: dict[str, list[str]] = {}
     losing: list[str] = []
-    for schedule in SCHEDULES:
-        reason = epilogue_refusal(schedule, problem, pass_) or schedule.supports(computed, pass_, device)
-        offered = [] if reason else list(candidates(schedule, computed, pass_, device, layouts))
-        if not offered:
-            reason = reason or why_none(schedule, computed, pass_, device, layouts)
-            refused.setdefault(reason, []).append(schedule.name)
+    for schedule, offered in call.offers(SCHEDULES):
         losers = [candidate for candidate in offered if candidate != chosen.candidate]
         if losers:
             best = min(losers, key=lambda candidate: candidate.seconds)
             line = _loser(chosen, as_shown(card, best, problem, pass_), len(losers) - 1)
             losing.insert(0 if schedule.name == chosen.schedule else len(losing), line)
             faster |= best.seconds < chosen.candidate.seconds
+    refused = call.refusals(SCHEDULES)
     lines += [*losing, *(f"not {', '.join(names)}: {reason}" for reason, names in refused.items())]
     if not chosen.measured:
-        lines += [*(["a faster prediction above does not win, because:"] if faster else []), *_rules(chosen, computed)]
+        lines += ["a faster prediction above does not win, because:"] if faster else []
+        lines += _rules(chosen, call.computed)
     return lines
 
 

@@ -97,13 +97,8 @@ class Plan:
         return self.selected[0].program if self.selected else None
 
     @property
-    def other(self) -> Program | None:
-        """The program of the kernel for most other sizes; None if it is the same kernel."""
-        return self.selected[1].program if len(self.selected) > 1 else None
-
-    @property
     def programs(self) -> list[Program]:
-        """``program`` and ``other``, unless they are None."""
+        """The programs of the kernel for this size, and of that for most other sizes, if it is a different one."""
         return [selection.program for selection in self.selected]
 
     def describe(self) -> str:
@@ -130,42 +125,38 @@ def plan(
     if not device.is_cuda:
         return Plan(problem, pass_)
     _check_integers(problem.without_idle_constants())
-    given, given_layouts = problem, layouts
-    if as_given:
-        problem, layouts = given.of_pass(pass_).without_idle_constants(), layouts or Layouts.of_call(given, pass_)
-    else:
-        problem, layouts = as_computed(given, pass_, layouts)
-    schedules = _that_take(given, pass_, _ranked(compared(problem, pass_), pass_, device))
-    choice = None if by_prediction else tuning.choice(problem, pass_, device)
-    measured = None if choice is None else _measured(_offers(schedules, problem, pass_, device, layouts), choice)
-    if measured is not None:
-        schedule, *chosen = measured
-    else:
-        offers = _offers(schedules, problem, pass_, device, layouts)
-        found = next(offers, None)
-        if found is None:
-            reasons = _reasons(given, problem, pass_, device, layouts)
-            raise UnsupportedError(f"no schedule computes the {pass_.value} of {given} on {device.arch}: {reasons}")
-        schedule, offered = found
-        chosen = _by_size(schedule, offered, pass_)
-    kernels = [(schedule, candidate) for candidate in chosen]
-    if measured is None:
-        most = FAR_BEHIND * kernels[0][1].seconds
-        others = [(each, _by_size(each, found, pass_, most)[0]) for each, found in offers]
-        faster = _clearly_faster(kernels[0], others, pass_)
-        kernels = kernels if faster is None else [faster, kernels[-1]]
-    if not any(each.any_size(problem, pass_, device) for each, _ in kernels):
-        for_others = (each for each in schedules if each.any_size(problem, pass_, device))
-        other, offered = next(_offers(for_others, problem, pass_, device, layouts))
+    call = Restated.of(problem, pass_, device, layouts, as_given)
+    computed = call.computed
+    schedules = _ranked(compared(computed, pass_), pass_, device)
+    choice = None if by_prediction else tuning.choice(computed, pass_, device)
+    measured = None if choice is None else _measured(call.offers(schedules), choice)
+    kernels = _predicted(call, schedules) if measured is None else [measured]
+    if not any(each.any_size(computed, pass_, device) for each, _ in kernels):
+        for_others = (each for each in schedules if each.any_size(computed, pass_, device))
+        other, offered = next(call.offers(for_others))
         kernels.append((other, next(offered)))
     try:
-        selected = tuple(
-            Selection(each, *_with_functions(each, candidate, given, problem, pass_, device, given_layouts, layouts))
-            for each, candidate in kernels
-        )
+        selected = tuple(Selection(each, *call.with_functions(each, candidate)) for each, candidate in kernels)
     except ParamOverflowError:  # numbers that do not fit a kernel's parameter
-        raise UnsupportedError(f"{given} has more positions than the kernels count: {2**31 - 1}") from None
-    return Plan(given, pass_, selected, measured is not None)
+        raise UnsupportedError(f"{problem} has more positions than the kernels count: {2**31 - 1}") from None
+    return Plan(problem, pass_, selected, measured is not None)
+
+
+def _predicted(call: Restated, schedules: list[Schedule]) -> list[_Offer]:
+    """The kernel for this size, and the kernel for most other sizes, if it is a different one."""
+    offers, pass_ = call.offers(schedules), call.pass_
+    found = next(offers, None)
+    if found is None:
+        refusals = call.refusals(each for each in SCHEDULES if pass_ in each.passes)
+        reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refusals.items())
+        what = f"the {pass_.value} of {call.given} on {call.device.arch}"
+        raise UnsupportedError(f"no schedule computes {what}: {reasons}")
+    schedule, offered = found
+    kernels = [(schedule, candidate) for candidate in _by_size(schedule, offered, pass_)]
+    most = FAR_BEHIND * kernels[0][1].seconds
+    others = [(each, _by_size(each, found, pass_, most)[0]) for each, found in offers]
+    faster = _clearly_faster(kernels[0], others, pass_)
+    return kernels if faster is None else [faster, kernels[-1]]
 
 
 def epilogue_refusal(schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass) -> str | None:
@@ -173,69 +164,84 @@ def epilogue_refusal(schedule: Schedule, problem: ConvTransposeProblem, pass_: P
     return schedule.epilogue_limits(problem) if problem.epilogue and pass_ is Pass.FORWARD else None
 
 
-def _reason(
-    schedule: Schedule,
-    given: ConvTransposeProblem,
-    computed: ConvTransposeProblem,
-    pass_: Pass,
-    device: DeviceInfo,
-    layouts: Layouts,
-) -> str | None:
-    return epilogue_refusal(schedule, given, pass_) or refusal(schedule, computed, pass_, device, layouts)
-
-
-def _reasons(
-    given: ConvTransposeProblem, computed: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-) -> str:
-    """Why no schedule of the pass can compute it: each reason once, after the schedules that give it."""
-    refused: dict[str | None, list[str]] = {}
-    for schedule in SCHEDULES:
-        if pass_ in schedule.passes:
-            reason = _reason(schedule, given, computed, pass_, device, layouts)
-            refused.setdefault(reason, []).append(schedule.name)
-    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
-
-
 def _that_take(problem: ConvTransposeProblem, pass_: Pass, schedules: Iterable[Schedule]) -> list[Schedule]:
     """The ``schedules`` that support the problem's epilogue."""
     return [schedule for schedule in schedules if epilogue_refusal(schedule, problem, pass_) is None]
 
 
-def _with_functions(
-    schedule: Schedule,
-    candidate: Candidate,
-    given: ConvTransposeProblem,
-    computed: ConvTransposeProblem,
-    pass_: Pass,
-    device: DeviceInfo,
-    given_layouts: Layouts | None,
-    layouts: Layouts,
-) -> tuple[Candidate, Program]:
-    """A config of the ``computed`` layer, and its program with the epilogue and prologue of the ``given`` layer.
+@dataclass(frozen=True)
+class Restated:
+    """A pass of a ``given`` layer, and the layer as which it is ``computed`` (`as_computed`); the layouts of each."""
 
-    Neither affects the choice, except by `Epilogue.planned`: all schedules read the same for an epilogue. For the
-    chosen config this function decides whether its kernel or a step before it computes a prologue.
-    """
-    program = schedule.program(computed, pass_, device, layouts, candidate.config)
-    of_frames = computed.kernel_size != given.kernel_size and computed.taps > 1
-    if pass_ is Pass.WEIGHT_GRAD and of_frames:
-        program = writing_frames(program, computed)
-    if pass_ is not Pass.FORWARD or not (given.epilogue or given.prologue):
-        return candidate, program
-    given_layouts = given_layouts or Layouts.of_call(given, pass_)
-    seconds = candidate.seconds + given.residual_bytes / device.copy_bytes_per_second
-    if given.prologue:
-        apart = prologue_seconds(given.elements[0] * DTYPE_BYTES[given.dtype], device)
+    given: ConvTransposeProblem
+    given_layouts: Layouts
+    computed: ConvTransposeProblem
+    layouts: Layouts
+    pass_: Pass
+    device: DeviceInfo
+
+    @classmethod
+    def of(
+        cls,
+        given: ConvTransposeProblem,
+        pass_: Pass,
+        device: DeviceInfo,
+        layouts: Layouts | None = None,
+        as_given: bool = False,
+    ) -> Restated:
+        """The parameters are those of `plan`."""
+        given_layouts = layouts or Layouts.of_call(given, pass_)
+        if as_given:
+            computed, layouts = given.of_pass(pass_).without_idle_constants(), given_layouts
+        else:
+            computed, layouts = as_computed(given, pass_, given_layouts)
+        return cls(given, given_layouts, computed, layouts, pass_, device)
+
+    def offers(self, schedules: Iterable[Schedule]) -> Iterator[tuple[Schedule, Iterator[Candidate]]]:
+        """Those of the ``schedules`` that can compute the pass, and their candidates, evaluated lazily."""
+        able = _that_take(self.given, self.pass_, schedules)
+        return _offers(able, self.computed, self.pass_, self.device, self.layouts)
+
+    def refusals(self, schedules: Iterable[Schedule]) -> dict[str, list[str]]:
+        """The names of those of the ``schedules`` that offer nothing, by their reason."""
+        found: dict[str, list[str]] = {}
+        for schedule in schedules:
+            reason = epilogue_refusal(schedule, self.given, self.pass_)
+            reason = reason or refusal(schedule, self.computed, self.pass_, self.device, self.layouts)
+            if reason is not None:
+                found.setdefault(reason, []).append(schedule.name)
+        return found
+
+    def with_functions(self, schedule: Schedule, candidate: Candidate) -> tuple[Candidate, Program]:
+        """A config and its program, with the epilogue and prologue of the given layer.
+
+        Neither affects the choice, except by `Epilogue.planned`: all schedules read the same for an epilogue. For the
+        chosen config this function decides whether its kernel or a step before it computes a prologue.
+        """
+        given, computed = self.given, self.computed
+        program = schedule.program(computed, self.pass_, self.device, self.layouts, candidate.config)
+        of_frames = computed.kernel_size != given.kernel_size and computed.taps > 1
+        if self.pass_ is Pass.WEIGHT_GRAD and of_frames:
+            program = writing_frames(program, computed)
+        if self.pass_ is not Pass.FORWARD or not (given.epilogue or given.prologue):
+            return candidate, program
+        seconds = candidate.seconds + given.residual_bytes / self.device.copy_bytes_per_second
+        if given.prologue:
+            program, more = self._with_prologue(schedule, candidate, program)
+            seconds += more
+        program = with_epilogue(program, given, computed, self.given_layouts)
+        return replace(candidate, seconds=seconds), program
+
+    def _with_prologue(self, schedule: Schedule, candidate: Candidate, program: Program) -> tuple[Program, float]:
+        """A program with the prologue, where it takes less time, and the seconds that it adds."""
+        prologue, device = self.given.prologue, self.device
+        apart = prologue_seconds(self.given.elements[0] * DTYPE_BYTES[self.given.dtype], device)
         within: float | None = 0.0
         if not is_transposed(program):
-            within = schedule.prologue_seconds(computed, given.prologue, device, layouts, candidate.config)
+            within = schedule.prologue_seconds(self.computed, prologue, device, self.layouts, candidate.config)
         if within is not None and within < apart:
-            program = within_kernels(program, given.prologue)
-        else:
-            program = in_a_step(program, given, given_layouts)
-        seconds += apart if within is None else min(within, apart)
-    program = with_epilogue(program, given, computed, given_layouts)
-    return replace(candidate, seconds=seconds), program
+            return within_kernels(program, prologue), within
+        return in_a_step(program, self.given, self.given_layouts), apart
 
 
 def as_computed(
@@ -314,7 +320,7 @@ def _clearly_faster(first: _Offer, others: list[_Offer], pass_: Pass) -> _Offer 
     return (other, taken) if taken.seconds < enough else None
 
 
-def _measured(offers: Iterator[tuple[Schedule, Iterator[Candidate]]], choice: str) -> tuple[Schedule, Candidate] | None:
+def _measured(offers: Iterator[tuple[Schedule, Iterator[Candidate]]], choice: str) -> _Offer | None:
     """The candidate of that description, where it is offered."""
     found = (
         (schedule, candidate) for schedule, offered in offers for candidate in offered if candidate.describe() == choice
@@ -356,12 +362,10 @@ def programs(
     problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts | None = None
 ) -> list[tuple[Candidate, Program]]:
     """Every config of every schedule that can compute a pass, for tests and tuning."""
-    given, given_layouts = problem, layouts
-    problem, layouts = as_computed(given, pass_, layouts)
-    schedules = _that_take(given, pass_, SCHEDULES)
+    call = Restated.of(problem, pass_, device, layouts)
     return [
-        _with_functions(schedule, candidate, given, problem, pass_, device, given_layouts, layouts)
-        for schedule, offered in _offers(schedules, problem, pass_, device, layouts)
+        call.with_functions(schedule, candidate)
+        for schedule, offered in call.offers(SCHEDULES)
         for candidate in offered
     ]
 
@@ -371,14 +375,9 @@ def kernel_sources(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInf
 
     For other sizes these are each schedule's first. Includes the reductions of split gradients.
     """
-    given = problem
-    problem, layouts = as_computed(problem, pass_, None)
-    schedules = _that_take(given, pass_, SCHEDULES)
-    firsts = [
-        _with_functions(schedule, next(offered), given, problem, pass_, device, None, layouts)[1]
-        for schedule, offered in _offers(schedules, problem, pass_, device, layouts)
-    ]
-    both = plan(given, pass_, device, by_prediction=True).programs
+    call = Restated.of(problem, pass_, device)
+    firsts = [call.with_functions(schedule, next(offered))[1] for schedule, offered in call.offers(SCHEDULES)]
+    both = plan(problem, pass_, device, by_prediction=True).programs
     one_way = [program.main.one_way for program in both if program.main.one_way is not None]
     return list(dict.fromkeys([*(source for program in (*firsts, *both) for source in program.sources), *one_way]))
 

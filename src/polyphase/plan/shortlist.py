@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from polyphase.plan.ranking_cache import kept
@@ -52,13 +52,6 @@ def refusal(
     layouts = layouts or Layouts.dense(problem)
     if next(candidates(schedule, problem, pass_, device, layouts), None) is not None:
         return None
-    return why_none(schedule, problem, pass_, device, layouts)
-
-
-def why_none(
-    schedule: Schedule, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts
-) -> str:
-    """Why a schedule offers nothing for a layer that it supports."""
     if schedule.ranked_at(problem, pass_, layouts) is None:
         return "does not support the memory layout or the size of these tensors"
     return schedule.nothing_fits(problem, device)
@@ -74,15 +67,13 @@ class _Shortlist:
             self._first = kept(about, lambda: list(schedule.configs(at, pass_, device)), lambda: _rank(*self._ranked))
         else:
             self._first = _rank(*self._ranked)
-        self._rest: list[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._first
-        if self._rest is None:
-            self._rest = self._behind()
         yield from self._rest
 
-    def _behind(self) -> list[Any]:
+    @cached_property
+    def _rest(self) -> list[Any]:
         """The configs after the first ones: none, unless the search skipped some."""
         schedule, at, pass_, device = self._ranked
         if not schedule.prunes or len(self._first) < schedule.compared:

@@ -157,11 +157,10 @@ def _of_cuda(index: int) -> DeviceInfo:
     arch = f"sm_{major}{minor}" + ("a" if major in (9, 10) else "")
     not_newer = (info for info in _TYPICAL if info.capability <= capability_of(arch))
     typical = max(not_newer, key=lambda info: info.capability)
-    return DeviceInfo(
+    return replace(
+        typical,
         arch=arch,
         multiprocessors=properties.multi_processor_count,
-        clock_hz=typical.clock_hz,
-        copy_bytes_per_second=typical.copy_bytes_per_second,
         shared_bytes_per_block=getattr(properties, "shared_memory_per_block_optin", typical.shared_bytes_per_block),
         shared_bytes_per_multiprocessor=getattr(
             properties, "shared_memory_per_multiprocessor", typical.shared_bytes_per_multiprocessor

@@ -42,8 +42,12 @@ _OPERANDS = {
     "add": ("residual",),
 }
 _OF_VALUES = ("add_value", "multiply_value")
-_CONSTANTS = {**{name: len(named) for name, named in ACTIVATIONS.items()}, "affine": 2, "normalize": 1, "layer_norm": 1,
-              "snake": 2}  # fmt: skip
+# The number of constants of every operation.
+_CONSTANTS = {
+    **{name: len(named) for name, named in ACTIVATIONS.items()},
+    **{"affine": 2, "scale_shift": 0, "normalize": 1, "layer_norm": 1, "prelu": 0, "snake": 2, "add": 0, "softmax": 0},
+    **dict.fromkeys(_OF_VALUES, 0),
+}
 # Operations that do not map zero to zero: a prologue with one must not be applied to padding.
 _MOVE_ZERO = ("sigmoid", "softplus", "normalize", "layer_norm", "softmax", "add")
 
@@ -89,10 +93,9 @@ class Operation:
     of: int = 0
 
     def __post_init__(self) -> None:
-        wanted = _CONSTANTS.get(self.kind, 0)
-        known = self.kind in ACTIVATIONS or self.kind in _OPERANDS or self.kind in ("affine", "softmax", *_OF_VALUES)
-        if not known:
-            raise ValueError(f"an epilogue has no operation {self.kind!r}; it has {', '.join(_kinds())}")
+        wanted = _CONSTANTS.get(self.kind)
+        if wanted is None:
+            raise ValueError(f"an epilogue has no operation {self.kind!r}; it has {', '.join(_CONSTANTS)}")
         if len(self.constants) != wanted:
             raise ValueError(f"{self.kind} takes {wanted} constants, given {self.constants}")
         finite = all(-math.inf < constant < math.inf for constant in self.constants)  # Dynamo traces this
@@ -249,7 +252,3 @@ def _decoded(text: str) -> Epilogue:
             )
         )
     return Epilogue(tuple(operations))
-
-
-def _kinds() -> list[str]:
-    return [*ACTIVATIONS, "affine", *_OPERANDS, "softmax", *_OF_VALUES]

@@ -10,6 +10,9 @@ from polyphase.problem.problem import ConvTransposeProblem, Pass
 #: Strides in elements in the order batch, channel, depth, height, width; 0 for a dimension the layer does not have.
 Strides = tuple[int, int, int, int, int]
 
+#: Values along depth, height and width.
+Three = tuple[int, int, int]
+
 #: Bytes that the widest vector access needs a tensor to be aligned to: four doubles.
 ALIGNMENT = 32
 
@@ -60,8 +63,7 @@ class Layouts:
         dense = Layouts.dense(problem)
 
         def lies(shape: tuple[int, ...], strides: Strides, wanted: Strides) -> bool:
-            sizes = (*shape[:2], *(1,) * (5 - len(shape)), *shape[2:])
-            return all(size == 1 or stride == want for size, stride, want in zip(sizes, strides, wanted))
+            return all(size == 1 or stride == want for size, stride, want in zip(five(shape), strides, wanted))
 
         return (
             self.weight_channels_last == dense.weight_channels_last
@@ -72,8 +74,7 @@ class Layouts:
 
 def dense_strides(shape: tuple[int, ...], channels_last: bool) -> Strides:
     """The strides of a tensor ``(N, C, *spatial)`` without gaps."""
-    _, channels, *spatial = shape
-    depth, height, width = [1] * (3 - len(spatial)) + spatial
+    _, channels, depth, height, width = five(shape)
     volume = depth * height * width
     if channels_last:
         return volume * channels, 1, height * width * channels, width * channels, channels
@@ -82,7 +83,7 @@ def dense_strides(shape: tuple[int, ...], channels_last: bool) -> Strides:
 
 def extent(shape: tuple[int, ...], strides: Strides) -> int:
     """The largest element offset in a tensor ``(N, C, *spatial)``, plus one."""
-    sizes = (shape[0], shape[1], *(1,) * (5 - len(shape)), *shape[2:])
+    sizes = five(shape)
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides)) if all(sizes) else 0
 
 

@@ -36,9 +36,14 @@ LEAST_FRAME = 32
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
+def accumulator(dtype: str) -> str:
+    """The type of an accumulator: half types are summed in float32."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 def accumulator_bytes(dtype: str) -> int:
-    """Bytes of an accumulator: half types are summed in float32."""
-    return max(4, DTYPE_BYTES[dtype])
+    """Bytes of an accumulator."""
+    return DTYPE_BYTES[accumulator(dtype)]
 
 
 class Pass(Enum):
@@ -298,10 +303,8 @@ class ConvTransposeProblem:
         bias, last = self.bias and forward, self.channels_last and self.dtype != "float64"
         epilogue = self.epilogue.planned if forward else NONE
         tf32 = self.uses_tf32(pass_)
-        known = self.bias, self.channels_last, self.tf32, self.epilogue, self.prologue
-        if (bias, last, tf32, epilogue, NONE) == known:
-            return self
-        return replace(self, bias=bias, channels_last=last, tf32=tf32, epilogue=epilogue, prologue=NONE)
+        found = replace(self, bias=bias, channels_last=last, tf32=tf32, epilogue=epilogue, prologue=NONE)
+        return self if found == self else found
 
     @property
     def largest_constant(self) -> int:
@@ -430,20 +433,16 @@ class ConvTransposeProblem:
         ):
             if any(value != default for value in values):
                 parts.append(f"{name}={_short(values)}")
-        if self.groups != 1:
-            parts.append(f"g={self.groups}")
-        if self.bias:
-            parts.append("bias")
-        parts.append(self.dtype)
-        if self.tf32:
-            parts.append("tf32")
-        if self.channels_last:
-            parts.append("channels_last")
-        if self.epilogue:
-            parts.append(f"then {self.epilogue}")
-        if self.prologue:
-            parts.append(f"of {self.prologue}")
-        return ", ".join(parts)
+        others = (
+            (f"g={self.groups}", self.groups != 1),
+            ("bias", self.bias),
+            (self.dtype, True),
+            ("tf32", self.tf32),
+            ("channels_last", self.channels_last),
+            (f"then {self.epilogue}", self.epilogue),
+            (f"of {self.prologue}", self.prologue),
+        )
+        return ", ".join([*parts, *(text for text, given in others if given)])
 
 
 def _short(values: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from polyphase.jit.source import KernelSource
 from polyphase.problem.epilogue import Epilogue, Operation
 from polyphase.problem.integers import parted, round_up
-from polyphase.problem.problem import DTYPE_BYTES, accumulator_bytes
+from polyphase.problem.problem import DTYPE_BYTES, accumulator
 from polyphase.program.params import params_of
 from polyphase.program.program import Buffer, Program
 from polyphase.program.reduction import OVER
@@ -88,7 +88,7 @@ def programs_of(norm: BatchNorm, dtype: str, aligned: bool = True) -> tuple[Prog
         )
         return plain_step(source, channels * splits, _THREADS, params, BUFFERS)
 
-    partials = Buffer(PARTIALS, "float64" if accumulator_bytes(dtype) == 8 else "float32", _MOMENTS * channels * splits)
+    partials = Buffer(PARTIALS, accumulator(dtype), _MOMENTS * channels * splits)
     behind = Epilogue() if norm.activation is None else Epilogue((norm.activation,), channels)
     forward = (step(0, "norm", Epilogue()), step(1, "norm", behind))
     backward = (step(2, "sum", Epilogue()), step(3, "sum", Epilogue()))

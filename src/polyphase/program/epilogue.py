@@ -6,18 +6,15 @@ If that step writes channels_last for a result that is transposed after it, a re
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from polyphase.problem.epilogue import Epilogue
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.problem import ConvTransposeProblem
-from polyphase.program.program import Buffer, Program
-from polyphase.program.split_k import finish_splits
-from polyphase.program.step import BIAS, DST, Step
-from polyphase.program.transpose import to_channels_last
-
-_LAST = f"{DST}_channels_last"
+from polyphase.program.program import DST_LAST, Program, transposing
+from polyphase.program.split_k import reduce_splits, reduction_source
+from polyphase.program.step import BIAS, Step
+from polyphase.program.transpose import Transposed
 
 
 def with_epilogue(
@@ -30,7 +27,7 @@ def with_epilogue(
     if not problem.epilogue:
         return program
     names = {name: name for name in problem.epilogue.named_operands}
-    last = any(buffer.name == _LAST for buffer in program.buffers)
+    last = any(buffer.name == DST_LAST for buffer in program.buffers)
     steps, main_index, buffers = list(program.steps), program.main_index, list(program.buffers)
     of_kernel = _of_kernel(problem, computed)
     reduced = replace(of_kernel, channel_parts=1)  # for a reduction, whose channels are the layer's
@@ -38,23 +35,22 @@ def with_epilogue(
         behind = next(i for i in range(main_index + 1, len(steps)) if steps[i].source.kernel == "reduce_splits")
         strides = dense_strides(problem.output_shape, True) if last else layouts.output
         elements = problem.elements[2]
-        reduction = finish_splits(problem.dtype, elements, program.splits, reduced, problem.out_channels, strides)
+        reduction = reduce_splits(problem.dtype, elements, program.splits, reduced, problem.out_channels, strides)
         steps[behind] = replace(reduction, operands=steps[behind].operands, overlaps=steps[behind].overlaps)
+        epilogue, place = reduced, len(steps[behind].operands) - 1  # before the result
     else:
         behind = max(i for i, step in enumerate(steps) if BIAS in step.operands)
-        steps[behind] = _fused(steps[behind], of_kernel)
+        epilogue, place = of_kernel, steps[behind].operands.index(BIAS) + 1
     before: list[Step] = []
     if last:
         for name in problem.epilogue.residuals:
-            names[name] = f"{name}_channels_last"
-            step = to_channels_last(problem.dtype, problem.output_shape, layouts.output)
-            before.append(replace(step, operands=(name, names[name])))
-            buffers.append(Buffer(names[name], problem.dtype, math.prod(problem.output_shape)))
-    steps[behind] = _reading(steps[behind], tuple(names.values()))
+            step, buffer = transposing(problem.dtype, name, Transposed(problem.output_shape, layouts.output))
+            names[name] = buffer.name
+            before.append(step)
+            buffers.append(buffer)
+    steps[behind] = steps[behind].computing(names.values(), place, epilogue=epilogue)
     spares = (  # at another size sums may be split: then their reduction computes the epilogue
-        replace(spare, epilogue=reduced, constants=(*spare.constants, ("HAS_BIAS", False)))
-        if spare.kernel == "reduce_splits"
-        else spare
+        reduction_source(problem.dtype, reduced) if spare.kernel == "reduce_splits" else spare
         for spare in program.spares
     )
     return replace(
@@ -72,14 +68,3 @@ def _of_kernel(problem: ConvTransposeProblem, computed: ConvTransposeProblem) ->
     inner = parts > 1 and problem.channels_last
     channels = problem.out_channels if inner or problem.epilogue.per_sample else 0
     return replace(problem.epilogue, channels=channels, channel_parts=parts, channels_inner=inner)
-
-
-def _fused(step: Step, epilogue: Epilogue) -> Step:
-    one_way = None if step.one_way is None else replace(step.one_way, epilogue=epilogue)
-    return replace(step, source=replace(step.source, epilogue=epilogue), one_way=one_way)
-
-
-def _reading(step: Step, names: tuple[str, ...]) -> Step:
-    """The step with further operands, after the bias, or before a reduction's result."""
-    place = step.operands.index(BIAS) + 1 if BIAS in step.operands else len(step.operands) - 1
-    return replace(step, operands=(*step.operands[:place], *names, *step.operands[place:]))

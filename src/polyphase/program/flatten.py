@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from polyphase.jit.source import KernelSource
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Strides, channels_innermost
+from polyphase.problem.layouts import Strides, Three, channels_innermost
 from polyphase.program.params import params_of
 from polyphase.program.step import GRAD, MANY_BLOCKS, Step, X, plain_step
 
@@ -24,9 +24,6 @@ _ROWS, _CHANNELS_LAST, _BATCH, _RESIDUES, _PIECES = range(5)  # the kernel's ind
 
 #: Buffers of the planes.
 X_PLANES, GRAD_PLANES = "x_planes", "grad_planes"
-
-#: Values along depth, height and width.
-Three = tuple[int, int, int]
 
 
 class Flattened(NamedTuple):

@@ -1,7 +1,7 @@
 """A kernel's parameters. The struct in its source is their one description, and is read here.
 
 ``params_of(source).pack(src=gather.src, batch=problem.batch, ...)`` gives the bytes of the kernel's last parameter, by
-the names that the members have in CUDA, and ``params_of(source).read(...)`` gives the values back.
+the names that the members have in CUDA.
 """
 
 from __future__ import annotations

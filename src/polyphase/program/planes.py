@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from polyphase.jit.source import KernelSource
 from polyphase.problem import DTYPE_BYTES
-from polyphase.problem.layouts import Strides
+from polyphase.problem.layouts import Strides, Three
 from polyphase.program.params import params_of
 from polyphase.program.step import MANY_BLOCKS, SRC, Step, plain_step
 
@@ -20,8 +20,7 @@ _MOST_PIECES = 16  # most pieces of a position in a tile
 #: Buffer of the planes.
 SRC_PLANES = "src_planes"
 
-#: Values along depth, height and width, or along the first two of these.
-Three = tuple[int, int, int]
+#: Values along depth and height.
 Two = tuple[int, int]
 
 

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from polyphase.problem.layouts import dense_strides
-from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator_bytes
-from polyphase.program.split_k import reduce_splits
+from polyphase.problem.problem import DTYPE_BYTES, ConvTransposeProblem, Pass, accumulator
+from polyphase.program.split_k import reduce_splits, reduction_source
 from polyphase.program.step import BIAS, DST, GRAD, HALF_COPIES, MANY_BLOCKS, PARTIALS, SRC, WEIGHT, WORKSPACE, Step, X
 from polyphase.program.transpose import (
     HALF_COPIES_BYTES,
+    Transposed,
     sample_magnitudes,
     to_channels_last,
     to_contiguous,
@@ -33,25 +34,11 @@ from polyphase.program.transpose import (
 
 if TYPE_CHECKING:
     from polyphase.jit.source import KernelSource
-    from polyphase.problem.layouts import Layouts, Strides
+    from polyphase.problem.layouts import Layouts
 
 
-class Transposed(NamedTuple):
-    """A tensor that is transposed to channels_last.
-
-    The channels of each of its ``groups`` are ``padded`` with zeros to that number, and split into ``parts``.
-    """
-
-    shape: tuple[int, ...]
-    strides: Strides
-    groups: int
-    padded: int
-    parts: int = 1
-
-    @property
-    def elements(self) -> int:
-        """Elements of the result."""
-        return math.prod(self.shape) // self.shape[1] * self.groups * self.parts * self.padded
+#: The buffer of a result in channels_last that is converted at the end.
+DST_LAST = f"{DST}_channels_last"
 
 
 @dataclass(frozen=True)
@@ -129,29 +116,26 @@ def assemble(
         dst_channels_last: see `Program`.
     """
     elements = problem.elements[{Pass.FORWARD: 2, Pass.INPUT_GRAD: 0, Pass.WEIGHT_GRAD: 1}[pass_]]
-    sums_bytes, buffers, behind = accumulator_bytes(problem.dtype), [], []
-    in_sums = pass_ is Pass.WEIGHT_GRAD and not narrowed and sums_bytes != DTYPE_BYTES[problem.dtype]
+    sums, buffers, behind = accumulator(problem.dtype), [], []
+    in_sums = pass_ is Pass.WEIGHT_GRAD and not narrowed and sums != problem.dtype
     reduces = splits > 1 or in_sums
     if workspace_bytes:
         buffers.append(Buffer(WORKSPACE, "uint8", workspace_bytes))
     if reduces:
-        sums = problem.dtype if sums_bytes == DTYPE_BYTES[problem.dtype] else "float32"
         buffers.append(Buffer(PARTIALS, sums, splits * elements))
-        adds = reduce_splits(problem.dtype, elements, splits)
-        behind.append(replace(adds, operands=(PARTIALS, DST), overlaps=True))
+        behind.append(replace(reduce_splits(problem.dtype, elements, splits), overlaps=True))
     written = PARTIALS if reduces else DST
     weight = WORKSPACE if packs else WEIGHT
     operands = (X, GRAD, written) if pass_ is Pass.WEIGHT_GRAD else (SRC, weight, BIAS, written)
     # A step after a packing kernel may start before that has ended: it waits by itself.
     before = [replace(step, overlaps=i > 0) for i, step in enumerate(packs)]
-    spare = reduce_splits(problem.dtype, 1, 1).source
     return Program(
         steps=(*before, replace(main, operands=operands, overlaps=bool(packs)), *behind),
         main_index=len(before),
         buffers=tuple(buffers),
         splits=splits,
         dst_channels_last=dst_channels_last,
-        spares=(spare,) if may_split or pass_ is Pass.WEIGHT_GRAD else (),
+        spares=(reduction_source(problem.dtype),) if may_split or pass_ is Pass.WEIGHT_GRAD else (),
     )
 
 
@@ -180,7 +164,7 @@ def prepared(inner: Program, before: tuple[Step, ...], read: dict[str, Buffer]) 
 
 def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed]) -> Program:
     """A program that reads some tensors in channels_last, for other layouts: they are transposed before."""
-    steps = {name: _transpose(dtype, name, how) for name, how in read.items()}
+    steps = {name: transposing(dtype, name, how) for name, how in read.items()}
     before = tuple(replace(step, overlaps=i > 0) for i, (step, _) in enumerate(steps.values()))
     buffers = {name: buffer for name, (_, buffer) in steps.items()}
     return _with_spares(prepared(inner, before, buffers), transpose_sources(dtype) if read else ())
@@ -188,7 +172,7 @@ def reading_channels_last(inner: Program, dtype: str, read: dict[str, Transposed
 
 def reading_source_channels_last(inner: Program, dtype: str, how: Transposed) -> Program:
     """The same of the source alone, for a main step that waits before it reads the copy."""
-    program = writing_source(inner, *_transpose(dtype, SRC, how), waits=True)
+    program = writing_source(inner, *transposing(dtype, SRC, how), waits=True)
     return _with_spares(program, transpose_sources(dtype))
 
 
@@ -200,7 +184,7 @@ def reading_source_halves(inner: Program, how: Transposed, grouped: bool, forwar
     """
     buffer, scales = Buffer(f"{SRC}_halves", "float16", how.elements), Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
     sample = replace(sample_magnitudes((how.shape, how.strides)), operands=(SRC, HALF_COPIES), overlaps=True)
-    step = to_halves(how.shape, how.strides, 1, how.padded, measures=forward, grouped=grouped)
+    step = to_halves(how, measures=forward, grouped=grouped)
     step = replace(step, operands=(SRC, HALF_COPIES, buffer.name), overlaps=True)
     main = replace(inner.main, operands=(SRC, buffer.name, HALF_COPIES, *inner.main.operands[1:]))
     before, behind = inner.steps[: inner.main_index], inner.steps[inner.main_index + 1 :]
@@ -220,18 +204,17 @@ def reading_halves(
     An input gradient also copies the weight, when it packs it. Steps for copies that are inexact follow by
     `unless_exact`.
     """
-    tensors, units = [(how.shape, how.strides) for how in read.values()], {X: (1, 1, 1)}
+    sampled, units = {name: (how.shape, how.strides) for name, how in read.items()}, {}
     if X in read:
-        depth, height, width = (axis.stride for axis in problem.axes3)
-        units[GRAD] = depth, height, width
+        depth, height, width = problem.axes3
+        units = {X: (1, 1, 1), GRAD: (depth.stride, height.stride, width.stride)}
     else:
-        tensors.append((problem.weight_shape, dense_strides(problem.weight_shape, layouts.weight_channels_last)))
-    names = [*read, *(() if X in read else (WEIGHT,))]
-    before, buffers = [replace(sample_magnitudes(*tensors), operands=(*names, HALF_COPIES))], {}
-    for which, (name, (shape, strides, groups, padded, _)) in enumerate(read.items()):
-        buffers[name] = buffer = Buffer(f"{name}_halves", "float16", read[name].elements)
-        by_channels = units[name] if X in read else None
-        step = to_halves(shape, strides, groups, padded, which, by_channels, grouped=problem.groups > 1)
+        weight = problem.weight_shape
+        sampled[WEIGHT] = weight, dense_strides(weight, layouts.weight_channels_last)
+    before, buffers = [replace(sample_magnitudes(*sampled.values()), operands=(*sampled, HALF_COPIES))], {}
+    for which, (name, how) in enumerate(read.items()):
+        buffers[name] = buffer = Buffer(f"{name}_halves", "float16", how.elements)
+        step = to_halves(how, which, units.get(name), grouped=problem.groups > 1)
         before.append(replace(step, operands=(name, HALF_COPIES, buffer.name), overlaps=True))
     program = prepared(inner, tuple(before), buffers)
     scales = Buffer(HALF_COPIES, "uint8", HALF_COPIES_BYTES)
@@ -268,10 +251,10 @@ def writing_source(inner: Program, step: Step, buffer: Buffer, waits: bool = Fal
     return replace(written, steps=steps, main_index=inner.main_index + (place <= inner.main_index))
 
 
-def _transpose(dtype: str, name: str, how: Transposed) -> tuple[Step, Buffer]:
+def transposing(dtype: str, name: str, how: Transposed) -> tuple[Step, Buffer]:
     """The step that transposes a tensor, and the buffer that it writes."""
     buffer = Buffer(f"{name}_channels_last", dtype, how.elements)
-    return replace(to_channels_last(dtype, *how), operands=(name, buffer.name)), buffer
+    return replace(to_channels_last(dtype, how), operands=(name, buffer.name)), buffer
 
 
 def writing_channels_last(inner: Program, dtype: str, shape: tuple[int, ...]) -> Program:
@@ -307,7 +290,7 @@ def writing_frames(inner: Program, frames: ConvTransposeProblem) -> Program:
     if inner.dst_channels_last:
         return replace(inner, dst_channels_last=False)
     shape, dtype = frames.weight_shape, frames.dtype
-    back = to_channels_last(dtype, shape, dense_strides(shape, False))
+    back = to_channels_last(dtype, Transposed(shape, dense_strides(shape, False)))
     return _with_spares(_written_by(inner, dtype, frames.elements[1], back), transpose_sources(dtype))
 
 
@@ -319,14 +302,14 @@ def transpose_reduces(problem: ConvTransposeProblem, splits: int) -> bool:
 
 def _written_by(inner: Program, dtype: str, elements: int, back: Step) -> Program:
     """A program whose result, of ``elements``, is converted by the step ``back``."""
-    last = f"{DST}_channels_last"
     steps = [
-        replace(step, operands=tuple(last if name == DST else name for name in step.operands)) for step in inner.steps
+        replace(step, operands=tuple(DST_LAST if name == DST else name for name in step.operands))
+        for step in inner.steps
     ]
     return replace(
         inner,
-        steps=(*steps, replace(back, operands=(last, DST))),
-        buffers=(*inner.buffers, Buffer(last, dtype, elements)),
+        steps=(*steps, replace(back, operands=(DST_LAST, DST))),
+        buffers=(*inner.buffers, Buffer(DST_LAST, dtype, elements)),
         dst_channels_last=False,
     )
 
@@ -336,17 +319,16 @@ def between_transposes(
     problem: ConvTransposeProblem,
     pass_: Pass,
     layouts: Layouts,
-    padded: ConvTransposeProblem | None = None,
-    back: bool = True,
+    padded: ConvTransposeProblem,
+    back: bool,
 ) -> Program:
     """A gradient's program for channels_last tensors, made a program for the call's tensors by transposes around it.
 
     ``layouts``: of the call's tensors. A weight is read in its own layout. ``padded``: the layer that the program
-    computes, if that has more channels: those of each group are padded with zeros, and dropped from the result.
+    computes. It may have more channels: those of each group are padded with zeros, and dropped from the result.
     ``back``: whether an input gradient's result must be transposed. If ``padded`` is in float16, so are the copies of
     tensors in float32 (`reading_halves`), also of tensors in channels_last. These keep their order.
     """
-    padded = padded or problem
     sides = {
         X: (problem.input_shape, layouts.input, padded.in_channels),
         GRAD: (problem.output_shape, layouts.output, padded.out_channels),
@@ -379,5 +361,5 @@ def _without_padding(problem: ConvTransposeProblem, padded: ConvTransposeProblem
     strides = (padded.in_channels_per_group * of_input, of_tap, 0, of_input, 1)
     if problem.channels_last:
         shape, order = (groups, outputs, inputs, problem.taps), (strides[0], 1, 0, of_input, of_tap)
-        return to_channels_last(problem.dtype, shape, order)
-    return to_channels_last(problem.dtype, (groups, problem.taps, inputs, outputs), strides)
+        return to_channels_last(problem.dtype, Transposed(shape, order))
+    return to_channels_last(problem.dtype, Transposed((groups, problem.taps, inputs, outputs), strides))

@@ -35,14 +35,9 @@ def within_kernels(program: Program, prologue: Epilogue) -> Program:
 
 def _reading(step: Step, prologue: Epilogue) -> Step:
     place = step.operands.index(BIAS if BIAS in step.operands else SRC) + 1
-    names = tuple(map(of_input, prologue.named_operands))
-    return replace(
-        step,
-        source=replace(step.source, prologue=prologue),
-        one_way=None if step.one_way is None else replace(step.one_way, prologue=prologue),
-        operands=(*step.operands[:place], *names, *step.operands[place:]),
-        tensor_maps=tuple(replace(each, tf32=False) for each in step.tensor_maps),  # rounded after the operations
-    )
+    step = step.computing(map(of_input, prologue.named_operands), place, prologue=prologue)
+    maps = tuple(replace(each, tf32=False) for each in step.tensor_maps)  # rounded after the operations
+    return replace(step, tensor_maps=maps)
 
 
 def in_a_step(program: Program, problem: ConvTransposeProblem, layouts: Layouts) -> Program:

@@ -10,7 +10,7 @@ from polyphase.jit.source import KernelSource
 from polyphase.problem.epilogue import NONE
 from polyphase.problem.integers import next_power_of_two, parted, round_up
 from polyphase.problem.layouts import five
-from polyphase.problem.problem import DTYPE_BYTES, accumulator_bytes
+from polyphase.problem.problem import DTYPE_BYTES, accumulator
 from polyphase.problem.reduction import NORMS, POOLS, REDUCTIONS, Reduction
 from polyphase.program.params import params_of
 from polyphase.program.program import Buffer, Program
@@ -48,8 +48,7 @@ def program_of(reduction: Reduction, dtype: str, aligned: bool = True) -> Progra
     whole = threads._replace(team=32, vector=1, unroll=1) if reduction.over in REDUCTIONS else threads
     leaves = _step(replace(reduction, after=NONE), dtype, threads, 1)
     takes = _step(reduction, dtype, whole, 2)
-    accumulator = "float64" if accumulator_bytes(dtype) == 8 else "float32"
-    partials = Buffer(PARTIALS, accumulator, _MOMENTS * groups * threads.splits)
+    partials = Buffer(PARTIALS, accumulator(dtype), _MOMENTS * groups * threads.splits)
     return Program((leaves, takes), buffers=(partials,))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from polyphase.program.params import params_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from polyphase.jit.source import KernelSource
     from polyphase.program.tensor_map import TensorMap
 
@@ -46,6 +48,12 @@ class Step:
     tensor_maps: tuple[TensorMap, ...] = ()
     overlaps: bool = False
     one_way: KernelSource | None = None
+
+    def computing(self, names: Iterable[str], place: int, **operations: Any) -> Step:
+        """The step with an ``epilogue`` or a ``prologue``, whose operands come at a place among the step's."""
+        one_way = None if self.one_way is None else replace(self.one_way, **operations)
+        operands = (*self.operands[:place], *names, *self.operands[place:])
+        return replace(self, source=replace(self.source, **operations), operands=operands, one_way=one_way)
 
 
 def plain_step(

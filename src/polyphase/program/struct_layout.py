@@ -1,9 +1,9 @@
-"""Memory layout of the kernels' structs: bytes from named values, and named values from bytes."""
+"""Memory layout of the kernels' structs: bytes from named values."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -83,10 +83,6 @@ class Struct:
         """
         return struct.pack("<" + self.format, *self._numbers(values))
 
-    def read(self, packed: bytes) -> dict[str, Any]:
-        """The values by which `pack` gives these bytes."""
-        return self._values(iter(struct.unpack("<" + self.format, packed)))
-
     def _numbers(self, values: Mapping[str, Any]) -> list[Any]:
         """All numbers of the struct, in order."""
         if values.keys() != self.given.keys():
@@ -130,16 +126,6 @@ class Struct:
         if not isinstance(found, Mapping):
             raise TypeError(f"{self.name}.{name} takes the members of a {kind.name}, given {value!r}")
         return found
-
-    def _values(self, numbers: Iterator[Any]) -> dict[str, Any]:
-        """The values of the members, from the struct's numbers."""
-        values: dict[str, Any] = {}
-        for name, (_, kind, length) in self.given.items():
-            found = [next(numbers) if isinstance(kind, str) else kind._values(numbers) for _ in range(length or 1)]
-            if not isinstance(kind, str) and kind.name == _DIVISOR:
-                found = [each["value"] for each in found]
-            values[name] = found if length else found[0]
-        return values
 
 
 def _is_tensor_map(member: Member) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from polyphase.jit.source import KernelSource
+from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Strides, channels_innermost, five
+from polyphase.problem.layouts import SECTOR_BYTES, Strides, Three, channels_innermost, extent, five
 from polyphase.program.params import params_of
 from polyphase.program.step import Step, plain_step
-
-Three = tuple[int, int, int]
 
 #: A transpose counts fewer pixels, of all images.
 MOST_PIXELS = 2**31
@@ -20,7 +19,6 @@ _THREADS = 256
 _PIECES = 1536  # 16-byte pieces of a block's tile in shared memory
 _LEAST_PIXELS = 64  # least pixels of a tile
 _WHOLE_ROWS = 20  # pieces of a pixel up to which a tile has whole rows, if these are not whole pieces
-_SECTOR = 32  # bytes of a sector of memory
 _LEAST_RUN, _LEAST_ROW, _LEAST_ODD_ROW = 32, 32, 256  # least elements, for ROWS, of the source's and the result's rows
 _RUN_BITS, _MOST_RUN_BITS = range(5, 8), 8  # log2 of a source row's elements in a tile, with ROWS
 _SAMPLE, _SAMPLES, _MOST_STEP = 8, 1 << 16, 512  # elements of a sample; samples of a tensor; most of which one is read
@@ -34,23 +32,43 @@ HALF_COPIES_BYTES = 32 + 2 * 4 * _PARTS_OF_TENSOR  #: of ``HalfCopies`` in kerne
 _RUN_ELEMENTS, _LONG_RUN = 1 << 13, 64  # elements of such a tile; of a row beyond which tiles with a halo are narrower
 
 
+class Transposed(NamedTuple):
+    """A tensor ``(N, C, *spatial)`` of any strides, and its copy without gaps whose channels are innermost.
+
+    The channels of each of its ``groups`` are ``padded`` with zeros to that number (0: they are not padded), and split
+    into ``parts``: two are TF32 and the remainder, as separate channels, the second part of a group after the first.
+    """
+
+    shape: tuple[int, ...]
+    strides: Strides
+    groups: int = 1
+    padded: int = 0
+    parts: int = 1
+
+    @property
+    def group(self) -> int:
+        """Channels of a group, in each of its parts."""
+        return self.padded or self.shape[1] // self.groups
+
+    @property
+    def channels(self) -> int:
+        """Channels of the copy."""
+        return self.groups * self.parts * self.group
+
+    @property
+    def elements(self) -> int:
+        """Elements of the copy."""
+        return math.prod(self.shape) // self.shape[1] * self.channels
+
+
 def transpose_source(dtype: str, sums: bool = False, rows: bool = False) -> KernelSource:
     """The kernel, for all tensors of a dtype, for partial ``sums`` of these, or for tensors of whole ``rows``."""
-    return KernelSource(
-        "transpose",
-        dtype,
-        False,
-        (
-            ("THREADS", _THREADS),
-            ("PARTS", 2),
-            ("SCALED", False),
-            ("PIECES", _PIECES),
-            ("SUMS", sums),
-            ("ROWS", rows),
-            ("MIN_BLOCKS", 5 if rows else 6),
-        ),
-        folder="steps",
-    )
+    return _source(dtype, False, SUMS=sums, ROWS=rows, MIN_BLOCKS=5 if rows else 6)
+
+
+def _source(dtype: str, scaled: bool, **others: Constant) -> KernelSource:
+    constants = {"THREADS": _THREADS, "PARTS": 2, "SCALED": scaled, "PIECES": _PIECES, **others}
+    return KernelSource("transpose", dtype, False, tuple(constants.items()), folder="steps")
 
 
 def transpose_sources(dtype: str) -> tuple[KernelSource, ...]:
@@ -59,101 +77,81 @@ def transpose_sources(dtype: str) -> tuple[KernelSource, ...]:
     return tuple(transpose_source(dtype, rows=rows) for rows in ways)
 
 
-def _tile(channels: int, element: int, larger: bool = False, checked: bool = False) -> tuple[int, int, int]:
-    """A block's tile: pieces of a pixel, logarithm of the pixels, and channels that it shares with its neighbour.
+class _Tile(NamedTuple):
+    """A block's tile."""
 
-    Tiles of one row have equal widths. ``checked``: a tile's channels of a pixel are a unit of a checked copy. Then the
-    last tile has at least half as many as others: a few numbers may all be too small.
+    pieces: int  # of a pixel, with ROWS of a channel
+    pixel_bits: int  # logarithm of the pixels
+    halo: int  # channels that it shares with its neighbour
+    row: int  # channels that it writes
+
+    def blocks(self, channels: int, pixels: int) -> int:
+        """Blocks for a result with ``channels`` of ``pixels``."""
+        return math.ceil(pixels / (1 << self.pixel_bits)) * math.ceil((channels + max(0, self.halo - 1)) / self.row)
+
+
+def _tile(channels: int, element: int, larger: bool = False, checked: bool = False) -> _Tile:
+    """The tile for elements of ``element`` bytes; tiles of one row have equal widths.
+
+    ``checked``: a tile's channels of a pixel are a unit of a checked copy. Then the last tile has at least half as many
+    as others: a few numbers may all be too small.
     """
     vector, widest = 16 // element, 8 if element == 2 else 16
-    row, halo = math.ceil(channels / vector), 0
+    pieces, halo = math.ceil(channels / vector), 0
     if channels % vector == 0:
-        pieces, row = row, math.ceil(row / math.ceil(row / widest))
-        while checked and 2 * ((pieces - 1) % row + 1) < row:
-            row -= 1
-    elif row > _WHOLE_ROWS:
-        row, halo = 16 + _SECTOR // 16, _SECTOR // element
-    pixels = max(_LEAST_PIXELS, _LEAST_PIXELS * widest // row)
-    if larger and 2 * pixels <= _MOST_TILE_PIXELS and 2 * (row | 1) * pixels <= _PIECES:
+        of_row, pieces = pieces, math.ceil(pieces / math.ceil(pieces / widest))
+        while checked and 2 * ((of_row - 1) % pieces + 1) < pieces:
+            pieces -= 1
+    elif pieces > _WHOLE_ROWS:
+        pieces, halo = 16 + SECTOR_BYTES // 16, SECTOR_BYTES // element
+    pixels = max(_LEAST_PIXELS, _LEAST_PIXELS * widest // pieces)
+    if larger and 2 * pixels <= _MOST_TILE_PIXELS and 2 * (pieces | 1) * pixels <= _PIECES:
         pixels *= 2
-    return row, pixels.bit_length() - 1, halo
+    row = pieces * vector - halo if halo else min(channels, pieces * vector)
+    return _Tile(pieces, pixels.bit_length() - 1, halo, row)
 
 
 def transpose_blocks(dtype: str, channels: int, pixels: int) -> int:
     """Blocks of a transpose that writes ``channels`` of ``pixels``, those of all images."""
-    return _blocks(DTYPE_BYTES[dtype], channels, pixels)
+    return _tile(channels, DTYPE_BYTES[dtype]).blocks(channels, pixels)
 
 
-def _blocks(element: int, channels: int, pixels: int, larger: bool = False, checked: bool = False) -> int:
-    pieces, pixel_bits, halo = _tile(channels, element, larger, checked)
-    row = min(channels, pieces * 16 // element) if halo == 0 else pieces * 16 // element - halo
-    return math.ceil(pixels / (1 << pixel_bits)) * math.ceil((channels + max(0, halo - 1)) / row)
+def to_channels_last(dtype: str, how: Transposed, splits: int = 0) -> Step:
+    """The step that writes a copy in the tensor's type.
 
-
-def to_channels_last(
-    dtype: str,
-    shape: tuple[int, ...],
-    strides: Strides,
-    groups: int = 1,
-    padded: int | None = None,
-    parts: int = 1,
-    splits: int = 0,
-) -> Step:
-    """The step from a tensor ``(N, C, *spatial)`` of any strides to one without gaps whose channels are innermost.
-
-    ``padded``: channels of each of the ``groups`` in the result, padded with zeros; by default without padding.
-    ``parts``: two are TF32 and the remainder, as separate channels, the second part of a group after the first.
     ``splits``: number of partial planes of the source, which are added; 0 if it is a tensor of ``dtype``.
     """
-    _, channels, *sizes = five(shape)
-    each = channels // groups if padded is None else padded
-    written, whole = groups * parts * each, groups == 1 or each * groups == channels
-    if splits == 0 and parts == 1 and whole and _by_rows(dtype, strides, sizes, written):
-        return _rows_to_channels_last(dtype, shape, strides, written)
-    source = transpose_source(dtype, splits > 0)
-    return _by_pixels(source, DTYPE_BYTES[dtype], shape, strides, groups, each, parts, splits)
+    whole = how.groups == 1 or how.group * how.groups == how.shape[1]
+    if splits == 0 and how.parts == 1 and whole and _by_rows(dtype, how):
+        return _rows_to_channels_last(dtype, how)
+    return _by_pixels(transpose_source(dtype, splits > 0), how, splits)
 
 
 def to_halves(
-    shape: tuple[int, ...],
-    strides: Strides,
-    groups: int,
-    padded: int,
+    how: Transposed,
     which: int = 0,
     by_channels: Three | None = None,
     measures: bool = False,
     grouped: bool = False,
 ) -> Step:
-    """The step from float32 ``(N, C, *spatial)`` of any strides to a copy in float16, channels innermost.
+    """The step that writes a copy in float16 of a float32 tensor.
 
     It checks the copy by units of numbers (kernels/operand/half_copies.cuh). With ``by_channels`` these are pixels of a
     channel, so far apart along d, h and w; else channels of a pixel. If it is ``grouped``, not all channels of a pixel
     are added up. ``measures``: the source is the input of a forward pass, whose magnitudes are told, too. ``which``: of
-    the tensors of `sample_magnitudes`; ``groups`` and ``padded`` as for `to_channels_last`.
+    the tensors of `sample_magnitudes`.
     """
-    if channels_innermost(shape[1], strides):
-        return _halve(shape, strides, groups, padded, which, by_channels, measures, grouped)
-    plain = transpose_source("float32")
-    constants = {**dict(plain.constants), "SCALED": True, "BY_CHANNELS": by_channels is not None, "MEASURES": measures}
-    del constants["ROWS"]
-    source = KernelSource(plain.kernel, plain.dtype, False, tuple(constants.items()), folder=plain.folder)
-    apart = by_channels or (1, 1, 1)
-    return _by_pixels(source, 2, shape, strides, groups, padded, which=which, grouped=grouped, apart=apart)
+    if channels_innermost(how.shape[1], how.strides):
+        return _halve(how, which, by_channels, measures, grouped)
+    source = _source("float32", True, SUMS=False, MIN_BLOCKS=6, BY_CHANNELS=by_channels is not None, MEASURES=measures)
+    return _by_pixels(source, how, which=which, grouped=grouped, apart=by_channels or (1, 1, 1))
 
 
-def _halve(
-    shape: tuple[int, ...],
-    strides: Strides,
-    groups: int,
-    padded: int,
-    which: int,
-    by_channels: Three | None,
-    measures: bool,
-    grouped: bool,
-) -> Step:
+def _halve(how: Transposed, which: int, by_channels: Three | None, measures: bool, grouped: bool) -> Step:
     """`to_halves` of a tensor whose channels are innermost."""
+    shape, strides, padded = how.shape, how.strides, how.group
     batch, channels, *sizes = five(shape)
-    pieces, group = groups * padded // 8, channels // groups
+    pieces, group = how.groups * padded // 8, channels // how.groups
     apart, steps = by_channels or (1, 1, 1), (strides[0], *strides[2:])
     if apart == (1, 1, 1) and (pitch := _pixel_pitch(shape, strides)) is not None:
         batch, sizes, steps = 1, [1, 1, batch * math.prod(sizes)], (0, 0, 0, pitch)
@@ -238,67 +236,54 @@ def _samples(shape: tuple[int, ...], strides: Strides) -> dict[str, object]:
 
 def _by_pixels(
     source: KernelSource,
-    element: int,
-    shape: tuple[int, ...],
-    strides: Strides,
-    groups: int,
-    each: int,
-    parts: int = 1,
+    how: Transposed,
     splits: int = 0,
     which: int = 0,
     grouped: bool = False,
     apart: Three = (1, 1, 1),
 ) -> Step:
-    """A tile of pixels in each block; ``element``: bytes of the result's elements."""
-    batch, channels, *sizes = five(shape)
-    pixels, group = batch * math.prod(sizes), channels // groups
-    written, vector = groups * parts * each, 16 // element
+    """A tile of pixels in each block."""
+    batch, channels, *sizes = five(how.shape)
+    pixels, written = batch * math.prod(sizes), how.channels
     known = dict(source.constants)
-    checked = bool(known["SCALED"]) and not known["BY_CHANNELS"]
-    larger = bool(known["SCALED"]) and _blocks(element, written, pixels) >= _MANY_TILES
-    pieces, pixel_bits, halo = _tile(written, element, larger, checked)
-    row = min(written, pieces * vector) if halo == 0 else pieces * vector - halo
+    scaled = bool(known["SCALED"])
+    element = 2 if scaled else DTYPE_BYTES[source.dtype]
+    checked = scaled and not known["BY_CHANNELS"]
+    larger = scaled and _tile(written, element).blocks(written, pixels) >= _MANY_TILES
+    tile = _tile(written, element, larger, checked)
     params = params_of(source).pack(
-        stride=strides,
+        stride=how.strides,
         channels=written,
         pixels=pixels,
         sizes=sizes,
-        padded=each,
-        group=group,
-        parts=parts,
-        pieces=pieces,
-        row=row,
-        pixel_bits=pixel_bits,
-        halo=halo,
-        advance=_THREADS * max(1, 4 // element) // row,
+        padded=how.group,
+        group=channels // how.groups,
+        parts=how.parts,
+        **tile._asdict(),
+        advance=_THREADS * max(1, 4 // element) // tile.row,
         planes=max(1, splits),
-        plane=math.prod(shape),
+        plane=math.prod(how.shape),
         which=which,
         grouped=grouped,
         strides=apart,
         residues=math.prod(apart),
     )
-    return plain_step(source, _blocks(element, written, pixels, larger, checked), _THREADS, params)
+    return plain_step(source, tile.blocks(written, pixels), _THREADS, params)
 
 
-def _by_rows(dtype: str, strides: Strides, sizes: list[int], written: int) -> bool:
-    """Whether the kernel's ROWS mapping serves these strides, spatial sizes and ``written`` channels."""
-    run = 1
-    for stride, size in zip(reversed(strides[2:]), reversed(sizes)):
-        if size > 1 and stride != run:
-            return False
-        run *= size
-    vector = 16 // DTYPE_BYTES[dtype]
-    least = _LEAST_ODD_ROW if written % vector else _LEAST_ROW
-    return DTYPE_BYTES[dtype] == 2 and run >= _LEAST_RUN and written >= least
+def _by_rows(dtype: str, how: Transposed) -> bool:
+    """Whether the kernel's ROWS mapping serves a tensor."""
+    run, joins = math.prod(how.shape[2:]), _pixel_pitch((1, *how.shape[1:]), how.strides) == 1
+    least = _LEAST_ODD_ROW if how.channels % (16 // DTYPE_BYTES[dtype]) else _LEAST_ROW
+    return DTYPE_BYTES[dtype] == 2 and joins and run >= _LEAST_RUN and how.channels >= least
 
 
-def _rows_to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides, written: int) -> Step:
-    """`to_channels_last` by ROWS: a row is an image's pixels of a channel, without gaps; ``written`` channels."""
-    batch, channels, *sizes = five(shape)
-    run, element = math.prod(sizes), DTYPE_BYTES[dtype]
+def _rows_to_channels_last(dtype: str, how: Transposed) -> Step:
+    """`to_channels_last` by ROWS: a row is an image's pixels of a channel, without gaps."""
+    batch, channels, *sizes = five(how.shape)
+    run, element, written = math.prod(sizes), DTYPE_BYTES[dtype], how.channels
     vector = 16 // element
-    halo = _SECTOR // element if written % vector else 0
+    halo = SECTOR_BYTES // element if written % vector else 0
     # A row of the result begins anywhere in a sector. Tiles have few rows of long runs, or many of short ones.
     wanted = round_up(written + max(0, halo - 1), halo or vector)
     bits = next((bits for bits in _RUN_BITS if run <= 1 << bits), _RUN_BITS[-1]) - (run > _LONG_RUN and halo > 0)
@@ -306,30 +291,25 @@ def _rows_to_channels_last(dtype: str, shape: tuple[int, ...], strides: Strides,
     row = round_up(-(-wanted // -(-wanted // most)), 4 * vector if wanted > most else vector)
     while 1 << bits < run and bits < _MOST_RUN_BITS and _rows_pieces(bits + 1, row + halo) <= _PIECES:
         bits += 1
-    source = transpose_source(dtype, rows=True)
-    span = 1 + sum(stride * max(0, size - 1) for stride, size in zip(strides, (batch, channels, *sizes)))
+    tile, source = _Tile((1 << bits) // vector + 1, bits, halo, row), transpose_source(dtype, rows=True)
     params = params_of(source).pack(
-        stride=strides,
+        stride=how.strides,
         channels=written,
         pixels=batch * run,
         sizes=(1, 1, run),
         padded=written,
         group=channels,
         parts=1,
-        pieces=(1 << bits) // vector + 1,
-        row=row,
-        pixel_bits=bits,
-        halo=halo,
+        **tile._asdict(),
         advance=0,
         planes=1,
-        plane=span,
+        plane=extent(how.shape, how.strides),
         which=0,
         grouped=0,
         strides=(1, 1, 1),
         residues=1,
     )
-    across = -(-(written + max(0, halo - 1)) // row)
-    return plain_step(source, batch * -(-run >> bits) * across, _THREADS, params)
+    return plain_step(source, batch * tile.blocks(written, run), _THREADS, params)
 
 
 def _rows_pieces(bits: int, rows: int) -> int:
@@ -344,4 +324,5 @@ def to_contiguous(dtype: str, shape: tuple[int, ...], splits: int = 0) -> Step:
     """
     batch, channels, *sizes = shape
     pixels = math.prod(sizes)
-    return to_channels_last(dtype, (batch, pixels, channels), (pixels * channels, channels, 0, 0, 1), splits=splits)
+    how = Transposed((batch, pixels, channels), (pixels * channels, channels, 0, 0, 1))
+    return to_channels_last(dtype, how, splits)

@@ -8,10 +8,10 @@ from dataclasses import replace
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import dense_strides
+from polyphase.problem.layouts import dense_strides, five
 from polyphase.program.step import WEIGHT, WORKSPACE, Step
 from polyphase.program.tensor_map import TensorMap, tma_strides
-from polyphase.program.transpose import to_channels_last
+from polyphase.program.transpose import Transposed, to_channels_last
 from polyphase.schedules.cells import Side
 from polyphase.schedules.tiles import Four
 
@@ -121,6 +121,6 @@ def weight_map(problem: ConvTransposeProblem, pitch: int, columns: int) -> Tenso
 
 def pack_for_boxes(problem: ConvTransposeProblem, channels_last: bool, padded: int) -> Step:
     """The step that writes the weight with its output channels innermost, ``padded`` with zeros to that number."""
-    shape = problem.weight_shape
-    step = to_channels_last(problem.dtype, shape, dense_strides(shape, channels_last), padded=padded)
+    shape = five(problem.weight_shape)
+    step = to_channels_last(problem.dtype, Transposed(shape, dense_strides(shape, channels_last), padded=padded))
     return replace(step, operands=(WEIGHT, WORKSPACE))

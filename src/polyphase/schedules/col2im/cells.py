@@ -18,8 +18,9 @@ from dataclasses import replace
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.layouts import Layouts
-from polyphase.program.program import Program, Transposed, reading_channels_last
+from polyphase.program.program import Program, reading_channels_last
 from polyphase.program.step import WEIGHT, Step
+from polyphase.program.transpose import Transposed
 from polyphase.schedules.col2im.schedule import Col2im, with_kernel
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.implicit_gemm.config import GemmConfig

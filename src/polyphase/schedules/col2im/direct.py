@@ -19,8 +19,9 @@ from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import next_power_of_two
 from polyphase.problem.layouts import Layouts, dense_strides
 from polyphase.problem.problem import accumulator_bytes
-from polyphase.program.program import Buffer, Program, Transposed, reading_channels_last
+from polyphase.program.program import Buffer, Program, reading_channels_last
 from polyphase.program.step import SRC, WEIGHT, Step
+from polyphase.program.transpose import Transposed
 from polyphase.schedules.cells import Side
 from polyphase.schedules.col2im.schedule import MOST_BYTES, MOST_OUTPUTS, PRODUCT, as_row, col2im_step
 from polyphase.schedules.cost import slower_of, transpose_seconds

@@ -140,7 +140,7 @@ class GemmConfig(NamedTuple):
             or gather.dst_channels % ROWS
         ):
             return
-        sums = self.parts * Product.of(gather, self).row_blocks * self.group_cells // 2
+        sums = self.parts * Product(gather, self).row_blocks * self.group_cells // 2
         held = held_by_stores(Taps.of(gather.axes).owned_w, self.lines, gather.dst_channels, gather.src.channels_last)
         held += _BIAS_REGISTERS * gather.bias
         cell_bytes = stride * gather.dst_bytes
@@ -241,53 +241,36 @@ class Taps:
         return all(axis.shifts == (0, 0) for axis in axes)
 
 
-@dataclass(frozen=True)
 class Product:
     """The product that a config makes of a pass, in row groups of ``channel_blocks`` and ``lines``."""
 
-    row_blocks: int  # row blocks of a row group
-    row_groups: int  # row groups of the layer
-    line_groups: int
-    operations: int  # taps of the row group with most
-    steps: int  # depth in instructions
-
-    @classmethod
-    def of(cls, gather: Gather, config: GemmConfig) -> Product:
-        """The product of a config."""
+    def __init__(self, gather: Gather, config: GemmConfig) -> None:
+        self.gather, self.config = gather, config
         taps, parts = Taps.of(gather.axes), config.width_parts
         groups = taps.groups(config.lines, config.stacked)
-        row_blocks = taps.row_blocks(config)
-        operations = row_blocks
-        if not config.row_channels:
-            operations = max(groups) * taps.along_w * config.channel_blocks // parts
         channel_groups = math.ceil(gather.dst_channels / (config.channel_blocks * (config.row_channels or ROWS)))
+        self.row_blocks = taps.row_blocks(config)  # of a row group
+        self.row_groups = gather.groups * channel_groups * len(groups) * parts  # of the layer
+        self.tile_shares = self.row_groups // config.row_parts  # work tiles of a tile
+        self.line_groups = len(groups) * parts
+        self.operations = self.row_blocks  # taps of the row group with most
+        if not config.row_channels:
+            self.operations = max(groups) * taps.along_w * config.channel_blocks // parts
         depth = gather.src_channels * config.operand_bytes(gather.dtype) / (2 * CHUNK_BYTES)
-        return cls(
-            row_blocks=row_blocks,
-            row_groups=gather.groups * channel_groups * len(groups) * parts,
-            line_groups=len(groups) * parts,
-            operations=operations,
-            steps=math.ceil(depth / config.k_steps) * config.k_steps,
-        )
+        self.stages = math.ceil(depth / config.k_steps)  # of a work tile
+        self.steps = self.stages * config.k_steps  # depth in instructions
+        # Packed weights of one step of a row group, of a row group, and of the layer.
+        self.step_bytes = self.operations * config.parts * 2 * ROWS * CHUNK_BYTES
+        self.weight_bytes = self.steps * self.step_bytes
+        self.packed_bytes = self.row_groups * self.weight_bytes
 
-    def step_bytes(self, config: GemmConfig) -> int:
-        """Packed weights of one step of a row group."""
-        return self.operations * config.parts * 2 * ROWS * CHUNK_BYTES
-
-    def weight_bytes(self, config: GemmConfig) -> int:
-        """Packed weights of a row group."""
-        return self.steps * self.step_bytes(config)
-
-    def stages(self, config: GemmConfig) -> int:
-        """Stages of a work tile."""
-        return self.steps // config.k_steps
-
-    def counter_bytes(self, config: GemmConfig) -> int:
+    @property
+    def counter_bytes(self) -> int:
         """Bytes before the packed weights: counters of the work tiles that blocks have taken.
 
         A cluster has one; the emulator, which runs blocks one by one, has one for each of its blocks.
         """
-        return counter_bytes(self.row_groups // config.row_parts if config.resident else config.cluster)
+        return counter_bytes(self.tile_shares if self.config.resident else self.config.cluster)
 
 
 def held_by_stores(owned_w: int, lines: int, channels: int, channels_last: bool) -> int:

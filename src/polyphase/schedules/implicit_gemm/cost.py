@@ -19,22 +19,23 @@ _AT_ONCE = 256  # elements whose prologue a multiprocessor computes at once when
 _ROUNDING = 1 - 1e-9  # a bound is summed in another order than a prediction
 
 
-def estimate(gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int) -> tuple[float, str]:
+def estimate(
+    gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int, prologue: Epilogue = NONE
+) -> tuple[float, str]:
     """Predicted seconds of a config, and whether ``layer_bytes`` or instructions bound it."""
-    return Work(gather, config, device).estimate(gather, config.stages, tile, device, layer_bytes)
+    return Work(gather, config, device, prologue).estimate(gather, config.stages, tile, layer_bytes)
 
 
 def prologue_estimate(
     gather: Gather, config: GemmConfig, tile: Tile, device: DeviceInfo, layer_bytes: int, prologue: Epilogue
 ) -> float:
     """Time that a prologue adds when producers compute it."""
-    bare, behind = (Work(gather, config, device, each) for each in (NONE, prologue))
-    found = (each.estimate(gather, config.stages, tile, device, layer_bytes)[0] for each in (behind, bare))
-    more = next(found) - next(found)
+    behind, _ = estimate(gather, config, tile, device, layer_bytes, prologue)
+    bare, _ = estimate(gather, config, tile, device, layer_bytes)
     if not config.scaled:
-        return more
+        return behind - bare
     measured = math.prod(gather.src.shape) * prologue_cycles(prologue, device)
-    return more + measured / (_AT_ONCE * device.multiprocessors * device.clock_hz)
+    return behind - bare + measured / (_AT_ONCE * device.multiprocessors * device.clock_hz)
 
 
 def shared_ends(gather: Gather, config: GemmConfig, tile: Tile) -> float:
@@ -70,16 +71,17 @@ class Work:
 
     def __init__(self, gather: Gather, config: GemmConfig, device: DeviceInfo, prologue: Epilogue = NONE) -> None:
         self._terms = terms = costs("implicit_gemm", device)
-        product, size = Product.of(gather, config), gather.src_bytes
+        self.config, self.device = config, device
+        self.product = product = Product(gather, config)
+        self._size = size = gather.src_bytes
         last = gather.src.channels_last
-        self.config, self.product, self.device = config, product, device
-        raw = size // config.operand_bytes(gather.dtype)  # raw bytes for each byte of an operand
-        in_place = last or config.tma_operands
-        self._stages, chunks = product.stages(config), 2 * config.k_steps
-        self._pixel_bytes = self._stages * chunks * CHUNK_BYTES  # bytes of each pixel of a halo
-        self._packed = config.row_parts * product.weight_bytes(config)
-        self._weight_bytes = 0 if config.resident else self._packed
-        self.once = (self._packed * terms.moved if config.resident else 0) + terms.launch
+        self._raw = raw = size // config.operand_bytes(gather.dtype)  # raw bytes for each byte of an operand
+        self._in_place = in_place = last or config.tma_operands
+        self._stages, self._chunks = product.stages, 2 * config.k_steps
+        self._pixel_bytes = self._stages * self._chunks * CHUNK_BYTES  # bytes of each pixel of a halo
+        packed = config.row_parts * product.weight_bytes
+        self._weight_bytes = 0 if config.resident else packed
+        self.once = (packed * terms.moved if config.resident else 0) + terms.launch
 
         instructions = product.steps * product.operations * config.pixel_blocks * config.sharers
         instructions *= 3 if config.parts == 2 else 1
@@ -91,12 +93,10 @@ class Work:
         self._instruction = 1 if config.wgmma else terms.other_instruction
         self._issue = terms.issue * instructions
         self._wait = terms.wait * self._stages * config.sharers
-        self._raw = raw
         self._own_weights = self._weight_bytes / config.cluster
         slot = terms.slot_in_place if in_place else terms.slot
         self._slots = self._stages * (slot + (terms.slot_shared if config.cluster > 1 else 0))
         self._taken = config.loader_groups if in_place and not config.tma_operands else 0  # stages that producers hold
-        self._chunks, self._size, self._in_place = chunks, size, last
         self._stage_channels = config.stage_channels(gather.dtype)
         self._convert = terms.convert_scaled if config.scaled else terms.convert
         self._transpose = terms.transpose_scaled if config.scaled else terms.transpose
@@ -108,10 +108,9 @@ class Work:
         self._bandwidth = _bandwidth(gather, terms)
         self._in_sectors = config.row_columns(gather) < gather.axes[2].stride
 
-    def estimate(
-        self, gather: Gather, stages: int, tile: Tile, device: DeviceInfo, layer_bytes: int
-    ) -> tuple[float, str]:
+    def estimate(self, gather: Gather, stages: int, tile: Tile, layer_bytes: int = 0) -> tuple[float, str]:
         """Predicted seconds with ``stages``, and whether ``layer_bytes`` or instructions bound it."""
+        device = self.device
         waves, in_ping_pong = self.waves(tile.total)
         cycles = self._cycles(tile.halo, self._load(tile, stages), self._store(tile), stages)
         busy = (waves * cycles[in_ping_pong] + self.once) / device.clock_hz
@@ -131,7 +130,7 @@ class Work:
         """Work tiles that a multiprocessor computes one after the other, and whether by consumers in ping-pong."""
         config = self.config
         tiles = math.ceil(tiles / config.cluster) * config.cluster
-        waves = tiles * self.product.row_groups / config.row_parts / self.device.multiprocessors
+        waves = tiles * self.product.tile_shares / self.device.multiprocessors
         if waves < 8:
             waves = math.ceil(waves)
         if config.split == "turns" and (waves > 1 or config.whole_images):
@@ -139,8 +138,7 @@ class Work:
         return waves, False
 
     def least(self, halo: float, stages: int) -> tuple[float, float]:
-        """Lower bound of cycles of a tile of ``pixels``, halo included, with at most ``stages``: of a work tile by
-        itself, and in ping-pong."""
+        """Lower bound of `_cycles` of a tile of ``halo`` pixels, with at most ``stages``."""
         return self._cycles(halo, self._least_load(halo), self._stores(halo), stages)
 
     def _cycles(self, halo: float, load: float, store: float, stages: int) -> tuple[float, float]:
@@ -171,7 +169,7 @@ class Work:
         return self._load_by_threads(tile.halo, tile.copy_bytes, math.ceil)
 
     def _least_load(self, halo: float) -> float:
-        """A lower bound of that for ``pixels``: the fastest way of loading, without rounding copies up."""
+        """A lower bound of that: the fastest way of loading, without rounding copies up."""
         config = self.config
         if config.tma_operands:
             return self._load_operands(halo)
@@ -256,7 +254,7 @@ class Bound:
 
     def __init__(self, work: Work, stages: int) -> None:
         config, self._work, self._cells, self._stages = work.config, work, work.config.cells, stages
-        self._rounds = work.product.row_groups / config.row_parts / work.device.multiprocessors  # rounds of a tile
+        self._rounds = work.product.tile_shares / work.device.multiprocessors  # rounds of a tile
         self._alone = work.least(0, stages)
         self._each = [cycles * self._rounds / self._cells for cycles in work.least(self._cells, stages)]
         self._ping_pong = config.split == "turns"

@@ -83,7 +83,6 @@ class Cuts(NamedTuple):
 
     gather: Gather
     capacity: int
-    batch: int
     banks: int
     all_pixels: bool
     most_pixels: int
@@ -112,16 +111,14 @@ class Cuts(NamedTuple):
     ) -> Tile:
         """A tile of pixels in memory order."""
         depth, height, width = self.gather.src.shape[2:]
-        pitch, size = (
-            (depth * height * width, height * width, width),
-            max(copy_sizes(self.gather, depth * height * width)),
-        )
+        pitch = depth * height * width, height * width, width
+        size = max(copy_sizes(self.gather, pitch[0]))
         allocated = self.allocated(read, self.capacity, *boxes)
         return Tile(images, self.gather.cells, pitch, run, allocated, 0, size, tiles, *boxes, run)
 
     def runs(self) -> Iterator[Tile]:
         """Cells in memory order, across rows and, if possible, images."""
-        gather, capacity, batch = self.gather, self.capacity, self.batch
+        gather, capacity, batch = self.gather, self.capacity, self.gather.src.shape[0]
         pixels = math.prod(gather.cells)
         alone = Taps.stay_in_cells(gather.axes) and gather.cells == gather.src.shape[2:]
         if not (alone and pixels_join(gather) and self.addressable() > capacity // max(1, pixels) + 2):
@@ -129,7 +126,7 @@ class Cuts(NamedTuple):
         if (batch + 1) * pixels >= 2**31 - capacity:
             return
         for tma in self.by_tma:
-            if tma and not _are_one_row(gather, batch):
+            if tma and not _are_one_row(gather):
                 continue
             if gather.src.channels_last or not tma:
                 run, images, tiles = capacity, 2**31 - 1, (1, 1, 1, math.ceil(batch * pixels / capacity))
@@ -143,7 +140,7 @@ class Cuts(NamedTuple):
 
     def whole_images(self) -> Iterator[Tile]:
         """The pixels of consecutive whole images."""
-        gather, capacity, batch = self.gather, self.capacity, self.batch
+        gather, capacity, batch = self.gather, self.capacity, self.gather.src.shape[0]
         pixels, last = math.prod(gather.src.shape[2:]), gather.src.channels_last
         images = min(capacity // max(1, pixels), _MAX_SIDE[2], max(1, batch), self.addressable())
         if pixels > self.most_pixels or images < 1:
@@ -152,7 +149,7 @@ class Cuts(NamedTuple):
             return
         run = images * pixels
         for tma in self.by_tma:
-            if tma and not _are_one_row(gather, batch):
+            if tma and not _are_one_row(gather):
                 continue
             if tma and not last and pixels * gather.src_bytes % CHUNK_BYTES:
                 continue
@@ -196,16 +193,16 @@ def all_tiles(cuts: Cuts) -> tuple[list[Tile], int]:
     return found, min((tile.total for tile in found), default=0)
 
 
-def _are_one_row(gather: Gather, batch: int) -> bool:
+def _are_one_row(gather: Gather) -> bool:
     """Whether boxes can read contiguous pixels as one row: those of an image, or with channels last of the tensor."""
     pixels, (image, *_, pixel) = math.prod(gather.src.shape[2:]), gather.src.strides
     if gather.src.channels_last:
-        return batch == 1 or image == pixels * pixel
+        return gather.src.shape[0] == 1 or image == pixels * pixel
     return pixel == 1 or pixels == 1
 
 
 def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
-    """Whether TMA loads ``pixels`` in one box, or a single row in several pieces."""
+    """Whether TMA loads these pixels in one box, or a single row in several pieces."""
     return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
 
 
@@ -226,7 +223,6 @@ def box_strides(gather: Gather, one_row: bool = False) -> tuple[int, ...] | None
     cannot read the source. ``one_row``: the contiguous pixels of an image are one dimension (channels first)."""
     size = gather.src_bytes
     batch, channels, *spatial = zip(gather.src.shape, gather.src.strides)
-
     if one_row:
         spatial = [(1, 0), (1, 0), spatial[2]]
     dimensions = [*spatial[::-1], batch]
@@ -275,7 +271,8 @@ class _Rectangles:
 
     def tiles(self, columns: int, row: int, rows: int) -> Iterator[Tile]:
         """Those of one slab, and of as many as fit."""
-        capacity, all_pixels, even, batch = self._capacity, self._all_pixels, self._even, self._cuts.batch
+        capacity, all_pixels, even = self._capacity, self._all_pixels, self._even
+        batch = self._cuts.gather.src.shape[0]
         (depth, height, width), (reach_d, reach_h, reach_w) = self._cells, self._reach
         whole = self._whole_heights and rows == height
         halo_rows = self._back_h + rows if whole else rows + reach_h

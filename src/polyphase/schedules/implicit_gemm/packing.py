@@ -9,8 +9,9 @@ from polyphase.problem.integers import round_up
 from polyphase.program.params import params_of
 from polyphase.program.step import SRC, WEIGHT, WORKSPACE, Step, plain_step
 from polyphase.schedules.cells import Gather
-from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmConfig, Product, Taps
+from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, Product, Taps
 from polyphase.schedules.implicit_gemm.cuts import copy_sizes, pixels_join
+from polyphase.schedules.tiles import constants_of
 
 _PIXEL_PARTS = 264  # blocks that measure pixels: two for each multiprocessor of an H200
 _MEASURING_THREADS = 256
@@ -19,42 +20,39 @@ _MEASURED_CHANNELS = 8  # channels of a thread, at least
 _PACKED_ROWS = 512  # rows that a block packs if taps are rows
 
 
-def pack_weights(gather: Gather, config: GemmConfig, product: Product, batch: int) -> tuple[Step, ...]:
+def pack_weights(product: Product) -> tuple[Step, ...]:
     """The kernel that packs the weights, after the one that measures, if there is one."""
-    measure = (_measure_scales(gather, config, product, batch),) if config.scaled else ()
-    return (*measure, _packing_step(gather, config, product))
+    measure = (_measure_scales(product),) if product.config.scaled else ()
+    return (*measure, _packing_step(product))
 
 
-def packing_constants(gather: Gather, config: GemmConfig, product: Product) -> tuple[tuple[str, Constant], ...]:
+def packing_constants(product: Product) -> tuple[tuple[str, Constant], ...]:
     """The constants that decide how weights are packed."""
+    gather, config = product.gather, product.config
+    names = "channel_blocks lines stacked width_parts k_steps parts taps_in_rows row_channels"
     return gather.constants(
         SCALED=config.scaled,
         COPIED=gather.original is not None,
         **(_measured(gather) | {"SUM_ROWS": _sum_rows(product)} if config.scaled else {}),
-        CHANNEL_BLOCKS=config.channel_blocks,
-        LINES=config.lines,
-        STACKED=config.stacked,
-        WIDTH_PARTS=config.width_parts,
-        K_STEPS=config.k_steps,
-        PARTS=config.parts,
-        TAPS_IN_ROWS=config.taps_in_rows,
-        ROW_CHANNELS=config.row_channels,
+        **dict(constants_of(config, names)),
         OPERATIONS=product.operations,
-        COUNTER_BYTES=product.counter_bytes(config),
+        COUNTER_BYTES=product.counter_bytes,
         MIN_BLOCKS=1,
     )
 
 
-def scales_bytes(gather: Gather, config: GemmConfig, product: Product) -> int:
+def scales_bytes(product: Product) -> int:
     """Bytes between counters and weights: ``SCALES_BYTES`` in kernels/operand/measured_bands.cuh."""
-    if not config.scaled:
+    if not product.config.scaled:
         return 0
+    gather = product.gather
     measured = 2 * _PIXEL_PARTS + _weight_parts(gather) * gather.groups * gather.dst_channels
     return round_up(4 * (32 + measured + _sum_rows(product)), 128)
 
 
-def _packing_step(gather: Gather, config: GemmConfig, product: Product) -> Step:
-    constants = [each for each in packing_constants(gather, config, product) if each[0] != "HAS_BIAS"]
+def _packing_step(product: Product) -> Step:
+    gather, config = product.gather, product.config
+    constants = [each for each in packing_constants(product) if each[0] != "HAS_BIAS"]
     if config.taps_in_rows:
         rows = Taps.of(gather.axes).rows(config.row_channels, config.lines)
         sets = product.row_groups // (gather.groups * product.line_groups) * config.channel_blocks
@@ -83,9 +81,9 @@ def _packing_step(gather: Gather, config: GemmConfig, product: Product) -> Step:
     return plain_step(source, blocks, threads)
 
 
-def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch: int) -> Step:
+def _measure_scales(product: Product) -> Step:
     """The kernel that measures weights, and pixels unless they are copied, for their scales as float16."""
-    copied, gather = gather.original is not None, gather.original or gather
+    copied, gather = product.gather.original is not None, product.gather.original or product.gather
     shape, strides = gather.src.shape[2:], gather.src.strides
     one_row = pixels_join(gather)
     sizes = (1, 1, math.prod(shape)) if one_row else shape
@@ -102,7 +100,7 @@ def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch:
         SCALED=True,
         COPIED=copied,
         **_measured(gather),
-        COUNTER_BYTES=product.counter_bytes(config),
+        COUNTER_BYTES=product.counter_bytes,
         MIN_BLOCKS=1,
     )
     known = tuple(each for each in constants if each[0] not in ("HAS_BIAS", "DST_CHANNELS_LAST"))
@@ -111,7 +109,7 @@ def _measure_scales(gather: Gather, config: GemmConfig, product: Product, batch:
         src=gather.src,
         sizes=(1, *sizes),
         runs=runs,
-        all_runs=batch * gather.groups * runs,
+        all_runs=gather.src.shape[0] * gather.groups * runs,
         pixels=pixels,
         lanes=lanes,
         vector=vector,

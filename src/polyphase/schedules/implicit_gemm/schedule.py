@@ -19,13 +19,7 @@ from polyphase.program.program import Program, assemble
 from polyphase.program.step import Step
 from polyphase.schedules.cells import MAX_PHASES, Gather
 from polyphase.schedules.cost import Sharing
-from polyphase.schedules.implicit_gemm.config import (
-    CHUNK_BYTES,
-    CONSUMERS,
-    STAGES,
-    GemmConfig,
-    Product,
-)
+from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, CONSUMERS, STAGES, GemmConfig, Product
 from polyphase.schedules.implicit_gemm.cost import estimate, prologue_estimate, shared_ends
 from polyphase.schedules.implicit_gemm.cuts import Tile
 from polyphase.schedules.implicit_gemm.families import Layer, legal_configs
@@ -143,7 +137,7 @@ class ImplicitGemm(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Cost | None:
         problem, gather = self._as_forward(problem, pass_, layouts)
-        tile = best_tile(gather, config, problem.batch, device)
+        tile = best_tile(gather, config, device)
         if tile is None:
             return None
         seconds, bound = estimate(gather, config, tile, device, problem.bytes)
@@ -161,7 +155,7 @@ class ImplicitGemm(Schedule):
         # Pixels that do not exist stay zero, also after the prologue.
         if gather.src.channels_last or config.tma_operands or not prologue.keeps_zero:
             return None
-        tile = best_tile(gather, config, problem.batch, device)
+        tile = best_tile(gather, config, device)
         assert tile is not None
         return prologue_estimate(gather, config, tile, device, problem.bytes, prologue)
 
@@ -169,26 +163,24 @@ class ImplicitGemm(Schedule):
         self, problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo, layouts: Layouts, config: GemmConfig
     ) -> Program:
         problem, gather = self._as_forward(problem, pass_, layouts)
-        product = Product.of(gather, config)
-        tile = best_tile(gather, config, problem.batch, device)
+        product = Product(gather, config)
+        tile = best_tile(gather, config, device)
         assert tile is not None
-        tile_shares = product.row_groups // config.row_parts
-        work_tiles = math.ceil(tile.total / config.cluster) * tile_shares
+        work_tiles = math.ceil(tile.total / config.cluster) * product.tile_shares
         vector = store_vector(gather, config, tile)
-        clusters = _clusters(work_tiles, tile_shares, device, config)
+        clusters = _clusters(work_tiles, product.tile_shares, device, config)
         operands = "float16" if config.scaled else problem.dtype
         transposed = config.tma_operands and not gather.src.channels_last
         source = KernelSource(
             "implicit_gemm",
             problem.dtype,
             needs_wide_offsets(gather),
-            self._constants(gather, config, product),
+            self._constants(product),
             wgmma=(WgmmaForm(config.pixels, operands, transpose_b=transposed),) if config.wgmma else (),
             fallbacks=_fallbacks(gather, config),
         )
-        packs = pack_weights(gather, config, product, problem.batch)
-        workspace = product.counter_bytes(config) + scales_bytes(gather, config, product)
-        workspace += product.row_groups * product.weight_bytes(config)
+        packs = pack_weights(product)
+        workspace = product.counter_bytes + scales_bytes(product) + product.packed_bytes
         params = params_of(source).pack(
             src=(gather.original or gather).src,
             dst=gather.dst,
@@ -196,7 +188,7 @@ class ImplicitGemm(Schedule):
             images=tile.images,
             cells=tile.cells,
             tiles=tile.tiles,
-            tile_shares=tile_shares,
+            tile_shares=product.tile_shares,
             pitch=tile.pitch,
             work_tiles=work_tiles,
             run_pixels=tile.halo,
@@ -234,9 +226,10 @@ class ImplicitGemm(Schedule):
         layouts = replace(layouts, input=layouts.output, output=layouts.input)
         return mirrored, Gather.of(mirrored, Pass.FORWARD, layouts, mirrored=True)
 
-    def _constants(self, gather: Gather, config: GemmConfig, product: Product) -> tuple[tuple[str, Constant], ...]:
+    def _constants(self, product: Product) -> tuple[tuple[str, Constant], ...]:
+        gather, config = product.gather, product.config
         return (
-            *packing_constants(gather, config, product),
+            *packing_constants(product),
             ("SRC_CHANNELS_LAST", gather.src.channels_last),
             ("SRC_WRITTEN", self._reads_copies),
             *([] if gather.original is None else [("REPLACED", gather.mirrored)]),
@@ -278,8 +271,7 @@ def _fallbacks(gather: Gather, config: GemmConfig) -> tuple[tuple[tuple[str, Con
 
 def _packing_seconds(problem: ConvTransposeProblem, gather: Gather, config: GemmConfig, device: DeviceInfo) -> float:
     """Packing time of weights that do not stay in L2; for smaller ones it is part of ``launch``."""
-    product = Product.of(gather, config)
-    moved = problem.elements[1] * DTYPE_BYTES[problem.dtype] + product.row_groups * product.weight_bytes(config)
+    moved = problem.elements[1] * DTYPE_BYTES[problem.dtype] + Product(gather, config).packed_bytes
     return max(0, moved - _CACHED) / device.copy_bytes_per_second
 
 
@@ -307,7 +299,7 @@ def _own_work_tiles(
     alone = problem.bytes if ends else 0
     if not sharing.pays(waves, lambda: estimate(gather, config, tile, device, alone), moved, device):
         return _ALL
-    stages = Product.of(gather, config).stages(config)
+    stages = Product(gather, config).stages
     told_ahead = math.ceil((config.loader_groups - 1) / stages)
     loaded_ahead = config.stages if gather.src.channels_last or config.tma_operands else config.raw_slots
     return 1 + told_ahead + math.ceil(loaded_ahead / stages)
@@ -323,7 +315,7 @@ def _with_long_pieces(at: Layer, config: GemmConfig, device: DeviceInfo) -> Gemm
     if not longer_pieces:
         return config
     gathers = [each.gather for each in (at, *at.sized(_HAVING_A_SAY[is_tiny(at.problem)]))]
-    tiles = [best_tile(gather, config, gather.src.shape[0], device, RESERVE) for gather in gathers]
+    tiles = [best_tile(gather, config, device, RESERVE) for gather in gathers]
     if tiles[0] is None:
         return config
     most = _STAGES_COST * estimate(gathers[0], config, tiles[0], device, 0)[0]
@@ -332,7 +324,7 @@ def _with_long_pieces(at: Layer, config: GemmConfig, device: DeviceInfo) -> Gemm
         for count in (config.stages, *fewer_stages):
             fewer = longer._replace(stages=count)
             sized = zip(gathers, tiles)
-            same = all(best_tile(each, fewer, each.src.shape[0], device, RESERVE) == tile for each, tile in sized)
+            same = all(best_tile(each, fewer, device, RESERVE) == tile for each, tile in sized)
             if same and estimate(gathers[0], fewer, tiles[0], device, 0)[0] <= most:
                 return fewer
     return config

@@ -6,7 +6,7 @@ Configs are evaluated in the order of their bounds, until the next bound exceeds
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import math
 from dataclasses import replace
 from functools import lru_cache
@@ -29,7 +29,7 @@ class Member:
     """A config with each of the stages that it may have."""
 
     def __init__(self, gather: Gather, config: GemmConfig, stages: tuple[int, ...], device: DeviceInfo) -> None:
-        self.config, self._stages, self._device = config, stages, device
+        self.config, self._stages = config, stages
         self.work = Work(gather, config, device)
         self.bound = Bound(self.work, stages[-1])
         self._rooms: dict[bool, Room] = {}
@@ -37,14 +37,14 @@ class Member:
     def _room(self, gather: Gather) -> Room:
         wide = needs_wide_offsets(gather)
         if wide not in self._rooms:
-            self._rooms[wide] = Room(gather, self.config, self._stages, self._device, RESERVE)
+            self._rooms[wide] = Room(gather, self.config, self._stages, self.work.device, RESERVE)
         return self._rooms[wide]
 
     def seconds(self, gather: Gather, stages: int) -> float:
         """The prediction with ``stages``, without the bound by bytes; infinite if no tile fits."""
         room = self._room(gather)
-        tile = room.first_that_fits(room.tiles(gather, gather.src.shape[0])[0], stages)
-        return math.inf if tile is None else self.work.estimate(gather, stages, tile, self._device, 0)[0]
+        tile = room.first_that_fits(room.tiles(gather)[0], stages)
+        return math.inf if tile is None else self.work.estimate(gather, stages, tile)[0]
 
     def fastest(self, gather: Gather, cells: int, below: float = math.inf) -> tuple[float, GemmConfig] | None:
         """The prediction with the best number of stages for ``cells`` in all, without the bound by bytes.
@@ -52,7 +52,7 @@ class Member:
         None if no tile fits, or if its bound is not ``below``.
         """
         fastest, before, room = None, None, self._room(gather)
-        tiles, fewest = room.tiles(gather, gather.src.shape[0])
+        tiles, fewest = room.tiles(gather)
         if not tiles or self.bound.closer(gather, cells, fewest) > below:
             return None
         for count in reversed(self._stages):
@@ -62,7 +62,7 @@ class Member:
             if tile is before:
                 break  # fewer stages only pay for a better tile
             before = tile
-            seconds = self.work.estimate(gather, count, tile, self._device, 0)[0]
+            seconds = self.work.estimate(gather, count, tile)[0]
             if fastest is not None and seconds >= fastest[0]:
                 break
             fastest = seconds, count
@@ -100,20 +100,17 @@ class Members:
         columns = [pixels if member.config.whole_images else cells for member in among]
         bounds = (member.bound.seconds(gather, count) for member, count in zip(among, columns))
         found: list[tuple[int, float, GemmConfig]] = []
-        best: list[float] = []  # negated, the worst of the best first
+        seconds: list[float] = []  # in rising order
         for bound, index in sorted(zip(bounds, range(len(among)))):
             if bound > below:
                 break
             if (one := among[index].fastest(gather, columns[index], below)) is None:
                 continue
             found.append((index, *one))
-            if most is not None:
-                heapq.heappush(best, -one[0])
-                if len(best) > most:
-                    heapq.heappop(best)
-                if len(best) == most:
-                    below = min(below, -best[0])
-        return {config: seconds for _, seconds, config in sorted(found, key=lambda each: each[0])}
+            bisect.insort(seconds, one[0])
+            if most is not None and len(seconds) >= most:
+                below = min(below, seconds[most - 1])
+        return {config: taken for _, taken, config in sorted(found)}
 
 
 _members = lru_cache(maxsize=64)(Members)

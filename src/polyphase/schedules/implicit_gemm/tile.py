@@ -34,16 +34,19 @@ def raw_pitch(halo: int, size: int) -> int:
 
 def shared_bytes(gather: Gather, config: GemmConfig, tile: Tile) -> int:
     """Dynamic shared memory of a tile."""
-    return _SharedBytes(gather, config).of(tile, config.stages, aligned=True)
+    return _SharedBytes(gather, config, aligned=True).of(tile, config.stages)
 
 
 class _SharedBytes:
-    """Dynamic shared memory of the tiles of a config, whatever its stages."""
+    """Dynamic shared memory of the tiles of a config, whatever its stages.
 
-    def __init__(self, gather: Gather, config: GemmConfig) -> None:
+    Not ``aligned``: of the worst such tile, with every pixel copied by itself.
+    """
+
+    def __init__(self, gather: Gather, config: GemmConfig, aligned: bool) -> None:
         self._size, self._copies_rows = gather.src_bytes, not gather.src.channels_last
-        product = Product.of(gather, config)
-        weights = config.row_parts * product.step_bytes(config)
+        product = Product(gather, config)
+        weights = config.row_parts * product.step_bytes
         self._fixed = _store_bytes(gather, config) + 8 + (weights * product.steps if config.resident else 0)
         self._weights = 0 if config.resident else weights * config.k_steps  # bytes of a stage
         chunks = 2 * config.k_steps
@@ -51,40 +54,43 @@ class _SharedBytes:
         self._tma_operands, self._cells = config.tma_operands, config.cells
         raw = config.raw_slots * chunks * CHUNK_BYTES * self._size // config.operand_bytes(gather.dtype)
         self._raw = raw if self._copies_rows and not config.tma_operands else 0  # bytes of a pixel
-        self._table = 4 + (8 if needs_wide_offsets(gather) else 4) * config.loader_groups
         # Partial products leave little room: a config that fits must also fit with any halo and wide offsets.
-        self._worst_table = 4 + 8 * config.loader_groups if config.taps_in_rows else self._table
-        self._worst_halo = config.cells if config.taps_in_rows else 0
+        worst = config.taps_in_rows and not aligned
+        self._table = 4 + (8 if worst or needs_wide_offsets(gather) else 4) * config.loader_groups
+        self._least_halo = config.cells if worst else 0
+        self._aligned, self._beside = aligned, 0 if aligned else 32  # pixels of a run in addition
 
     def least(self, stages: int) -> int:
         """Lower bound for any tile: each cell has a pixel."""
         return self._fixed + stages * (self._weights + self._pixel * self._cells)
 
-    def most_allocated(self, stages: int, limit: int, aligned: bool) -> int:
+    def most_allocated(self, stages: int, limit: int) -> int:
         """Pixels of a tile's run with which stages and fixed memory take ``limit`` bytes."""
-        return ((limit - self._fixed) // stages - self._weights) // self._pixel - (0 if aligned else 32)
+        return ((limit - self._fixed) // stages - self._weights) // self._pixel - self._beside
 
-    def of(self, tile: Tile, stages: int, aligned: bool) -> int:
-        """Bytes of one tile; not ``aligned``: of the worst such tile, with every pixel copied by itself."""
-        copied = tile.copy_bytes // self._size if aligned and self._copies_rows else 1
-        halo = tile.halo if aligned else max(tile.halo, self._worst_halo)
-        total = self._fixed + stages * (self._weights + self._pixel * (tile.allocated + (0 if aligned else 32)))
-        if tile.boxes and (aligned or self._tma_operands):
+    def of(self, tile: Tile, stages: int) -> int:
+        """Bytes of one tile."""
+        total = self._fixed + stages * (self._weights + self._pixel * (tile.allocated + self._beside))
+        if tile.boxes and (self._aligned or self._tma_operands):
             return total + self._raw * tile.boxes * tile.box_pixels
+        copied = tile.copy_bytes // self._size if self._aligned and self._copies_rows else 1
+        halo = max(tile.halo, self._least_halo)
         total += self._raw * raw_pitch(halo, self._size) if self._raw else 0
-        return total + (self._table if aligned else self._worst_table) * -(-halo // copied)
+        return total + self._table * -(-halo // copied)
 
 
-def work_tiles_known(config: GemmConfig, product: Product, stages: int) -> int:
+def work_tiles_known(product: Product, stages: int) -> int:
     """The slots in which a block learns of its work tiles (``QUEUE`` in the kernel)."""
+    config = product.config
     ahead = 2 * (stages + config.loader_groups) + config.raw_slots
-    return math.ceil(ahead / product.stages(config)) + 4
+    return math.ceil(ahead / product.stages) + 4
 
 
-def _static_shared_bytes(config: GemmConfig, product: Product, stages: int) -> int:
+def _static_shared_bytes(product: Product, stages: int) -> int:
     """The kernel's ``Shared``: barriers, known work tiles, distances of operations; padded for the bytes after it."""
+    config = product.config
     barriers = 8 * (2 * (stages + config.raw_slots) + CONSUMERS + 1)
-    barriers += round_up(12 * work_tiles_known(config, product, stages), 8)
+    barriers += round_up(12 * work_tiles_known(product, stages), 8)
     alignment = 1024 if config.tma_operands else 128  # alignment of the bytes that follow
     numbers = (product.operations + product.row_blocks) * product.line_groups + 1
     return math.ceil((barriers + 4 * numbers) / alignment) * alignment
@@ -119,10 +125,10 @@ def _store_bytes(gather: Gather, config: GemmConfig) -> int:
 
 
 @lru_cache(maxsize=65536)
-def best_tile(gather: Gather, config: GemmConfig, batch: int, device: DeviceInfo, reserve: int = 0) -> Tile | None:
+def best_tile(gather: Gather, config: GemmConfig, device: DeviceInfo, reserve: int = 0) -> Tile | None:
     """The tile of least work; None if none fits shared memory less ``reserve``."""
     room = Room(gather, config, (config.stages,), device, reserve)
-    return room.first_that_fits(room.tiles(gather, batch)[0], config.stages)
+    return room.first_that_fits(room.tiles(gather)[0], config.stages)
 
 
 class Room:
@@ -134,8 +140,8 @@ class Room:
     def __init__(
         self, gather: Gather, config: GemmConfig, stages: Sequence[int], device: DeviceInfo, reserve: int
     ) -> None:
-        product, self._shared = Product.of(gather, config), _SharedBytes(gather, config)
-        self._config, self._aligned = config, not reserve
+        product, self._shared = Product(gather, config), _SharedBytes(gather, config, aligned=not reserve)
+        self._config = config
         # Chunks of a pixel that are copied together are in different banks.
         last = gather.src.channels_last
         self._banks = 8 // min(8, 2 * config.k_steps) if last and not config.tma_operands else 0
@@ -143,20 +149,20 @@ class Room:
         self._most_pixels = config.round_pixels(gather) if config.whole_images else 0
         self._allowed = {}  # bytes and pixels, by stages
         for count in stages:
-            static = _static_shared_bytes(config, product, count)
+            static = _static_shared_bytes(product, count)
             limit = device.shared_bytes_per_block - static - reserve
             if static > _MAX_STATIC_SHARED or self._shared.least(count) > limit:
                 break  # nor do more stages fit
-            self._allowed[count] = limit, self._shared.most_allocated(count, limit, self._aligned)
+            self._allowed[count] = limit, self._shared.most_allocated(count, limit)
 
-    def tiles(self, gather: Gather, batch: int) -> tuple[list[Tile], int]:
+    def tiles(self, gather: Gather) -> tuple[list[Tile], int]:
         """`all_tiles`, whether they fit or not; none if no number of stages leaves room."""
         config = self._config
         if not self._allowed or (self._transposed and not may_take_operands(gather)):
             return [], 0
         by_tma = (True,) if config.tma_operands else (True, False) if may_use_tma(gather, config) else (False,)
         taps_in_rows, most, transposed = config.taps_in_rows, self._most_pixels, self._transposed
-        return all_tiles(Cuts(gather, config.cells, batch, self._banks, taps_in_rows, most, by_tma, transposed))
+        return all_tiles(Cuts(gather, config.cells, self._banks, taps_in_rows, most, by_tma, transposed))
 
     def first_that_fits(self, tiles: list[Tile], stages: int) -> Tile | None:
         """The first of ``tiles`` that fits with ``stages``."""
@@ -164,7 +170,7 @@ class Room:
             return None
         limit, most = self._allowed[stages]
         for tile in tiles:
-            if tile.allocated <= most and self._shared.of(tile, stages, self._aligned) <= limit:
+            if tile.allocated <= most and self._shared.of(tile, stages) <= limit:
                 return tile
         return None
 

@@ -14,13 +14,8 @@ from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import Layouts, dense_strides
-from polyphase.program.program import (
-    Program,
-    Transposed,
-    reading_source_channels_last,
-    reading_source_halves,
-)
-from polyphase.program.transpose import MOST_PIXELS, has_lone_channels
+from polyphase.program.program import Program, reading_source_channels_last, reading_source_halves
+from polyphase.program.transpose import MOST_PIXELS, Transposed, has_lone_channels
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import halves_seconds, transpose_seconds
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, GemmConfig, fills_stages

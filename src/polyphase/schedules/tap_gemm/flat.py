@@ -16,8 +16,8 @@ from functools import cached_property, lru_cache
 
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.integers import round_up
-from polyphase.problem.layouts import Layouts, channels_innermost
-from polyphase.program.flatten import Flattened, Three
+from polyphase.problem.layouts import Layouts, Three, channels_innermost
+from polyphase.program.flatten import Flattened
 from polyphase.schedules.cells import Side
 from polyphase.schedules.tap_gemm.product import Product, product_of
 

@@ -11,10 +11,10 @@ from polyphase.jit.source import Constant, KernelSource
 from polyphase.problem import DTYPE_BYTES, Axis, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import equal_part, round_up
-from polyphase.problem.layouts import Layouts, dense_strides, extent
-from polyphase.program.planes import Planes, Three
-from polyphase.program.program import Transposed
+from polyphase.problem.layouts import Layouts, Three, dense_strides, extent
+from polyphase.program.planes import Planes
 from polyphase.program.step import MANY_BLOCKS, Step, plain_step
+from polyphase.program.transpose import Transposed
 from polyphase.schedules.cells import Gather, Side
 from polyphase.schedules.cost import planes_seconds, transpose_seconds
 from polyphase.schedules.tensor_cores import MAX_BOX_STEP, parts_of

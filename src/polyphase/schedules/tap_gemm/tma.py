@@ -15,7 +15,6 @@ from polyphase.program.planes import SRC_PLANES, Planes, write_planes
 from polyphase.program.program import (
     Buffer,
     Program,
-    Transposed,
     assemble,
     prepared,
     reading_channels_last,
@@ -23,6 +22,7 @@ from polyphase.program.program import (
 )
 from polyphase.program.step import SRC, Step, main_step
 from polyphase.program.tensor_map import TensorMap
+from polyphase.program.transpose import Transposed
 from polyphase.schedules.cells import Side
 from polyphase.schedules.cost import slower_of, transpose_seconds
 from polyphase.schedules.schedule import Cost, Schedule

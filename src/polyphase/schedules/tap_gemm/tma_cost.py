@@ -8,7 +8,7 @@ from functools import lru_cache
 from polyphase.costs import Costs, costs
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import equal_part, round_up
-from polyphase.program.planes import Three
+from polyphase.problem.layouts import Three
 from polyphase.schedules.cost import whole_waves
 from polyphase.schedules.tap_gemm.k_major import LEAST_STAGES, stage_cycles
 from polyphase.schedules.tap_gemm.product import Product, is_dense, pairs_along_width, taps_met

@@ -9,12 +9,12 @@ from polyphase.jit.source import Constant, KernelSource, WgmmaForm
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import parted
-from polyphase.problem.layouts import Layouts, dense_strides
+from polyphase.problem.layouts import Layouts, dense_strides, five
 from polyphase.problem.sizes import standard
 from polyphase.program.program import Program, assemble
 from polyphase.program.step import HALF_COPIES, WEIGHT, WORKSPACE, Step, main_step
 from polyphase.program.tensor_map import TensorMap
-from polyphase.program.transpose import to_halves
+from polyphase.program.transpose import Transposed, to_halves
 from polyphase.schedules.cells import Side, sides_of
 from polyphase.schedules.cost import transpose_seconds
 from polyphase.schedules.schedule import Cost
@@ -252,9 +252,9 @@ def _pack(problem: ConvTransposeProblem, given: ConvTransposeProblem, channels_l
     """Transposes the weight of the ``given`` layer so that output channels are innermost, and pads these with zeros."""
     if given.dtype == problem.dtype:
         return pack_for_boxes(given, channels_last, problem.out_channels_per_group)
-    strides = dense_strides(given.weight_shape, channels_last)
-    step = to_halves(given.weight_shape, strides, 1, problem.out_channels_per_group, which=1)
-    return replace(step, operands=(WEIGHT, HALF_COPIES, WORKSPACE))
+    shape = five(given.weight_shape)
+    how = Transposed(shape, dense_strides(shape, channels_last), padded=problem.out_channels_per_group)
+    return replace(to_halves(how, which=1), operands=(WEIGHT, HALF_COPIES, WORKSPACE))
 
 
 def _grad_map(problem: ConvTransposeProblem, grad: Side, tile: Four, pitch: int, tensor: int = 0) -> TensorMap:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from polyphase.problem import DTYPE_BYTES, ConvTransposeProblem, Pass
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.integers import round_up
+from polyphase.problem.layouts import Three
 from polyphase.schedules.tensor_cores import (
     LEAST_PIPELINE,
     MAX_BOX_SIDE,
@@ -27,8 +28,6 @@ from polyphase.schedules.window_gemm.window import (
     tile_extents,
     widths,
 )
-
-Three = tuple[int, int, int]
 
 #: Taps of a window that is just a tile.
 ALONE: Three = (1, 1, 1)
