@@ -17,6 +17,18 @@ constexpr bool is_same = false;
 template <class T>
 constexpr bool is_same<T, T> = true;
 
+// A if CONDITION, else B.
+template <bool CONDITION, class A, class B>
+struct Conditional {
+  typedef A type;
+};
+template <class A, class B>
+struct Conditional<false, A, B> {
+  typedef B type;
+};
+template <bool CONDITION, class A, class B>
+using conditional_t = typename Conditional<CONDITION, A, B>::type;
+
 __device__ __forceinline__ double widen(double value) { return value; }
 __device__ __forceinline__ float widen(float value) { return value; }
 

@@ -62,15 +62,7 @@ constexpr int WORD = sizeof(operand_t) < 4 ? 4 / sizeof(operand_t) : 1;
 using Piece = Vector<operand_t, VECTOR>;
 using Values = Vector<scalar_t, VECTOR>;
 
-template <bool>
-struct Source {
-  typedef scalar_t type;
-};
-template <>
-struct Source<true> {
-  typedef accum_t type;
-};
-typedef Source<SUMS>::type source_t;
+typedef conditional_t<SUMS, accum_t, scalar_t> source_t;
 
 // TF32, or the rounding error of TF32 (operand/tf32.cuh).
 __device__ __forceinline__ float part_of(float value, int part) {
