@@ -64,17 +64,6 @@ using Values = Vector<scalar_t, VECTOR>;
 
 typedef conditional_t<SUMS, accum_t, scalar_t> source_t;
 
-// TF32, or the rounding error of TF32 (operand/tf32.cuh).
-__device__ __forceinline__ float part_of(float value, int part) {
-  float high = 0, low = 0;
-  split_tf32(value, high, low);
-  return part == 0 ? high : low;
-}
-template <class T>
-__device__ __forceinline__ T part_of(T value, int) {
-  return value;
-}
-
 __device__ __forceinline__ const source_t* address_of(const source_t* src, const Params& params, int pixel) {
   const int row = pixel / params.sizes[2], slab = row / params.sizes[1], image = slab / params.sizes[0];
   return src + image * params.stride[0] + slab % params.sizes[0] * params.stride[2] +
