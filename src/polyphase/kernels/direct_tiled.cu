@@ -93,12 +93,10 @@ struct Tile {
 
 __device__ __forceinline__ Tile make_tile(const Params& params, int tile) {
   Tile t;
-  t.w = tile % params.tiles[3] * params.lanes[3] * CELLS_W;
-  tile /= params.tiles[3];
-  t.h = tile % params.tiles[2] * params.lanes[2] * CELLS_H;
-  tile /= params.tiles[2];
-  t.d = tile % params.tiles[1] * params.lanes[1];
-  t.n = tile / params.tiles[1] * params.lanes[0];
+  t.w = next_index(tile, params.tiles[3]) * params.lanes[3] * CELLS_W;
+  t.h = next_index(tile, params.tiles[2]) * params.lanes[2] * CELLS_H;
+  t.d = next_index(tile, params.tiles[1]) * params.lanes[1];
+  t.n = tile * params.lanes[0];
   t.size_d = window(AXIS_D, params.lanes[1]);
   t.size_h = window(AXIS_H, params.lanes[2] * CELLS_H);
   t.size_w = round_up(SKEW + window(AXIS_W, params.lanes[3] * CELLS_W), SPLIT > 4 ? SPLIT : 4);
@@ -330,12 +328,7 @@ struct Accumulators {
   // Adds one source channel. `corner`: the thread's first source element; `weights`: its slice's taps.
   __device__ __forceinline__ void accumulate(const accum_t* corner, const accum_t* weights, const Tile& t) {
     accum_t tap_weights[WEIGHT_SLICE];
-#pragma unroll
-    for (int i = 0; i < WEIGHT_SLICE; i += 4) {
-      const Vector<accum_t, 4> four = *(const Vector<accum_t, 4>*)(weights + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) tap_weights[i + j] = four.value[j];
-    }
+    load_vectors<4>(weights, tap_weights);
 #pragma unroll
     for (int kd = 0; kd < AXIS_D.kernel; ++kd) {
       const accum_t* slab = corner + (src_offset(AXIS_D, kd) - first_offset(AXIS_D)) * t.slab;
@@ -406,12 +399,9 @@ struct Target {
   int slabs, rows, columns;  // extents of the destination from there on; 0 for lanes beyond the tile or the batch
 
   __device__ __forceinline__ void init(const Params& params, const Tile& t, int lane) {
-    const int w = (t.w + lane % params.lanes[3] * CELLS_W) * DST_W;
-    lane /= params.lanes[3];
-    const int h = (t.h + lane % params.lanes[2] * CELLS_H) * DST_H;
-    lane /= params.lanes[2];
-    const int d = (t.d + lane % params.lanes[1]) * DST_D;
-    const int n = lane / params.lanes[1];
+    const int w = (t.w + next_index(lane, params.lanes[3]) * CELLS_W) * DST_W;
+    const int h = (t.h + next_index(lane, params.lanes[2]) * CELLS_H) * DST_H;
+    const int d = (t.d + next_index(lane, params.lanes[1])) * DST_D, n = lane;
     offset = byte_offset<scalar_t>(params.dst, n, d, h, w);
     slabs = n < params.lanes[0] && t.n + n < params.batch ? params.dst.size[0] - d : 0;
     rows = params.dst.size[1] - h;

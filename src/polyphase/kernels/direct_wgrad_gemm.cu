@@ -83,22 +83,6 @@ __device__ __forceinline__ Column column_at(int column) {
           tap / AXIS_W.kernel % AXIS_H.kernel * AXIS_H.dilation, tap % AXIS_W.kernel * AXIS_W.dilation};
 }
 
-// THREAD_ROWS or THREAD_COLUMNS neighbouring values from shared memory, by vectorised loads.
-template <int COUNT>
-struct Values {
-  accum_t value[COUNT];
-
-  __device__ __forceinline__ void load(const accum_t* from) {
-    constexpr int CHUNK = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
-#pragma unroll
-    for (int i = 0; i < COUNT; i += CHUNK) {
-      const Vector<accum_t, CHUNK> chunk = *(const Vector<accum_t, CHUNK>*)(from + i);
-#pragma unroll
-      for (int j = 0; j < CHUNK; ++j) value[i + j] = chunk.value[j];
-    }
-  }
-};
-
 // Index of a thread's sum `i` among the sums of its slice.
 __device__ __forceinline__ int place_of(int i, int thread) {
   const int row = i / THREAD_COLUMNS, column = i % THREAD_COLUMNS;
@@ -106,21 +90,15 @@ __device__ __forceinline__ int place_of(int i, int thread) {
   return i * SLICE_THREADS + (thread ^ swizzle % SLICE_THREADS);
 }
 
-__device__ __forceinline__ void store(const accum_t (&total)[TOGETHER], void* partial, long long at, bool narrowed) {
-  if (sizeof(scalar_t) < sizeof(accum_t) && narrowed) {
-    Vector<scalar_t, TOGETHER> result;
+template <class T>
+__device__ __forceinline__ void store(const accum_t (&total)[TOGETHER], T* to) {
+  constexpr int AT_ONCE = TOGETHER * sizeof(T) > 16 ? 2 : TOGETHER;
 #pragma unroll
-    for (int j = 0; j < TOGETHER; ++j) narrow(total[j], result.value[j]);
-    *(Vector<scalar_t, TOGETHER>*)((scalar_t*)partial + at) = result;
-  } else {
-    constexpr int AT_ONCE = TOGETHER * sizeof(accum_t) > 16 ? 2 : TOGETHER;
+  for (int j = 0; j < TOGETHER; j += AT_ONCE) {
+    Vector<T, AT_ONCE> result;
 #pragma unroll
-    for (int j = 0; j < TOGETHER; j += AT_ONCE) {
-      Vector<accum_t, AT_ONCE> result;
-#pragma unroll
-      for (int k = 0; k < AT_ONCE; ++k) result.value[k] = total[j + k];
-      *(Vector<accum_t, AT_ONCE>*)((accum_t*)partial + at + j) = result;
-    }
+    for (int k = 0; k < AT_ONCE; ++k) narrow(total[j + k], result.value[k]);
+    *(Vector<T, AT_ONCE>*)(to + j) = result;
   }
 }
 
@@ -144,7 +122,11 @@ __device__ __forceinline__ void store_results(const accum_t* totals, void* parti
 #pragma unroll 8
       for (int slice = 1; slice < K_SLICES; ++slice) total[j] += own[slice * RESULTS];
     }
-    store(total, partial, at + (long long)row * COLUMNS_TOTAL, narrowed);
+    const long long first = at + (long long)row * COLUMNS_TOTAL;
+    if (sizeof(scalar_t) < sizeof(accum_t) && narrowed)
+      store(total, (scalar_t*)partial + first);
+    else
+      store(total, (accum_t*)partial + first);
   }
 }
 
@@ -154,12 +136,7 @@ struct Position {
   int d, h, w;
 
   __device__ __forceinline__ Position(const Tensor5& x, long long index) {
-    w = (int)(index % x.size[2]);
-    index /= x.size[2];
-    h = (int)(index % x.size[1]);
-    index /= x.size[1];
-    d = (int)(index % x.size[0]);
-    n = index / x.size[0];
+    w = next_index(index, x.size[2]), h = next_index(index, x.size[1]), d = next_index(index, x.size[0]), n = index;
   }
   // Advances by `by` positions.
   __device__ __forceinline__ void advance(const Tensor5& x, int by) {
@@ -231,14 +208,13 @@ __device__ __forceinline__ void load_columns(const Tensor5& tensor, const scalar
 // Adds the products of the thread's rows and columns at one position.
 __device__ __forceinline__ void add_products(const accum_t* rows, const accum_t* columns,
                                              accum_t (&sum)[THREAD_ROWS][THREAD_COLUMNS]) {
-  Values<THREAD_ROWS> a;
-  Values<THREAD_COLUMNS> b;
-  a.load(rows);
-  b.load(columns);
+  accum_t a[THREAD_ROWS], b[THREAD_COLUMNS];
+  load_vectors<gcd(THREAD_ROWS, 4)>(rows, a);
+  load_vectors<gcd(THREAD_COLUMNS, 4)>(columns, b);
 #pragma unroll
   for (int r = 0; r < THREAD_ROWS; ++r)
 #pragma unroll
-    for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a.value[r] * b.value[c];
+    for (int c = 0; c < THREAD_COLUMNS; ++c) sum[r][c] += a[r] * b[c];
 }
 
 // Adds a chain to the thread's sums in shared memory, and starts it from zero.
@@ -259,12 +235,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   griddepcontrol_launch_dependents();
   extern __shared__ __align__(16) unsigned char shared_memory[];
   int block = blockIdx.x;
-  int row_block = block % params.row_shares;
-  block /= params.row_shares;
-  const int column_block = block % COLUMN_BLOCKS;
-  block /= COLUMN_BLOCKS;
-  const int group = block % params.groups;
-  const int split = block / params.groups;
+  int row_block = next_index(block, params.row_shares);
+  const int column_block = next_index(block, COLUMN_BLOCKS);
+  const int group = next_index(block, params.groups), split = block;
   const long long first = split * params.split_length;
   const long long end = min(first + params.split_length, params.positions);
 

@@ -42,6 +42,11 @@ constexpr int VECTORS = ceil_div(RESIDUES + SKEW, VECTOR);      // columns of a 
 constexpr int LINES = AXIS_D.kernel * AXIS_H.kernel;
 constexpr int ALONG = ceil_div(AXIS_W.kernel, AXIS_W.stride);  // j
 constexpr int IN_BLOCKS = ceil_div(IN_CHANNELS, IN_HELD), TAP_BLOCKS = ceil_div(ALONG, TAPS_HELD);
+constexpr bool ALIGNED = PIECE > 1;  // rows of g are whole quads
+constexpr int THREADS = round_up(LANES * WALKERS, 32);
+constexpr int COLUMNS = OUT_CHANNELS * LINES * VECTORS;
+constexpr int REACH = TAPS_HELD - 1, X_MET = POSITIONS + REACH;  // positions of x that a step reads
+constexpr int QUADS = VECTOR / 4, RESULTS = LANES * VECTOR;
 static_assert(AXIS_W.dilation == 1 && VECTOR % PIECE == 0, "columns are neighbours in memory, in whole pieces");
 
 // A block's part of the result.
@@ -50,13 +55,10 @@ struct Block {
 
   __device__ __forceinline__ explicit Block(const Params& params) {
     int block = blockIdx.x;
-    tap = block % TAP_BLOCKS * TAPS_HELD;
-    block /= TAP_BLOCKS;
-    in = block % IN_BLOCKS * IN_HELD;
-    block /= IN_BLOCKS;
-    column = block % params.column_blocks * LANES;
-    block /= params.column_blocks;
-    group = block % params.groups, split = block / params.groups;
+    tap = next_index(block, TAP_BLOCKS) * TAPS_HELD;
+    in = next_index(block, IN_BLOCKS) * IN_HELD;
+    column = next_index(block, params.column_blocks) * LANES;
+    group = next_index(block, params.groups), split = block;
   }
 };
 
@@ -77,17 +79,6 @@ struct Column {
     return exists ? ((long long)in * OUT_CHANNELS + channel) * TAPS + line * AXIS_W.kernel + tap : -1;
   }
 };
-
-// Advances the operands to a thread's column, and `partial` to the plane and group of its block. Returns the element of
-// a row of g that the thread's first r reads at y = 0 of its first j.
-template <class T>
-__device__ __forceinline__ int go_to(const Params& params, const Block& block, const Column& at,
-                                     const scalar_t* __restrict__& x, const scalar_t* __restrict__& grad, T*& partial) {
-  x += ((long long)block.group * IN_CHANNELS + block.in) * params.x.stride[1];
-  grad += ((long long)block.group * OUT_CHANNELS + at.channel) * params.g.stride[1];
-  partial += block.split * params.plane + (long long)block.group * IN_CHANNELS * (OUT_CHANNELS * TAPS);
-  return block.tap * AXIS_W.stride + at.first - AXIS_W.padding;
-}
 
 // The rows that a step reads.
 struct Rows {
@@ -111,19 +102,14 @@ struct Rows {
   }
 };
 
-constexpr bool ALIGNED = PIECE > 1;  // rows of g are whole quads
-constexpr int THREADS = round_up(LANES * WALKERS, 32);
-constexpr int COLUMNS = OUT_CHANNELS * LINES * VECTORS;
-constexpr int REACH = TAPS_HELD - 1, X_MET = POSITIONS + REACH;  // positions of x that a step reads
-constexpr int QUADS = VECTOR / 4, RESULTS = LANES * VECTOR;
-
 // A thread's elements of g for a step, and the positions of x that multiply them.
 struct Loaded {
   Quad<scalar_t> g[POSITIONS][QUADS];
   long long image;  // as in Rows
   int first;
 
-  // `grad` and `column` are the results of `go_to`.
+  // `grad`: the column's channel; `column`: the element of a row of g that the thread's first r reads at y = 0 of its
+  // first j.
   __device__ __forceinline__ void load(const Params& params, const scalar_t* grad, const Column& at, int column,
                                        int step) {
     const Rows rows(params, grad, at, step);
@@ -148,12 +134,7 @@ struct Loaded {
 };
 
 struct Sums {
-  accum_t of[IN_HELD][TAPS_HELD][VECTOR];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < IN_HELD * TAPS_HELD * VECTOR; ++i) (&of[0][0][0])[i] = 0;
-  }
+  accum_t of[IN_HELD][TAPS_HELD][VECTOR] = {};
 
   // WHOLE: all positions of x that the step reads exist. Others are skipped, as zero times an infinite g would be NaN.
   template <bool WHOLE>
@@ -222,7 +203,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int lane = threadIdx.x % LANES, walker = threadIdx.x / LANES;
   const bool owns = walker < WALKERS && block.column + lane < COLUMNS;
   const Column at(block.column + lane);
-  const int column = go_to(params, block, at, x, grad, partial);
+  x += ((long long)block.group * IN_CHANNELS + block.in) * params.x.stride[1];
+  grad += ((long long)block.group * OUT_CHANNELS + at.channel) * params.g.stride[1];
+  partial += block.split * params.plane + (long long)block.group * IN_CHANNELS * (OUT_CHANNELS * TAPS);
+  const int column = block.tap * AXIS_W.stride + at.first - AXIS_W.padding;
 
   int first = block.split * params.split_length;
   const int end = min(first + params.split_length, params.steps);
@@ -230,7 +214,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   do {
     Sums sums;
-    sums.clear();
     const int until = min(first + params.flush, end);
     if (owns && first + walker < until) {
       Loaded now;

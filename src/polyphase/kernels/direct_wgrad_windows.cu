@@ -164,12 +164,7 @@ struct Thread {
 };
 
 struct Sums {
-  float of[THREAD_ROWS][THREAD_LINES][THREAD_COLUMNS];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < THREAD_ROWS * THREAD_LINES * THREAD_COLUMNS; ++i) (&of[0][0][0])[i] = 0;
-  }
+  float of[THREAD_ROWS][THREAD_LINES][THREAD_COLUMNS] = {};
 
   // Adds the products of POSITIONS neighbouring positions. `x`: the first position in the thread's first row. `window`
   // + lines[i]: what the first position reads for the first column of kernel row i.
@@ -231,11 +226,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   extern __shared__ __align__(16) unsigned char shared_memory[];
   float* const buffers = (float*)shared_memory;
   int block = blockIdx.x;
-  const int first_in = block % ROW_BLOCKS * ROWS;
-  block /= ROW_BLOCKS;
-  const int first_out = block % COLUMN_BLOCKS * OUT_CHUNK;
-  block /= COLUMN_BLOCKS;
-  const int group = block % params.groups, split = block / params.groups;
+  const int first_in = next_index(block, ROW_BLOCKS) * ROWS;
+  const int first_out = next_index(block, COLUMN_BLOCKS) * OUT_CHUNK;
+  const int group = next_index(block, params.groups), split = block;
   const long long first_tile = split * params.split_length;
   const int all_stages =
       (int)(first_tile + params.split_length < params.all_tiles ? params.split_length : params.all_tiles - first_tile);
@@ -281,7 +274,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int done = 0;
   do {
     Sums sums;
-    sums.clear();
     const int stages = min(params.flush, all_stages - done);
     if (stages > 0) load(buffers);
 #pragma unroll 1

@@ -40,27 +40,20 @@ struct Tile {
   int n, d, h, w;  // its first position
 
   __device__ __forceinline__ Tile(const Params& params, int tile) {
-    w = tile % params.tiles_w * POSITIONS;
-    tile /= params.tiles_w;
-    h = tile % params.x.size[1];
-    tile /= params.x.size[1];
-    d = tile % params.x.size[0];
-    n = tile / params.x.size[0];
+    w = next_index(tile, params.tiles_w) * POSITIONS;
+    h = next_index(tile, params.x.size[1]);
+    d = next_index(tile, params.x.size[0]);
+    n = tile;
   }
 };
 
 struct Sums {
-  accum_t values[32];  // [input channel][position]
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) values[i] = 0;
-  }
+  accum_t values[32] = {};  // [input channel][position]
 
   __device__ __forceinline__ void take(Sums& others) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) values[i] += others.values[i];
-    others.clear();
+    others = Sums{};
   }
 
   // Adds one tap of one output channel. `from`: what the tile's first position reads, in column `column`, if its row
@@ -109,8 +102,6 @@ __device__ __forceinline__ void multiply(const Params& params, const int (&first
                                          const scalar_t* weight, int channels, int last, Sums& total) {
   const int lane = threadIdx.x % 32;
   Sums sums;
-  total.clear();
-  sums.clear();
   int unflushed = 0;
 #pragma unroll 1
   for (int out = 0; out < channels; ++out) {

@@ -441,9 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   for (int tile = blockIdx.x / params.groups; tile < tiles; tile += params.blocks) {
     int first[4], pixel[4];
-    decode(params.tiles, tile, first);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) first[i] *= params.tile_extent[i];
+    tile_origin(params.tiles, params.tile_extent, tile, first);
     pixel[0] = first[0], pixel[1] = first[1] * SIDE_D.step() + params.first[0];
     pixel[2] = first[2] * SIDE_H.step() + params.first[1], pixel[3] = first[3] * SIDE_W.step() + params.first[2];
     const scalar_t* const from = src + offset_of(params.src, pixel);

@@ -58,6 +58,14 @@ struct Tensor5 {
   int channels;
 };
 
+// Takes the index along the fastest of some dimensions off `index`, which keeps that of the others.
+template <class Index, class Extent>
+__device__ __forceinline__ int next_index(Index& index, const Extent& extent) {
+  const int place = (int)(index % extent);
+  index = index / extent;  // with /= a Divisor would be its value
+  return place;
+}
+
 // Bytes from a tensor's first element of a channel to one of its positions; offset_t has 32 bits where those suffice.
 template <class T>
 __device__ __forceinline__ offset_t byte_offset(const Tensor5& t, int n, int d, int h, int w) {
@@ -77,7 +85,9 @@ __device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, i
 }
 
 // The first cell or position of tile `index`, of `tiles` whose extents along n, d, h and w are `extent`.
-__device__ __forceinline__ void tile_origin(const int (&tiles)[4], const int (&extent)[4], int index, int (&first)[4]) {
+template <class Tiles, class Extent>
+__device__ __forceinline__ void tile_origin(const Tiles (&tiles)[4], const Extent (&extent)[4], int index,
+                                            int (&first)[4]) {
   decode(tiles, index, first);
 #pragma unroll
   for (int i = 0; i < 4; ++i) first[i] *= extent[i];

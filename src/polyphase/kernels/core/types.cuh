@@ -17,6 +17,18 @@ constexpr bool is_same = false;
 template <class T>
 constexpr bool is_same<T, T> = true;
 
+// A if CONDITION, else B.
+template <bool CONDITION, class A, class B>
+struct Conditional {
+  typedef A type;
+};
+template <class A, class B>
+struct Conditional<false, A, B> {
+  typedef B type;
+};
+template <bool CONDITION, class A, class B>
+using conditional_t = typename Conditional<CONDITION, A, B>::type;
+
 __device__ __forceinline__ double widen(double value) { return value; }
 __device__ __forceinline__ float widen(float value) { return value; }
 
@@ -61,6 +73,17 @@ template <class T, int COUNT>
 struct alignas(COUNT * sizeof(T)) Vector {
   T value[COUNT];
 };
+
+// Loads neighbouring elements, WIDTH at once.
+template <int WIDTH, class T, int COUNT>
+__device__ __forceinline__ void load_vectors(const T* from, T (&to)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += WIDTH) {
+    const Vector<T, WIDTH> vector = *(const Vector<T, WIDTH>*)(from + i);
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) to[i + j] = vector.value[j];
+  }
+}
 
 // Four elements on their way from global memory, either one vector or four loads. They stay as they were loaded until
 // they are used: to take a vector of 16-bit elements apart would wait for the load.

@@ -61,14 +61,6 @@ __device__ __forceinline__ ChannelTerms channel_terms(const EpilogueOperands& of
           all, of.dst, of.sample_stride};
 }
 
-// Adds the bias alone: to a partial sum, or to a sum that is tested before it is finished.
-__device__ __forceinline__ accum_t add_bias(accum_t sum, const ChannelTerms& terms) {
-  return HAS_BIAS ? sum + terms.bias : sum;
-}
-__device__ __forceinline__ accum_t add_bias(accum_t sum, float scale, const ChannelTerms& terms) {
-  return HAS_BIAS ? fmaf((float)sum, scale, (float)terms.bias) : sum * scale;
-}
-
 // Address of the first residual of the output at `to`.
 __device__ __forceinline__ const scalar_t* residual_at(const ChannelTerms& terms, const scalar_t* to) {
   return first_residual(terms.operations) + (to - terms.dst);
@@ -93,28 +85,9 @@ __device__ __forceinline__ accum_t operate(accum_t value, const ChannelTerms& te
                     normal.factor);
 }
 
-__device__ __forceinline__ accum_t finish(accum_t sum, const ChannelTerms& terms, const scalar_t* to,
-                                          const Normal& normal = {}, const accum_t* residual = nullptr) {
-  return operate(add_bias(sum, terms), terms, to, normal, residual);
-}
-
-#if EPILOGUE_NORMALIZES
-// The value that is normalised over channels.
-__device__ __forceinline__ accum_t normalized_value(accum_t sum, const ChannelTerms& terms, const scalar_t* to) {
-  const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
-  const long long sample = EPILOGUE_PER_SAMPLE && to ? sample_of(place, terms.sample_stride) : 0;
-  return normalized_value(add_bias(sum, terms), terms.operations, terms.channel, sample, place, to != nullptr, nullptr);
-}
-#endif
-
 // Prefetches the operands of the output at `to` to L2; nothing if it is null.
 __device__ __forceinline__ void prefetch(const ChannelTerms& terms, const scalar_t* to) {
   if (to) prefetch_residuals(terms.operations, to - terms.dst);
-}
-
-// The same for scaled operands (float32 only): multiplies by `scale` first.
-__device__ __forceinline__ accum_t finish(accum_t sum, float scale, const ChannelTerms& terms, const scalar_t* to) {
-  return operate(add_bias(sum, scale, terms), terms, to);
 }
 
 #else
@@ -130,20 +103,35 @@ __device__ __forceinline__ ChannelTerms channel_terms(const scalar_t* bias, Inde
   return {HAS_BIAS && exists ? widen(read(bias + channel)) : (accum_t)0};
 }
 
-__device__ __forceinline__ accum_t add_bias(accum_t sum, ChannelTerms terms) {
+__device__ __forceinline__ accum_t operate(accum_t value, const ChannelTerms&, const scalar_t*, const Normal& = {},
+                                           const accum_t* = nullptr) {
+  return value;
+}
+__device__ __forceinline__ const scalar_t* residual_at(const ChannelTerms&, const scalar_t*) { return nullptr; }
+__device__ __forceinline__ void prefetch(const ChannelTerms&, const scalar_t*) {}
+
+#endif
+
+// Adds the bias alone: to a partial sum, or to a sum that is tested before it is finished.
+__device__ __forceinline__ accum_t add_bias(accum_t sum, const ChannelTerms& terms) {
   return HAS_BIAS ? sum + terms.bias : sum;
 }
-__device__ __forceinline__ accum_t operate(accum_t value, ChannelTerms, const scalar_t*) { return value; }
-__device__ __forceinline__ const scalar_t* residual_at(ChannelTerms, const scalar_t*) { return nullptr; }
-__device__ __forceinline__ accum_t finish(accum_t sum, ChannelTerms terms, const scalar_t*, Normal = {},
-                                          const accum_t* = nullptr) {
-  return add_bias(sum, terms);
+__device__ __forceinline__ accum_t finish(accum_t sum, const ChannelTerms& terms, const scalar_t* to,
+                                          const Normal& normal = {}, const accum_t* residual = nullptr) {
+  return operate(add_bias(sum, terms), terms, to, normal, residual);
 }
-__device__ __forceinline__ void prefetch(ChannelTerms, const scalar_t*) {}
-__device__ __forceinline__ accum_t finish(accum_t sum, float scale, ChannelTerms terms, const scalar_t*) {
-  return HAS_BIAS ? fmaf((float)sum, scale, (float)terms.bias) : sum * scale;
+// The same for scaled operands (float32 only): multiplies by `scale` first.
+__device__ __forceinline__ accum_t finish(accum_t sum, float scale, const ChannelTerms& terms, const scalar_t* to) {
+  return operate(HAS_BIAS ? fmaf((float)sum, scale, (float)terms.bias) : sum * scale, terms, to);
 }
 
+#if EPILOGUE_NORMALIZES
+// The value that is normalised over channels.
+__device__ __forceinline__ accum_t normalized_value(accum_t sum, const ChannelTerms& terms, const scalar_t* to) {
+  const long long place = EPILOGUE_READS_PLACES && to ? to - terms.dst : 0;
+  const long long sample = EPILOGUE_PER_SAMPLE && to ? sample_of(place, terms.sample_stride) : 0;
+  return normalized_value(add_bias(sum, terms), terms.operations, terms.channel, sample, place, to != nullptr, nullptr);
+}
 #endif
 
 // The place of an output; null if it is not stored, or if no operation reads it.

@@ -3,8 +3,7 @@
 //
 //   1. A thread computes the moments of its own rows, for each column.
 //   2. The eight lanes with other rows of the same columns combine theirs. At each step two lanes split the columns
-//   that
-//      they share, so that eight columns take 4 + 2 + 1 exchanges, and each lane ends with one column.
+//      that they share, so that eight columns take 4 + 2 + 1 exchanges, and each lane ends with one column.
 //   3. One thread for each column combines the four warps' moments, through shared memory.
 //
 // Moments are the mean and the sum of squared deviations from it, and are combined as such, so that no sum of squares

@@ -17,15 +17,7 @@
 #endif
 
 // The destination's type: scalar_t, or accum_t if a later step reads sums.
-template <bool>
-struct Result {
-  typedef scalar_t Type;
-};
-template <>
-struct Result<true> {
-  typedef accum_t Type;
-};
-typedef Result<IN_SUMS>::Type result_t;
+typedef conditional_t<IN_SUMS, accum_t, scalar_t> result_t;
 
 // PIECE cells of the run are stored at once.
 constexpr int PIECES = ceil_div(GROUP_CELLS, PIECE);
@@ -69,16 +61,8 @@ constexpr int STORE_BYTES =
 constexpr bool EPILOGUE_PREFETCHES = EPILOGUE_RESIDUALS > 0 && !DST_CHANNELS_LAST;
 
 // The bits of COUNT elements, as words.
-template <int BYTES>
-struct BitsOf {
-  typedef Vector<unsigned, BYTES / 4> Type;
-};
-template <>
-struct BitsOf<2> {
-  typedef Vector<unsigned short, 1> Type;
-};
-template <int COUNT>
-using Bits = typename BitsOf<COUNT*(int)sizeof(result_t)>::Type;
+template <int COUNT, int BYTES = COUNT * (int)sizeof(result_t)>
+using Bits = conditional_t<BYTES == 2, Vector<unsigned short, 1>, Vector<unsigned, BYTES / 4>>;
 
 // Stores a warp's accumulators: 16 channels of each row block, for all cells of its warpgroup's part of the run.
 struct Epilogue {

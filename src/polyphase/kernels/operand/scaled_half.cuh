@@ -11,15 +11,7 @@
 #include "core/types.cuh"
 
 // Operands of the tensor cores.
-template <class T, bool AS_HALVES>
-struct OperandOf {
-  typedef T type;
-};
-template <>
-struct OperandOf<float, true> {
-  typedef float16 type;
-};
-typedef OperandOf<scalar_t, SCALED>::type operand_t;
+typedef conditional_t<is_same<scalar_t, float> && SCALED, float16, scalar_t> operand_t;
 
 // The power of two of the band of largest magnitudes, and the number of bands (operand/bands.cuh).
 struct Band {

@@ -8,15 +8,7 @@
 #include "ptx/convert.cuh"
 
 // Words that the tensor cores multiply.
-template <int COUNT>
-struct PartOf {
-  typedef scalar_t type;
-};
-template <>
-struct PartOf<3> {
-  typedef bfloat16 type;
-};
-typedef PartOf<PARTS>::type part_t;
+typedef conditional_t<PARTS == 3, bfloat16, scalar_t> part_t;
 static_assert(PARTS == 1 || sizeof(scalar_t) == 4, "float32 alone comes in parts");
 
 // The low part is what a float loses as TF32. Tensor cores truncate it, on average by half of its last bit, which is

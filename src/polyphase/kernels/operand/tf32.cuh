@@ -32,6 +32,17 @@ __device__ __forceinline__ void split_tf32(float value, float& high, float& low)
     high = 0, low = value;  // Inf meets the other operand's high part alone: the low one may be 0, or of another sign
 }
 
+// TF32, or the rounding error of TF32; other types have one part.
+__device__ __forceinline__ float part_of(float value, int part) {
+  float high = 0, low = 0;
+  split_tf32(value, high, low);
+  return part == 0 ? high : low;
+}
+template <class T>
+__device__ __forceinline__ T part_of(T value, int) {
+  return value;
+}
+
 // Writes element `i` of a chunk of weights, in all parts.
 template <class T>
 __device__ __forceinline__ void prepare(T value, T (&parts)[PARTS][8], int i) {

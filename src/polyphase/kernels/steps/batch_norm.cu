@@ -29,15 +29,7 @@ enum Stage { MOMENTS, NORMALISE, SUMS, BACKWARD };
 constexpr bool IS_BACKWARD = STAGE == SUMS || STAGE == BACKWARD, STORES = STAGE == NORMALISE || STAGE == BACKWARD;
 
 // The type of per-channel parameters (weight, bias, running statistics): if WIDE, float32 beside half types.
-template <bool wide>
-struct Parameter {
-  typedef scalar_t type;
-};
-template <>
-struct Parameter<true> {
-  typedef accum_t type;
-};
-typedef Parameter<WIDE>::type param_t;
+typedef conditional_t<WIDE, accum_t, scalar_t> param_t;
 
 // A block's share of a channel's vectors; a thread processes every THREADS-th vector.
 struct Share {

@@ -87,21 +87,27 @@ struct Plane {
   }
 };
 
-// Stores four bytes of a channel, in all parts.
-__device__ __forceinline__ void store_word(const Vector<float, 1>& values, long long beside, float* to) {
-  float high = values.value[0], low = 0;
-  if (PARTS == 2) split_tf32(values.value[0], high, low);
-  *to = high;
-  if (PARTS == 2) to[beside] = low;
+// Stores neighbouring positions of a channel, in all parts, which are `apart` elements apart.
+template <int COUNT>
+__device__ __forceinline__ void store_parts(const Vector<float, COUNT>& values, long long apart, float* to) {
+  Vector<float, COUNT> parts[2] = {};
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) parts[0].value[i] = values.value[i];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+    if (PARTS == 2) split_tf32(values.value[i], parts[0].value[i], parts[1].value[i]);
+  *(Vector<float, COUNT>*)to = parts[0];
+  if (PARTS == 2) *(Vector<float, COUNT>*)(to + apart) = parts[1];
 }
-template <class T>
-__device__ __forceinline__ void store_word(const Vector<T, 2>& values, long long, T* to) {
-  *(Vector<T, 2>*)to = values;
+template <class T, int COUNT>
+__device__ __forceinline__ void store_parts(const Vector<T, COUNT>& values, long long, T* to) {
+  *(Vector<T, COUNT>*)to = values;
 }
+// Stores a word of a channel.
 __device__ __forceinline__ void store_word(const Operand& of, int plane, int channel, int first,
                                            const Vector<scalar_t, WORD>& values, scalar_t* planes) {
   const long long row = (long long)plane * PARTS * of.channels + channel;
-  store_word(values, of.channels * of.pitch, planes + row * of.pitch + first);
+  store_parts(values, of.channels * of.pitch, planes + row * of.pitch + first);
 }
 
 __device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& plane, int along, int across,
@@ -129,7 +135,7 @@ __device__ __forceinline__ void flatten_rows(const Operand& of, const Plane& pla
       }
 #pragma unroll
     for (int i = 0; i < CHANNELS; ++i, to += of.pitch)
-      if (done + i < channels) store_word(words[i], of.channels * of.pitch, to);
+      if (done + i < channels) store_parts(words[i], of.channels * of.pitch, to);
   }
 }
 
@@ -142,22 +148,6 @@ struct Strip {
 };
 
 typedef Vector<scalar_t, PIECE> Piece;
-
-// Stores a piece of positions of a channel, in all parts.
-__device__ __forceinline__ void store_piece(const Vector<float, 4>& piece, long long beside, float* to) {
-  Vector<float, 4> parts[2] = {};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) parts[0].value[i] = piece.value[i];
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (PARTS == 2) split_tf32(piece.value[i], parts[0].value[i], parts[1].value[i]);
-  *(Vector<float, 4>*)to = parts[0];
-  if (PARTS == 2) *(Vector<float, 4>*)(to + beside) = parts[1];
-}
-template <class T>
-__device__ __forceinline__ void store_piece(const Vector<T, 8>& piece, long long, T* to) {
-  *(Vector<T, 8>*)to = piece;
-}
 
 // PIECES. The planes along the width: STEP elements from a position to the next, APART from a plane to the next. The
 // elements of a piece of positions of all planes are SPAN neighbours, from LEAST on relative to the element of the
@@ -204,7 +194,7 @@ __device__ __forceinline__ void store_planes(const Operand& of, const unsigned (
       found[i / 2] = pair_of(words, at, at + ALONG::STEP);
       if (!inside) found[i / 2] &= (exists(at) ? 0xffff : 0) | (exists(at + ALONG::STEP) ? 0xffff0000 : 0);
     }
-    store_piece(*(const Piece*)found, 0, to + plane * (of.channels * of.pitch));
+    store_parts(*(const Piece*)found, 0, to + plane * (of.channels * of.pitch));
   }
 }
 
@@ -313,7 +303,7 @@ __device__ __forceinline__ void flatten_residues(const Operand& of, const Plane&
     const int channel = row / of.residues, residue = row - channel * residues;
     if (residue >= existing || first + position >= of.positions) continue;
     const long long to = (long long)(plane.index + residue) * PARTS * of.channels + first_channel + channel;
-    store_piece(*(const Piece*)(strip.values + row * of.row + position), of.channels * of.pitch,
+    store_parts(*(const Piece*)(strip.values + row * of.row + position), of.channels * of.pitch,
                 planes + (to * of.pitch + first + position));
   }
 }

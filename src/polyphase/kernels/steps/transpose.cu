@@ -62,26 +62,7 @@ constexpr int WORD = sizeof(operand_t) < 4 ? 4 / sizeof(operand_t) : 1;
 using Piece = Vector<operand_t, VECTOR>;
 using Values = Vector<scalar_t, VECTOR>;
 
-template <bool>
-struct Source {
-  typedef scalar_t type;
-};
-template <>
-struct Source<true> {
-  typedef accum_t type;
-};
-typedef Source<SUMS>::type source_t;
-
-// TF32, or the rounding error of TF32 (operand/tf32.cuh).
-__device__ __forceinline__ float part_of(float value, int part) {
-  float high = 0, low = 0;
-  split_tf32(value, high, low);
-  return part == 0 ? high : low;
-}
-template <class T>
-__device__ __forceinline__ T part_of(T value, int) {
-  return value;
-}
+typedef conditional_t<SUMS, accum_t, scalar_t> source_t;
 
 __device__ __forceinline__ const source_t* address_of(const source_t* src, const Params& params, int pixel) {
   const int row = pixel / params.sizes[2], slab = row / params.sizes[1], image = slab / params.sizes[0];

@@ -42,19 +42,11 @@ using Piece = Vector<scalar_t, VECTOR>;
 using Word = Vector<scalar_t, WORD>;
 using Direct = Vector<scalar_t, (DIRECTLY > 0 ? DIRECTLY : 16) / sizeof(scalar_t)>;  // all channels of a position
 
-// TF32, or the rounding error of TF32 (operand/tf32.cuh).
-template <class T>
-__device__ __forceinline__ T part_of(T whole, int) {
-  return whole;
-}
+// A part of neighbouring elements.
 template <int COUNT>
 __device__ __forceinline__ Vector<float, COUNT> part_of(Vector<float, COUNT> whole, int part) {
 #pragma unroll
-  for (int i = 0; i < COUNT && PARTS > 1; ++i) {
-    float high = 0, low = 0;
-    split_tf32(whole.value[i], high, low);
-    whole.value[i] = part == 0 ? high : low;
-  }
+  for (int i = 0; i < COUNT && PARTS > 1; ++i) whole.value[i] = part_of(whole.value[i], part);
   return whole;
 }
 
