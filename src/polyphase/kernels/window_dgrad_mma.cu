@@ -50,9 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Place* const places = (Place*)(positions + COLUMNS);
   char* const stage_memory = (char*)shared_memory + params.table_bytes;
 
-  StageBoxLoader<Channels::first, ROWS, Moving> weight_loader(params.weight, params.weight_box);
-  StageBoxLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Still> g_loader(params.g,
-                                                                                                params.window);
+  StageBoxLoader<false, ROWS, Moving> weight_loader(params.weight, params.weight_box);
+  StageBoxLoader<G_CHANNELS_LAST, OUT_CHUNK, Still> g_loader(params.g, params.window);
   weight_loader.init(places, DEPTH);
   int window[4] = {first[0], first[1], first[2], first[3]};
   to_window(window, params.skew);
