@@ -21,7 +21,6 @@
 #include "core/shared_address.cuh"
 #include "core/swizzle.cuh"
 #include "core/types.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"

@@ -25,10 +25,6 @@ struct StageBox {
 // The thread's index among the loading threads.
 __device__ __forceinline__ int loader() { return threadIdx.x - 32 * FIRST_LOAD_WARP; }
 
-__device__ __forceinline__ int elements(const StageBox& stage_box) {
-  return stage_box.extent[0] * stage_box.extent[1] * stage_box.extent[2] * stage_box.extent[3];
-}
-
 __device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d, int h, int w) {
   return n < batch && (unsigned)d < (unsigned)t.size[0] && (unsigned)h < (unsigned)t.size[1] &&
          (unsigned)w < (unsigned)t.size[2];

@@ -28,7 +28,6 @@
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -79,7 +78,7 @@ struct WindowBarriers : PipelineBarriers<STAGES> {
 // first.
 __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* tensor, const Runs& runs,
                                           const int (&place)[5], char* to, unsigned barrier) {
-  const int count = runs.count[0] * runs.count[1] * runs.count[2] * runs.count[3];
+  const int count = volume(runs.count);
   int at[4] = {};
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
@@ -89,13 +88,6 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
     to += runs.box;
     advance(runs.count, at);  // without divisions, which took longer than the TMA load
   }
-}
-
-// Called by producers before their first load and after their last.
-__device__ __forceinline__ void begin_loading() { setmaxnreg_dec<PRODUCER_REGISTERS>(); }
-__device__ __forceinline__ void end_loading() {
-  cp_async_commit();
-  cp_async_wait<0>();
 }
 
 // Producers: issue(stage, memory, barrier), by the first thread, issues TMA loads; unless these are all, copy(stage,
