@@ -259,14 +259,11 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   }
 
  private:
+  static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
+                                                  const char* columns, bool add) {
 #if WGMMA
-  static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
-                                                  const char* columns, bool add) {
     wgmma(sums, rows, matrix_descriptor<16>(shared_address(columns), CHUNK_BYTES), add);
-  }
 #else
-  static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
-                                                  const char* columns, bool add) {
     columns += threadIdx.x % 32 * 4;
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j, columns += 128) {
@@ -274,8 +271,8 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
       for (int k = 0; k < 4; ++k) sums[4 * j + k] = add ? sums[4 * j + k] : 0;
       mma<scalar_t>(sums + 4 * j, rows, *(const unsigned*)columns, *(const unsigned*)(columns + CHUNK_BYTES));
     }
-  }
 #endif
+  }
 
   static __device__ __forceinline__ void wait(int pending) {
     if (pending == 0) wgmma_wait<0>();
