@@ -11,15 +11,11 @@
 #include "core/types.cuh"
 
 // Operands of the tensor cores.
-template <class T, bool AS_HALVES>
-struct OperandOf {
-  typedef T type;
-};
-template <>
-struct OperandOf<float, true> {
-  typedef float16 type;
-};
-typedef OperandOf<scalar_t, SCALED>::type operand_t;
+#if SCALED
+typedef float16 operand_t;
+#else
+typedef scalar_t operand_t;
+#endif
 
 // The power of two of the band of largest magnitudes, and the number of bands (operand/bands.cuh).
 struct Band {
