@@ -558,8 +558,8 @@ __device__ __forceinline__ void first_output(const int (&cell)[4], int (&output)
 
 __device__ __forceinline__ void load_stages(const Params& params, Tiles tiles, Pipeline& pipeline, Place* places,
                                             char* buffers, const scalar_t* x, const scalar_t* y) {
-  StageBoxLoader<Channels::first, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(params.x, params.window);
-  loader.init(places, elements(params.window));
+  StageBoxLoader<false, STAGE_STEPS * OPERATION, Moving, LOAD_SPAN> loader(params.x, params.window);
+  loader.init(places, volume(params.window.extent));
   named_barrier_sync(1, LOADERS);
   bool exists = true;  // false after the last tile, which a note tells
   for (Stage stage; exists; ++stage.number) {

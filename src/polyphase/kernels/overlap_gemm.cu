@@ -57,6 +57,7 @@ constexpr int OUT_BLOCKS = ceil_div(OUT_CHANNELS, OUT_CHUNK), STEPS = ceil_div(I
 constexpr bool EXACT = PARTS == 2;
 constexpr int RUN = AXIS_W.stride;  // neighbouring outputs of a cell
 constexpr bool VECTORS = (RUN == 2 || RUN == 4 || RUN == 8) && RUN * ELEMENT <= 16;
+constexpr int STORED = VECTORS ? RUN : 1;  // outputs of a store
 
 static_assert(STEPS_HELD % PREFETCH == 0, "the prefetched operations are used round robin");
 static_assert(PITCH % 32 == 4, "8 pixels by 4 pairs of columns lie in different banks");
@@ -258,14 +259,11 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   }
 
  private:
+  static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
+                                                  const char* columns, bool add) {
 #if WGMMA
-  static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
-                                                  const char* columns, bool add) {
     wgmma(sums, rows, matrix_descriptor<16>(shared_address(columns), CHUNK_BYTES), add);
-  }
 #else
-  static __device__ __forceinline__ void multiply(float (&sums)[4 * COLUMN_TILES], const unsigned (&rows)[4],
-                                                  const char* columns, bool add) {
     columns += threadIdx.x % 32 * 4;
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; ++j, columns += 128) {
@@ -273,8 +271,8 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
       for (int k = 0; k < 4; ++k) sums[4 * j + k] = add ? sums[4 * j + k] : 0;
       mma<scalar_t>(sums + 4 * j, rows, *(const unsigned*)columns, *(const unsigned*)(columns + CHUNK_BYTES));
     }
-  }
 #endif
+  }
 
   static __device__ __forceinline__ void wait(int pending) {
     if (pending == 0) wgmma_wait<0>();
@@ -351,10 +349,10 @@ __device__ __forceinline__ bool store_cell(const Params& params, const float* pr
       for (int i = 0; i < RUN; ++i) value[i] = add_bias(value[i], terms), numbers = numbers && value[i] == value[i];
       scalar_t* const row = to + phase_d * params.y.stride[2] + phase_h * params.y.stride[3];
       if (VECTORS && params.vectors) {
-        Vector<scalar_t, VECTORS ? RUN : 1> run;
+        Vector<scalar_t, STORED> run;
 #pragma unroll
-        for (int i = 0; i < (VECTORS ? RUN : 1); ++i) narrow(operate(value[i], terms, row + i), run.value[i]);
-        *(Vector < scalar_t, VECTORS ? RUN : 1 > *)row = run;
+        for (int i = 0; i < STORED; ++i) narrow(operate(value[i], terms, row + i), run.value[i]);
+        *(Vector<scalar_t, STORED>*)row = run;
       } else {
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
@@ -388,7 +386,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const float* pr
                                            const scalar_t* weight, const EpilogueOperands& operands, scalar_t* y,
                                            const int (&first)[4], int first_out, int done, int ready, int turn) {
   const int extent[4] = {params.tile_extent[0], params.tile_extent[1], ready - done, params.tile_extent[3]};
-  const int cells = extent[0] * extent[1] * extent[2] * extent[3], channels = min(OUT_CHUNK, OUT_CHANNELS - first_out);
+  const int cells = volume(extent), channels = min(OUT_CHUNK, OUT_CHANNELS - first_out);
   const int along = ALONG_CHANNELS ? channels : 1;
   for (int i = threadIdx.x; i < cells * along; i += THREADS) {
     int in_tile[4], cell[4];
@@ -490,7 +488,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int block = blockIdx.x;
   const int first_out = block % OUT_BLOCKS * OUT_CHUNK;
   block /= OUT_BLOCKS;
-  const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
+  const int tiles = volume(params.tiles);
   const int group = block / tiles;
   int first[4];  // first cell of the tile
   tile_origin(params.tiles, params.tile_extent, block % tiles, first);

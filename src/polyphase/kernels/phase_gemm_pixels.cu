@@ -434,13 +434,6 @@ struct TwoTerms {
   }
 };
 
-// The matrix descriptor of a stage's weights.
-struct Stage {
-  unsigned long long described;
-  __device__ __forceinline__ explicit Stage(unsigned address)
-      : described(matrix_descriptor<16>(address, CHUNK_PITCH)) {}
-};
-
 // The cells of a thread's pixels: the first of each run, and how many exist. Pixels are in rising order, so the first
 // ones exist.
 struct Cells {
@@ -463,11 +456,6 @@ struct Cells {
 
 // A thread's accumulators: its pixels by two columns of each 8.
 struct Sums : Accumulators<ROW_TILES, COLUMNS / 2> {
-  // Adds operation `step` of a stage, for a row tile.
-  __device__ __forceinline__ void add(int tile, const unsigned (&rows)[4], const Stage& stage, int step, bool add) {
-    wgmma(of[tile], rows, stage.described + step * (OPERATION_BYTES / 16), add);
-  }
-
   // Stores to the thread's cells, VECTOR elements at a time.
   template <int VECTOR>
   __device__ __forceinline__ void store(const Params& params, int chunk, const Columns& columns, const Cells& to,
@@ -567,13 +555,14 @@ __device__ __forceinline__ void begin(Rows& rows, const Params& params, const sc
     rows.load_apart(params, x + first_in, first_pixel(run.unit / params.groups), seconds);
 }
 
-// Adds the products of a stage; those of the first stage overwrite the sums.
-__device__ __forceinline__ void add_stage(Sums& sums, const Rows& rows, const Stage& weights, int stage) {
+// Adds the products of a stage. `weights`: their matrix descriptor. Those of the first stage overwrite the sums.
+__device__ __forceinline__ void add_stage(Sums& sums, const Rows& rows, const unsigned long long& weights, int stage) {
 #pragma unroll
   for (int step = 0; step < STAGE_STEPS; ++step)
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile)
-      sums.add(tile, rows.of[tile][stage * STAGE_STEPS + step], weights, step, stage + step > 0);
+      wgmma(sums.of[tile], rows.of[tile][stage * STAGE_STEPS + step], weights + step * (OPERATION_BYTES / 16),
+            stage + step > 0);
 }
 
 // Releases the previous stage to be filled again.
@@ -665,9 +654,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int stage = 0; stage < CHUNK_STAGES; ++stage) {
       mbarrier_wait(full + 8 * slot.index, slot.parity);
-      const Stage weights_of_stage(weights + slot.index * STAGE_BYTES);
+      const unsigned long long described = matrix_descriptor<16>(weights + slot.index * STAGE_BYTES, CHUNK_PITCH);
       wgmma_fence();
-      add_stage(sums, rows, weights_of_stage, stage);
+      add_stage(sums, rows, described, stage);
       wgmma_commit();
       if (!RESIDENT && stage > 0) {
         wgmma_wait<1>();

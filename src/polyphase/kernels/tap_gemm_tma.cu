@@ -42,7 +42,6 @@
 // Shared memory: STAGES stages, each [part][cell of the box][k], then [tap][part][column][k], rows of CHUNK elements.
 
 #include "specialisation.cuh"
-#include "core/counters.cuh"
 #include "core/geometry.cuh"
 #include "core/merged_phases.cuh"
 #include "core/phase.cuh"
@@ -122,7 +121,7 @@ struct WorkTile {
   int first[4];  // first cell along n, d, h, w
 
   __device__ __forceinline__ WorkTile(const Params& params, int index) {
-    const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
+    const int tiles = volume(params.tiles);
     column_block = index % COLUMN_BLOCKS, index /= COLUMN_BLOCKS;
     phase = index % PHASES, index /= PHASES;
     tile_origin(params.tiles, params.tile_extent, index % tiles, first);
@@ -130,8 +129,7 @@ struct WorkTile {
     group = index % params.groups, split = index / params.groups;
   }
   static __device__ __forceinline__ int count(const Params& params) {
-    return params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3] * PHASES * COLUMN_BLOCKS *
-           params.groups * params.splits;
+    return volume(params.tiles) * PHASES * COLUMN_BLOCKS * params.groups * params.splits;
   }
 };
 

@@ -114,14 +114,15 @@ struct WorkTile {
 // CHUNK channels of a group, the first of which is `channel`, at one tap index of their side.
 struct Item {
   int channel, d, h, w;
+  bool exists;
 };
 // d, h, w: j along each dimension.
 struct BaseItem : Item {
   __device__ __forceinline__ explicit BaseItem(int index) {
     channel = index % BASE_CHUNKS * BASE_CHUNK;
     h = index / BASE_CHUNKS % BASE_H, d = index / (BASE_CHUNKS * BASE_H) % BASE_D, w = index / ITEMS_OF_TAP;
+    exists = w < ALONG_W.taps;
   }
-  __device__ __forceinline__ bool exists() const { return w < ALONG_W.taps; }
 };
 // w: the residue along the width; d, h: the tap, or with WINDOW its residue.
 struct PhasedItem : Item {
@@ -129,8 +130,8 @@ struct PhasedItem : Item {
     channel = index % PHASED_CHUNKS * PHASED_CHUNK;
     const int tap = index / PHASED_CHUNKS;
     h = tap % PHASED_H, d = tap / PHASED_H % PHASED_D, w = tap / (PHASED_H * PHASED_D);
+    exists = w < ALONG_W.count;
   }
-  __device__ __forceinline__ bool exists() const { return w < ALONG_W.count; }
 };
 // Distance in positions for a tap index difference of (d, h).
 __device__ __forceinline__ int apart(const Params& params, int d, int h) {
@@ -156,14 +157,14 @@ struct Box {
       const BaseItem at(work.base + item);
       position = -(at.w / COPIES * COPIES_SHIFT * params.column) - apart(params, at.d, at.h);
       channel = work.group * BASE_CHANNELS + at.channel;
-      plane = at.w % COPIES * PARTS + part, slab = -at.d * ALONG_D.shift, exists = exists && at.exists();
+      plane = at.w % COPIES * PARTS + part, slab = -at.d * ALONG_D.shift, exists = exists && at.exists;
     } else {
       const PhasedItem at(work.phased + item);
       position = apart(params, at.d / STEP_D, at.h / STEP_H), slab = at.d / STEP_D * ALONG_D.shift;
       channel = work.group * PHASED_CHANNELS + at.channel;
       const int residue_d = at.d % STEP_D, residue_h = at.h % STEP_H;
       plane = ((residue_d * ALONG_H.count + residue_h) * ALONG_W.count + at.w) * PARTS + part;
-      exists = exists && at.exists();
+      exists = exists && at.exists;
     }
     if (params.slabs == 1) slab = 0;  // `position` includes it
   }
@@ -223,8 +224,7 @@ struct Place {
     constexpr int ONE_TAP = SWAPPED ? -OUT_CHANNELS : OUT_CHANNELS;
     const Item at = base ? (Item)BaseItem(item) : (Item)PhasedItem(item);
     const int channel = at.channel + in_item, steps[3] = {base ? STEP_D : 1, base ? STEP_H : 1, base ? STEP_W : 1};
-    const bool exists =
-        base ? at.w < ALONG_W.taps && channel < BASE_CHANNELS : at.w < ALONG_W.count && channel < PHASED_CHANNELS;
+    const bool exists = at.exists && channel < (base ? BASE_CHANNELS : PHASED_CHANNELS);
     tap_w = exists ? at.w * steps[2] : AXIS_W.kernel;
     element = channel * (base == SWAPPED ? 1 : TAPS * OUT_CHANNELS) +
               ((at.d * steps[0] * AXIS_H.kernel + at.h * steps[1]) * AXIS_W.kernel + tap_w) * ONE_TAP;
@@ -244,9 +244,10 @@ __device__ __forceinline__ Place column_place(int first_item, int eight, int col
 
 // Two neighbouring columns are neighbouring output channels.
 constexpr bool PAIRS = MIRRORED != SWAPPED && OUT_CHANNELS % 2 == 0;
-typedef Vector<float, PAIRS ? 2 : 1> Stored;
-typedef Vector<scalar_t, PAIRS ? 2 : 1> Narrowed;
-constexpr int STORES = PAIRS ? 1 : 2;   // for two columns
+constexpr int TOGETHER = PAIRS ? 2 : 1;  // columns of a store
+typedef Vector<float, TOGETHER> Stored;
+typedef Vector<scalar_t, TOGETHER> Narrowed;
+constexpr int STORES = 2 / TOGETHER;    // for two columns
 constexpr int AT_ONCE = 4 / ROW_TILES;  // eights of columns whose earlier sums are loaded together
 constexpr int OF_ROW = AT_ONCE * STORES, ROWS_OF_THREAD = 2 * ROW_TILES;
 
@@ -291,11 +292,11 @@ __device__ __forceinline__ void store(const Params& params, const WorkTile& work
         const float* const found = sums.of[i / 2] + 4 * tile + i % 2 * 2 + j % STORES;
         Stored& sum = before[i * OF_ROW + j];
 #pragma unroll
-        for (int k = 0; k < (PAIRS ? 2 : 1); ++k) sum.value[k] += found[k];
+        for (int k = 0; k < TOGETHER; ++k) sum.value[k] += found[k];
         if (sizeof(scalar_t) == 2 && params.narrowed) {
           Narrowed result;
 #pragma unroll
-          for (int k = 0; k < (PAIRS ? 2 : 1); ++k) narrow(sum.value[k], result.value[k]);
+          for (int k = 0; k < TOGETHER; ++k) narrow(sum.value[k], result.value[k]);
           *(Narrowed*)((scalar_t*)partial + from + elements[i] + places[j]) = result;
         } else {
           *(Stored*)(to + elements[i] + places[j]) = sum;

@@ -27,6 +27,7 @@
 #include "ptx/mbarrier.cuh"
 #include "operand/window.cuh"
 #include "operand/window_rows.cuh"
+#include "mainloop/accumulators.cuh"
 
 struct Params {
   Tensor5 x, g;
@@ -65,7 +66,7 @@ struct Step {
   int tile[4];
 
   __device__ __forceinline__ Step(const Params& params, int work_tile) : stage(0) {
-    const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
+    const int tiles = volume(params.tiles);
     block = work_tile / tiles;
     decode(params.tiles, work_tile % tiles, tile);
   }
@@ -142,19 +143,7 @@ struct Meeting {
   }
 };
 
-struct Sums {
-  accum_t of[CELLS][IN_TILE];
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < CELLS * IN_TILE; ++i) of[i / IN_TILE][i % IN_TILE] = 0;
-  }
-  __device__ __forceinline__ void take(Sums& others) {
-#pragma unroll
-    for (int i = 0; i < CELLS * IN_TILE; ++i) of[i / IN_TILE][i % IN_TILE] += others.of[i / IN_TILE][i % IN_TILE];
-    others.clear();
-  }
-
+struct Sums : Accumulators<CELLS, IN_TILE, accum_t> {
   // Adds one stage. `meetings`: the thread's positions; `weights`: its slice's.
   __device__ __forceinline__ void add(const Params& params, const char* window, const Meeting (&meetings)[OFFSETS],
                                       const accum_t* weights) {
@@ -333,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (more) shift = load(state.before()), taps.load(weight, next);
     sums.add(params, window, meetings, weights + state.index * WEIGHT_STAGE + threadIdx.x / SLICE_THREADS * SLAB);
     if (more) taps.store(weights + state.before() * WEIGHT_STAGE);
-    if (CHAINED && (step.stage % FLUSH == FLUSH - 1 || step.stage == STAGES - 1)) total.take(sums);
+    if (CHAINED && (step.stage % FLUSH == FLUSH - 1 || step.stage == STAGES - 1)) total.take(sums, false), sums.clear();
     if (step.stage == STAGES - 1) {
       Sums& all = CHAINED ? total : sums;
       store(params, step, all, rows, dst);

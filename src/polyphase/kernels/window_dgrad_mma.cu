@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int block = blockIdx.x;
   const int block_m = block % GRID_M;
   block /= GRID_M;
-  const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
+  const int tiles = volume(params.tiles);
   const int group = block / tiles;
   int first[4];  // first position of the tile
   tile_origin(params.tiles, params.tile_extent, block % tiles, first);
@@ -50,13 +50,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Place* const places = (Place*)(positions + COLUMNS);
   char* const stage_memory = (char*)shared_memory + params.table_bytes;
 
-  StageBoxLoader<Channels::first, ROWS, Moving> weight_loader(params.weight, params.weight_box);
-  StageBoxLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Still> g_loader(params.g,
-                                                                                                params.window);
+  StageBoxLoader<false, ROWS, Moving> weight_loader(params.weight, params.weight_box);
+  StageBoxLoader<G_CHANNELS_LAST, OUT_CHUNK, Still> g_loader(params.g, params.window);
   weight_loader.init(places, DEPTH);
   int window[4] = {first[0], first[1], first[2], first[3]};
   to_window(window, params.skew);
-  g_loader.init((long long*)(places + weight_loader.box.pieces), elements(params.window), params.batch, window);
+  g_loader.init((long long*)(places + weight_loader.box.pieces), volume(params.window.extent), params.batch, window);
   list_positions(positions, COLUMNS, params.window, params.tile_extent, params.skew);
   for (int i = threadIdx.x; i < DEPTH; i += THREADS) {
     const int channel = WEIGHT_STRIDE_OUT == 1 ? i % OUT_CHUNK : i / TAPS;

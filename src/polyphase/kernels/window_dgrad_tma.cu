@@ -58,7 +58,7 @@ struct WorkTile {
   int first[4];  // first position along n, d, h, w
 
   __device__ __forceinline__ WorkTile(const Params& params, int index) {
-    const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
+    const int tiles = volume(params.tiles);
     first_in = index % GRID_N * COLUMNS;
     index /= GRID_N;
     split = index / (tiles * params.groups);
@@ -66,8 +66,7 @@ struct WorkTile {
     tile_origin(params.tiles, params.tile_extent, index % tiles, first);
   }
   static __device__ __forceinline__ int count(const Params& params) {
-    return params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3] * params.groups * GRID_N *
-           params.splits;
+    return volume(params.tiles) * params.groups * GRID_N * params.splits;
   }
   __device__ __forceinline__ int first_stage(const Params& params) const { return split * params.split_length; }
   __device__ __forceinline__ int stages(const Params& params) const {
@@ -129,8 +128,7 @@ __device__ __forceinline__ void load_items(const Params& params, const scalar_t*
   griddepcontrol_wait();
   PipelineState<STAGES> state;
   const int work_tiles = WorkTile::count(params), step = gridDim.x;
-  const int bytes =
-      params.tile_extent[0] * params.tile_extent[1] * params.tile_extent[2] * params.tile_extent[3] * ROW_PITCH;
+  const int bytes = volume(params.tile_extent) * ROW_PITCH;
 #pragma unroll 1
   for (int index = blockIdx.x; index < work_tiles; index += step) {
     const WorkTile work(params, index);

@@ -17,6 +17,7 @@
 #include "core/geometry.cuh"
 #include "core/pipeline.cuh"
 #include "core/shared_address.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/tma.cuh"
@@ -63,7 +64,7 @@ struct WorkTile {
   int first[4];  // first position along n, d, h, w
 
   __device__ __forceinline__ WorkTile(const Params& params, int index) {
-    const int tiles = params.tiles[0] * params.tiles[1] * params.tiles[2] * params.tiles[3];
+    const int tiles = volume(params.tiles);
     first_in = index % GRID_N * COLUMNS;
     index /= GRID_N;
     group = index / tiles;
@@ -118,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   // Producers start now: building the tables below overlaps the first loads.
   if (threadIdx.x >= CONSUMER_THREADS) {
-    begin_loading();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     RowLoader<OUT_CHUNK> g_loader(params.g, params.window);
     if (!all_by_tma) {
       g_loader.init(places);
@@ -147,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                                  to + params.window_offset, params.batch, window, barrier);
           });
     }
-    end_loading();
+    cp_async_commit();
+    cp_async_wait<0>();
     return;
   }
 

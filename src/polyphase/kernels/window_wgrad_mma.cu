@@ -62,11 +62,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Place* const places = (Place*)(offsets + POSITIONS);
   char* const stage_memory = (char*)shared_memory + params.table_bytes;
 
-  StageBoxLoader<X_CHANNELS_LAST ? Channels::last : Channels::first, ROWS, Moving> x_loader(params.x, params.x_box);
-  StageBoxLoader<G_CHANNELS_LAST ? Channels::last : Channels::first, OUT_CHUNK, Moving> g_loader(params.g,
-                                                                                                 params.window);
+  StageBoxLoader<X_CHANNELS_LAST, ROWS, Moving> x_loader(params.x, params.x_box);
+  StageBoxLoader<G_CHANNELS_LAST, OUT_CHUNK, Moving> g_loader(params.g, params.window);
   x_loader.init(places, POSITIONS);
-  g_loader.init(places + x_loader.box.pieces, elements(params.window));
+  g_loader.init(places + x_loader.box.pieces, volume(params.window.extent));
   list_positions(offsets, POSITIONS, params.window, params.tile_extent, params.skew);
   x += (long long)(group * IN_CHANNELS + first_in) * params.x.stride[1];
   grad += (long long)(group * OUT_CHANNELS + first_out) * params.g.stride[1];

@@ -19,6 +19,7 @@
 #include "core/geometry.cuh"
 #include "core/pipeline.cuh"
 #include "core/shared_address.cuh"
+#include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -156,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int i = 0; i < 4; ++i) origin[i] = tile[i] * params.tile_extent[i];
     };
     PipelineState<STAGES> state;
-    begin_loading();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     load_stages(
         k_tiles, all_by_tma, ring, state, stage_memory, params.stage_bytes,
         [&](int, char* to, unsigned barrier) {
@@ -188,7 +189,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           advance<false>(params.tiles, tile);
           return shift;
         });
-    end_loading();
+    cp_async_commit();
+    cp_async_wait<0>();
     return;
   }
 

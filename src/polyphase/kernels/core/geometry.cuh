@@ -73,6 +73,9 @@ __device__ __forceinline__ offset_t byte_offset(const Tensor5& t, int n, int d, 
                                 (offset_t)h * (offset_t)t.stride[3] + (offset_t)w * (offset_t)t.stride[4]);
 }
 
+// Elements of a box, or tiles of a tensor.
+__device__ __forceinline__ int volume(const int (&extent)[4]) { return extent[0] * extent[1] * extent[2] * extent[3]; }
+
 // Indices along n, d, h and w of element `index` of a box; an index beyond the box is beyond along n.
 template <class Index, class Extent>
 __device__ __forceinline__ void decode(const Extent (&extent)[4], Index index, int (&at)[4]) {

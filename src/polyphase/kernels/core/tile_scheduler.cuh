@@ -66,7 +66,7 @@ struct TileScheduler {
   // number 1 on: `own` is at least FURTHER + 2.
   __device__ __forceinline__ void take(int ordinal) {
     const int entry = ordinal + FURTHER - params.own;
-    if (entry >= 0) publish(entry % QUEUE);
+    if (entry >= 0) broadcast_word(memory.work + entry % QUEUE, next, memory.known + entry % QUEUE);
     if (entry >= -1) next = claim();
   }
   // Called by the taking thread at the end: a block must not exit while work tiles may still be written to it.
@@ -88,9 +88,6 @@ struct TileScheduler {
     return first + (int)atomicAdd(counter, 1u) * (RESIDENT ? params.tile_shares.value : 1) + row_group;
   }
 
-  __device__ __forceinline__ void publish(int slot) const {
-    broadcast_word(memory.work + slot, next, memory.known + slot);
-  }
   // The barrier's next phase completes when the work tile is written.
   __device__ __forceinline__ void expect(int slot) const { expect_word(memory.known + slot); }
 };

@@ -7,9 +7,9 @@
 __device__ __forceinline__ int fragment_row() { return threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int fragment_column() { return threadIdx.x % 4 * 2; }
 
-template <int TILES, int COUNT>
+template <int TILES, int COUNT, class T = float>
 struct Accumulators {
-  float of[TILES][COUNT];
+  T of[TILES][COUNT];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll

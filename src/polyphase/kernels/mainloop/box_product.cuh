@@ -21,7 +21,6 @@
 #include "core/shared_address.cuh"
 #include "core/swizzle.cuh"
 #include "core/types.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/registers.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -130,7 +129,7 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
             const int at = held(column_of_warp<Columns>(line, j)) + Columns::step(step);
 #pragma unroll
             for (int k = 0; k < 2; ++k)
-              columns[k] = *(const unsigned*)(b + swizzled<COLUMN_PITCH>(at + k * COLUMN_PITCH));
+              columns[k] = *(const unsigned*)(b + swizzled(at + k * COLUMN_PITCH, COLUMN_PITCH));
           }
 #pragma unroll
           for (int tile = 0; tile < ROW_TILES; ++tile)
@@ -154,15 +153,10 @@ struct Sums : Accumulators<ROW_TILES * LINES, SUMS> {
     return Columns::line(line) + column / COLUMN_BOX * Columns::BESIDE + column % COLUMN_BOX * ELEMENT +
            lane % 4 * 2 * COLUMN_PITCH + lane / 4 * ELEMENT;
   }
-  // Address of a byte of a box, by its offset before swizzling.
-  template <int PITCH>
-  static __device__ __forceinline__ int swizzled(int offset) {
-    return offset ^ (offset >> 7 & (PITCH / 16 - 1)) << 4;
-  }
   // Bytes to the lane's element, at its first or second k of eight, of the first eight rows or columns.
   template <int PITCH>
   static __device__ __forceinline__ int place_of_lane(int k) {
-    return swizzled<PITCH>((threadIdx.x % 4 * 2 + k) * PITCH + threadIdx.x % 32 / 4 * ELEMENT);
+    return swizzled((threadIdx.x % 4 * 2 + k) * PITCH + threadIdx.x % 32 / 4 * ELEMENT, PITCH);
   }
   // The lane's element of the eight rows or columns from `i` on, in boxes that are `beside` bytes apart.
   template <int PITCH>

@@ -14,7 +14,6 @@
 #include "core/pipeline.cuh"
 #include "core/shared_address.cuh"
 #include "mainloop/accumulators.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma.cuh"
 

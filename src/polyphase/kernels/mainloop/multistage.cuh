@@ -25,10 +25,6 @@ struct StageBox {
 // The thread's index among the loading threads.
 __device__ __forceinline__ int loader() { return threadIdx.x - 32 * FIRST_LOAD_WARP; }
 
-__device__ __forceinline__ int elements(const StageBox& stage_box) {
-  return stage_box.extent[0] * stage_box.extent[1] * stage_box.extent[2] * stage_box.extent[3];
-}
-
 __device__ __forceinline__ bool exists(const Tensor5& t, int batch, int n, int d, int h, int w) {
   return n < batch && (unsigned)d < (unsigned)t.size[0] && (unsigned)h < (unsigned)t.size[1] &&
          (unsigned)w < (unsigned)t.size[2];
@@ -96,11 +92,9 @@ struct Moving {
   }
 };
 
-// Position of the channels in the tensor; channels last are transposed by the copy.
-enum class Channels { first, last };
-
-// Copies one StageBox of a stage to shared memory; up to 1 << SPAN threads copy the pieces of a channel.
-template <Channels ORDER, int CHANNELS, class Box, int SPAN = 5>
+// Copies one StageBox of a stage to shared memory; channels last are transposed. Up to 1 << SPAN threads copy the
+// pieces of a channel.
+template <bool CHANNELS_LAST, int CHANNELS, class Box, int SPAN = 5>
 struct StageBoxLoader {
   static constexpr int VECTOR = CHANNELS % (16 / ELEMENT) == 0 ? 16 / ELEMENT : 1;  // channels at once
 
@@ -114,14 +108,14 @@ struct StageBoxLoader {
   // `list` has room for the pieces of `count` elements; `more`: further arguments of the box.
   template <class Entry, class... More>
   __device__ __forceinline__ void init(Entry* list, int count, const More&... more) {
-    box.init(tensor, stage_box, list, count, ORDER == Channels::first ? stage_box.piece : 1, more...);
+    box.init(tensor, stage_box, list, count, CHANNELS_LAST ? 1 : stage_box.piece, more...);
   }
 
   // Copies the box of `channels` channels from `from` on; further channels become zero. `at`: origin of a moving box.
   template <class... At>
   __device__ __forceinline__ void load(const scalar_t* from, int channels, char* to, const At&... at) const {
     from += box.begin(tensor, at...);
-    if constexpr (ORDER != Channels::first) {
+    if constexpr (CHANNELS_LAST) {
       if (VECTOR > 1 && stage_box.piece > 1)
         load_channels<VECTOR>(from, channels, to, at...);
       else

@@ -32,14 +32,12 @@ __device__ __forceinline__ void clear(float& sum) {
   materialize(sum);
 }
 
-#if WGMMA
 __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
+#if WGMMA
   const unsigned long long columns =
       MN_MAJOR ? matrix_descriptor<128>(b, BOX_BYTES) : matrix_descriptor<PIXEL_PITCH>(b, b_chunk);
   wgmma(sums, matrix_descriptor<16>(a, A_CHUNK), columns, add);
-}
 #else
-__device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, unsigned b, unsigned b_chunk, bool add) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   if (!add) {
 #pragma unroll
@@ -54,5 +52,5 @@ __device__ __forceinline__ void add_product(float (&sums)[SUMS], unsigned a, uns
     mma<operand_t>(sums + 4 * j, rows, columns[0], columns[1]);
     if (j + 1 < PIXELS / 8) mma<operand_t>(sums + 4 * (j + 1), rows, columns[2], columns[3]);
   }
-}
 #endif
+}

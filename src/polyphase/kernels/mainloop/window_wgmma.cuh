@@ -28,7 +28,6 @@
 #include "core/shared_address.cuh"
 #include "core/types.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/cp_async.cuh"
 #include "ptx/fence.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -79,7 +78,7 @@ struct WindowBarriers : PipelineBarriers<STAGES> {
 // first.
 __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* tensor, const Runs& runs,
                                           const int (&place)[5], char* to, unsigned barrier) {
-  const int count = runs.count[0] * runs.count[1] * runs.count[2] * runs.count[3];
+  const int count = volume(runs.count);
   int at[4] = {};
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
@@ -89,13 +88,6 @@ __device__ __forceinline__ void load_runs(const TensorMap& map, const scalar_t* 
     to += runs.box;
     advance(runs.count, at);  // without divisions, which took longer than the TMA load
   }
-}
-
-// Called by producers before their first load and after their last.
-__device__ __forceinline__ void begin_loading() { setmaxnreg_dec<PRODUCER_REGISTERS>(); }
-__device__ __forceinline__ void end_loading() {
-  cp_async_commit();
-  cp_async_wait<0>();
 }
 
 // Producers: issue(stage, memory, barrier), by the first thread, issues TMA loads; unless these are all, copy(stage,
@@ -247,15 +239,16 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
   __device__ __forceinline__ void multiply(Rows<COUNT>& rows, const char* operand, const Runs& runs, int step,
                                            bool begin) {
     const int pitch = INPUT_GRAD ? 128 : runs.bytes;  // the weight's is always 128
-    const Operand columns(operand, pitch, runs.box);
+    const unsigned long long columns = swizzled_descriptor(shared_address(operand), pitch, MN_MAJOR ? runs.box : 0);
     pin(rows.of);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
+      const bool add = i > 0 || !begin;
       const int at = (step + i) * 32, within = at & (pitch - 1);
       const int bytes = MN_MAJOR ? (step + i) * OPERATION * pitch : (at - within) * COLUMNS + within;
 #pragma unroll
-      for (int tile = 0; tile < ROW_TILES; ++tile) columns.multiply(bytes, rows.of[i][tile], of[tile], i > 0 || !begin);
+      for (int tile = 0; tile < ROW_TILES; ++tile) wgmma(of[tile], rows.of[i][tile], columns + (bytes >> 4), add);
     }
     wgmma_commit();
   }
@@ -266,19 +259,6 @@ struct Sums : Accumulators<ROW_TILES, 4 * COLUMN_TILES> {
     wgmma_wait<0>();
     pin(rows.of);
   }
-
-  // B's descriptor, in runs of `pitch` bytes and boxes of `box`.
-  struct Operand {
-    unsigned long long described;
-
-    __device__ __forceinline__ Operand(const char* from, int pitch, int box)
-        : described(swizzled_descriptor(shared_address(from), pitch, MN_MAJOR ? box : 0)) {}
-    // One wgmma, whose B starts `bytes` after the stage's.
-    __device__ __forceinline__ void multiply(int bytes, const unsigned (&rows)[4], float (&sums)[4 * COLUMN_TILES],
-                                             bool add) const {
-      wgmma(sums, rows, described + (bytes >> 4), add);
-    }
-  };
 };
 
 // Consumers: add(stage, memory, shift) multiplies one stage. `copied`: threads wrote B, so wgmma needs a proxy fence.

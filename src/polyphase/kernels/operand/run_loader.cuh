@@ -22,7 +22,7 @@ class RunLoader {
                                        const int (&tile_extent)[4], int joined)
       : tensor(tensor), runs(runs), joined(joined), length(joined ? tile_extent[2] * joined : tile_extent[3]) {
     const int of_run = runs.bytes / piece_bytes;
-    const int pieces = runs.count[0] * runs.count[1] * runs.count[2] * runs.count[3] * of_run;
+    const int pieces = volume(runs.count) * of_run;
     const int piece = loader() % pieces;
     decode(runs.count, piece / of_run, at);
     at[3] = at[3] * runs.length + piece % of_run * (piece_bytes / ELEMENT);

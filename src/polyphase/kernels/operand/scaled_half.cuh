@@ -11,7 +11,11 @@
 #include "core/types.cuh"
 
 // Operands of the tensor cores.
-typedef conditional_t<is_same<scalar_t, float> && SCALED, float16, scalar_t> operand_t;
+#if SCALED
+typedef float16 operand_t;
+#else
+typedef scalar_t operand_t;
+#endif
 
 // The power of two of the band of largest magnitudes, and the number of bands (operand/bands.cuh).
 struct Band {
