@@ -60,7 +60,7 @@ struct Tensor5 {
 
 // Takes the index along the fastest of some dimensions off `index`, which keeps that of the others.
 template <class Index, class Extent>
-__device__ __forceinline__ int next_index(Index& index, const Extent& extent) {
+__device__ __forceinline__ int next_index(Index& index, Extent extent) {
   const int place = (int)(index % extent);
   index = index / extent;  // with /= a Divisor would be its value
   return place;

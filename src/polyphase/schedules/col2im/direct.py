@@ -32,7 +32,7 @@ from polyphase.schedules.direct_wgrad.gemm import (
     gemm_step,
     items_of,
     legal_configs,
-    stage_cycles,
+    seconds_along_channels,
 )
 from polyphase.schedules.schedule import Cost, Schedule
 
@@ -79,15 +79,8 @@ class _FewRows(NamedTuple):
         return Launch(row_blocks, tiles, row_blocks, splits, length)
 
     def seconds(self, config: GemmConfig, device: DeviceInfo) -> float:
-        """Predicted time by instructions, or by bytes of the weight, with one stage per resident block in flight."""
-        terms, launch = costs("direct_wgrad_gemm", device), self.launch(config, device)
-        slots = device.multiprocessors * config.min_blocks
-        waves = max(1.0, launch.blocks / slots) if launch.blocks > 4 * slots else math.ceil(launch.blocks / slots)
-        work = config.min_blocks * stage_cycles(config, self.product, terms)
-        rate = device.copy_bytes_per_second / (device.multiprocessors * device.clock_hz)  # bytes in a cycle
-        moved = config.min_blocks * config.depth * config.columns * DTYPE_BYTES[self.dtype] / rate
-        stages = launch.positions // config.depth
-        return (waves * (stages * max(work, moved, terms.latency / 2) + terms.latency)) / device.clock_hz
+        """Predicted time of the product."""
+        return seconds_along_channels(self.product, config, self.launch(config, device), self.dtype, device)
 
     def step(self, config: GemmConfig, launch: Launch, strides: tuple[int, int]) -> Step:
         """The launch's step; ``strides``: of x along positions and channels."""

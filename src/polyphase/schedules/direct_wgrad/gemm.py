@@ -260,6 +260,19 @@ def stage_cycles(config: GemmConfig, product: GemmProduct, terms: Costs, gathers
     return _issued(config, instructions, wavefronts, terms)
 
 
+def seconds_along_channels(
+    product: GemmProduct, config: GemmConfig, launch: Launch, dtype: str, device: DeviceInfo
+) -> float:
+    """Predicted time by instructions, or by bytes of the columns, with one stage per resident block in flight."""
+    terms, slots = costs("direct_wgrad_gemm", device), device.multiprocessors * config.min_blocks
+    waves = max(1.0, launch.blocks / slots) if launch.blocks > 4 * slots else math.ceil(launch.blocks / slots)
+    work = config.min_blocks * stage_cycles(config, product, terms)
+    rate = device.copy_bytes_per_second / (device.multiprocessors * device.clock_hz)  # bytes in a cycle
+    moved = config.min_blocks * config.depth * config.columns * DTYPE_BYTES[dtype] / rate
+    stages = launch.positions // config.depth
+    return (waves * (stages * max(work, moved, terms.latency / 2) + terms.latency)) / device.clock_hz
+
+
 def _tile_cycles(config: GemmConfig, product: GemmProduct, launch: Launch, measured: float, terms: Costs) -> float:
     """Predicted cycles of a multiprocessor for a whole tile, on average over a block's tiles.
 
