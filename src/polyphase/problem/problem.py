@@ -274,7 +274,7 @@ class ConvTransposeProblem:
         """Output channels of a group."""
         return self.out_channels // self.groups
 
-    @property
+    @cached_property
     def input_shape(self) -> tuple[int, ...]:
         """``(N, C_in, *spatial)``."""
         return (self.batch, self.in_channels, *self.input_size)

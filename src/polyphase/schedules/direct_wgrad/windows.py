@@ -266,9 +266,9 @@ def _tile(layer: _Layer, config: WindowsConfig, tile: Four, terms: Costs) -> _Ti
 
 def _quads(layer: _Layer, thread_columns: int, positions: int = _POSITIONS) -> int:
     """Quads of a row of the window that ``positions`` of a thread read."""
-    axis = layer.problem.axes3[2]
+    axis, skew = layer.problem.axes3[2], layer.skew
     places = itertools.product(range(positions), range(thread_columns))
-    return len({(layer.skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
+    return len({(skew + position * axis.stride + column * axis.dilation) // 4 for position, column in places})
 
 
 def _tile_cycles(
