@@ -210,11 +210,15 @@ class _Families:
 
     @cached_property
     def _held_by_bias_and_zeros(self) -> int:
-        """Registers of the bias beside values of long rows; of stores where elements of a cell's row own no taps."""
+        """Registers of the bias beside values of long rows; of stores where elements of a row or lines own no taps."""
         owned = self._taps.owned_w
         bias = 16 if self._problem.bias and owned >= 4 and (self._parts == 2 or owned % 2) else 0
         zeros = self._problem.axes3[2].stride - owned
-        return bias + (min(32 + 16 * zeros, 96) if self._parts == 2 and zeros else 0)
+        few_lines = any(  # own taps; all others are stored by a loop of their own
+            4 * len({tap * axis.dilation % axis.stride for tap in range(axis.kernel)}) <= axis.stride
+            for axis in self._problem.axes3[:2]
+        )
+        return bias + 16 * few_lines + (min(32 + 16 * zeros, 96) if self._parts == 2 and zeros else 0)
 
     def members(self, config: GemmConfig) -> Iterator[tuple[GemmConfig, tuple[int, ...]]]:
         """The config with all loaders and columns, and the stages of each."""
