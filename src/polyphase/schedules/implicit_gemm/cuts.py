@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from polyphase.problem.integers import round_up
 from polyphase.problem.layouts import extent
 from polyphase.program.tensor_map import tma_strides
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.implicit_gemm.config import BOX_PIXELS, CHUNK_BYTES, Taps
+from polyphase.schedules.tensor_cores import MAX_BOX_SIDE
 
 _MAX_SIDE = 1023, 63, 63  # pixels of a row, slabs, images of a tile and its halo (`Pixel` in the kernel packs them)
-_MAX_BOX_SIDE = 256
 _PER_PIXEL = {16: 0.3, 8: 0.4, 4: 0.6, 2: 4.0}  # by bytes per copy: cost of a halo pixel relative to a cell
 
 
@@ -203,13 +204,13 @@ def _are_one_row(gather: Gather) -> bool:
 
 def _is_box(row: int, rows: int, slabs: int, images: int) -> bool:
     """Whether TMA loads these pixels in one box, or a single row in several pieces."""
-    return max(rows, slabs, images) <= _MAX_BOX_SIDE and (row <= _MAX_BOX_SIDE or rows * slabs * images == 1)
+    return max(rows, slabs, images) <= MAX_BOX_SIDE and (row <= MAX_BOX_SIDE or rows * slabs * images == 1)
 
 
 def _pieces_of_row(row: int, gather: Gather) -> tuple[int, int]:
     """Boxes of a row of pixels, and the pixels of each; one of several is transposed as a whole."""
-    count, turned = math.ceil(row / _MAX_BOX_SIDE), 128 // gather.src_bytes
-    return count, row if count == 1 else math.ceil(row / count / turned) * turned
+    count, line = math.ceil(row / MAX_BOX_SIDE), 128 // gather.src_bytes
+    return count, row if count == 1 else round_up(math.ceil(row / count), line)
 
 
 def _operands(pixels: int) -> tuple[int, int]:
@@ -295,7 +296,7 @@ class _Rectangles:
             if self._tma:
                 if not _is_box(row, halo_rows, slabs + reach_d, images):
                     continue
-                boxes = _pieces_of_row(row, self._cuts.gather) if row > _MAX_BOX_SIDE else (1, images * image)
+                boxes = _pieces_of_row(row, self._cuts.gather) if row > MAX_BOX_SIDE else (1, images * image)
             read = capacity if all_pixels else capacity + reach_d * slab + reach_h * row + reach_w + self._skew
             allocated = self._cuts.allocated(halo, read, *boxes)
             tiles = -(-batch // images), -(-depth // slabs), -(-height // rows), -(-width // columns)

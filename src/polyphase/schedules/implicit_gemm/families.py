@@ -214,10 +214,8 @@ class _Families:
         owned = self._taps.owned_w
         bias = 16 if self._problem.bias and owned >= 4 and (self._parts == 2 or owned % 2) else 0
         zeros = self._problem.axes3[2].stride - owned
-        few_lines = any(  # own taps; all others are stored by a loop of their own
-            4 * len({tap * axis.dilation % axis.stride for tap in range(axis.kernel)}) <= axis.stride
-            for axis in self._problem.axes3[:2]
-        )
+        # Few lines own taps: all others are stored by a loop of their own.
+        few_lines = any(4 * min(axis.kernel, axis.tap_step) <= axis.stride for axis in self._problem.axes3[:2])
         return bias + 16 * few_lines + (min(32 + 16 * zeros, 96) if self._parts == 2 and zeros else 0)
 
     def members(self, config: GemmConfig) -> Iterator[tuple[GemmConfig, tuple[int, ...]]]:
