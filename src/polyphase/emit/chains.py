@@ -150,8 +150,7 @@ def run_tail(number: int, value: torch.Tensor, operands: list[torch.Tensor]) -> 
         return None
     if not value.is_contiguous() or value.data_ptr() % ALIGNMENT:
         return None
-    parts = [replace(part, shape=(batch, *part.shape[1:])) for part in tail.parts]
-    named = [each for part in parts for each in part.named_operands.items()]
+    named = [each for part in tail.parts for each in part.named_operands.items()]
     for (_, operand), tensor, shape in zip(named, operands, tail.operands):
         if tuple(tensor.shape) != ((batch, *shape[1:]) if operand.per in (ELEMENT, SAMPLE) else shape):
             return None
@@ -159,19 +158,20 @@ def run_tail(number: int, value: torch.Tensor, operands: list[torch.Tensor]) -> 
     if key not in _calls_of_tails:
         if len(_calls_of_tails) >= MOST_CALLS:
             _calls_of_tails.clear()
-        _calls_of_tails[key] = calls_of(parts, tail.dtype, arch_of(value.device))
+        _calls_of_tails[key] = calls_of(tail, batch, arch_of(value.device))
     dense = torch.contiguous_format
     read = iter([(name, as_read(operand, each, dense)) for (name, operand), each in zip(named, operands)])
-    for part, call in zip(parts, _calls_of_tails[key]):
+    for part, call in zip(tail.parts, _calls_of_tails[key]):
         value = execute(call, {SRC: value, **dict(itertools.islice(read, len(part.named_operands)))}, value)
     return value.view(batch, *tail.result[1:]) if _calls_of_tails[key] else None
 
 
-def calls_of(parts: list[Reduction], dtype: str, arch: str) -> list[Call]:
-    """What computes a layer's tail; nothing if the file lacks a kernel of it."""
+def calls_of(tail: Tail, batch: int, arch: str) -> list[Call]:
+    """What computes a layer's tail of ``batch`` samples; nothing if the file lacks a kernel of it."""
+    parts = [replace(part, shape=(batch, *part.shape[1:])) for part in tail.parts]
     if not all(0 < math.prod(part.shape) <= MOST_ELEMENTS for part in parts):
         return []
-    programs = [program_of(part, dtype) for part in parts]
+    programs = [program_of(part, tail.dtype) for part in parts]
     if any(find_kernel(arch, step.source) is None for program in programs for step in program.steps):
         return []
     dense = torch.contiguous_format
