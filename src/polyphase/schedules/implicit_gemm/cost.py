@@ -10,6 +10,7 @@ from polyphase.costs import Costs, costs
 from polyphase.problem import DTYPE_BYTES
 from polyphase.problem.device import DeviceInfo
 from polyphase.problem.epilogue import NONE, Epilogue
+from polyphase.problem.layouts import SECTOR_BYTES
 from polyphase.schedules.cells import Gather
 from polyphase.schedules.cost import prologue_cycles, slower_of
 from polyphase.schedules.implicit_gemm.config import CHUNK_BYTES, ROWS, GemmConfig, Product, Taps
@@ -39,11 +40,15 @@ def prologue_estimate(
 
 
 def shared_ends(gather: Gather, config: GemmConfig, tile: Tile) -> float:
-    """Partly written sectors: pieces of odd rows begin and end in sectors that another piece completes later.
+    """Partly written sectors: pieces of rows begin and end in sectors that another piece completes later.
 
-    Odd rows, of an odd number of elements, begin anywhere in a sector.
+    Rows that are no whole number of sectors begin at any multiple of what both have in common.
     """
-    if gather.dst.channels_last or config.taps_in_rows or gather.dst.shape[4] % 2 == 0:
+    if gather.dst.channels_last or config.taps_in_rows:
+        return 0
+    row_bytes = gather.dst.shape[4] * gather.dst_bytes
+    partial = 1 - math.gcd(row_bytes, SECTOR_BYTES) / SECTOR_BYTES
+    if not partial:
         return 0
     rows, columns, pitch = math.prod(tile.cells[:2]) * tile.images, tile.cells[2], tile.pitch[2]
     *lines, width = gather.dst.shape
@@ -53,7 +58,7 @@ def shared_ends(gather: Gather, config: GemmConfig, tile: Tile) -> float:
     else:
         cuts = range(piece, (rows - 1) * pitch + columns, piece)
         pieces = 1 + sum(0 < cut % pitch < columns for cut in cuts) / rows
-    return 2 * math.prod(lines) * tiles * pieces
+    return 2 * partial * math.prod(lines) * tiles * pieces
 
 
 def _bandwidth(gather: Gather, terms: Costs) -> float:
