@@ -438,7 +438,7 @@ def test_explain_predicts_random_layers_beside_their_floors() -> None:
     result = invoke("explain", "--random", 2, "--seed", 5, "--over", 0, "--device", "sm_90a", "--layouts", "nchw")
     assert result.exit_code == 0, result.output
     for words in (
-        "12 passes of more than 0 × their floor", "by kind of layer", "by what computes the pass", "forecasts over",
+        "12 passes of more than 0 × their floor", "by kind of layer", "by what computes the pass", "predictions over",
         "GFLOP have no schedule on tensor cores",
     ):  # fmt: skip
         assert words in told(result)
@@ -446,7 +446,7 @@ def test_explain_predicts_random_layers_beside_their_floors() -> None:
     assert "0 passes of more than 1e+09 × their floor" in told(result)
     result = invoke("explain", "--layer", LAYER, "--over", 3, "--device", "cpu")
     assert result.exit_code == 2
-    assert "forecasts are for NVIDIA GPUs" in told(result)
+    assert "predictions are for NVIDIA GPUs" in told(result)
 
 
 def test_explain_takes_model_files_and_suites() -> None:

@@ -146,14 +146,14 @@ def test_errors_are_those_of_the_code_at_hand(name: str) -> None:
 
 
 def test_a_fit_finds_its_way_back() -> None:
-    """From values that are far off, to forecasts that are at least as good as today's."""
+    """From values that are far off, to predictions that are at least as good as today's."""
     section = section_of("phase_gemm_pixels")
-    today = fitted_rows.error(section.rows, list(search.forecasts(section.rows, section.name, section.values)))
+    today = fitted_rows.error(section.rows, list(search.predictions(section.rows, section.name, section.values)))
     off = {**section.values, "product": 1.5, "store": 0.1, "stage": 1200.0}
-    before = fitted_rows.error(section.rows, list(search.forecasts(section.rows, section.name, off)))
+    before = fitted_rows.error(section.rows, list(search.predictions(section.rows, section.name, off)))
     terms = {name: {**term, "value": off[name]} for name, term in section.terms.items()}
     found = search.fit(section.rows, section.name, off, terms, fit.weights_of(section.rows, section.rows))
-    after = fitted_rows.error(section.rows, list(search.forecasts(section.rows, section.name, found)))
+    after = fitted_rows.error(section.rows, list(search.predictions(section.rows, section.name, found)))
     assert before > 1.1 * today
     assert after <= today
     assert section.values == table.COSTS["sm_90a"]["phase_gemm_pixels"]  # nothing is left of the search

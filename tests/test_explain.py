@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from helpers import refusals
-from polyphase.bench import forecasts
+from polyphase.bench import predictions
 from polyphase.bench.layers import NamedLayer
 from polyphase.plan import planner
 from polyphase.plan.explain import explain
@@ -92,7 +92,9 @@ def test_a_card_has_its_own_bandwidth() -> None:
         slower = planner.as_shown(h100, chosen, moving, pass_)
         assert slower.config == chosen.config
         assert chosen.seconds < slower.seconds <= chosen.seconds * 4.28 / 3.01 * 1.001
-    (at_h100,), (at_h200,) = (list(forecasts.forecasts([NamedLayer("up", moving)], card, 1)) for card in (h100, h200))
+    (at_h100,), (at_h200,) = (
+        list(predictions.predictions([NamedLayer("up", moving)], card, 1)) for card in (h100, h200)
+    )
     for slower_, faster in zip(at_h100, at_h200):
         assert slower_.schedule == faster.schedule
         assert slower_.seconds > faster.seconds

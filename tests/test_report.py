@@ -1,4 +1,4 @@
-"""`polyphase report`: what it says of a model in short and as a page, forecasts and measured."""
+"""`polyphase report`: what it says of a model in short and as a page, predictions and measured."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_what_is_measured(model: Path) -> None:
     assert "up, forward: wrong: 7 <of> 8 elements" in "\n".join(summary(found))
     words = checked(page(found))
     assert "wrong: 7 &lt;of&gt; 8 elements" in words
-    assert "3.250" not in words  # a forecast is no measurement
+    assert "3.250" not in words  # a prediction is no measurement
 
 
 def test_the_recipe_leaves_what_it_says(model: Path) -> None:

@@ -436,7 +436,7 @@ def test_rows_that_no_tap_meets_are_not_read(kernel: int, dilation: int, share: 
 
 
 def test_where_images_straddle_lines_planes_are_written() -> None:
-    """The forecast decides."""
+    """The prediction decides."""
     for row, in_place in ((26, False), (32, True)):
         problem = make((16, 320, row, row), 320, (3, 8), (3, 8), tf32=True)
         best = min((each for each, _ in offers(WGRAD_TMA, problem, Pass.WEIGHT_GRAD)), key=lambda each: each.seconds)

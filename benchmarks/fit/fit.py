@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
 
 import numpy as np  # noqa: E402
 from rows import Row, bias, by_case, error, passes, planned, ranking, read_rows, recorded  # noqa: E402
-from search import Values, affected, fit, forecasts, forget, same_tiles  # noqa: E402
+from search import Values, affected, fit, forget, predictions, same_tiles  # noqa: E402
 
 from polyphase.costs import table  # noqa: E402
 
@@ -90,7 +90,7 @@ def candidate(section: Section, rows: Sequence[Row], only: Sequence[str] = ()) -
     part = fit(seen, section.name, start, terms, weights_of(seen, rows))
     found = fit(section.rows, section.name, start, terms, weights_of(section.rows, rows))
     told, own = (
-        [error(some, list(forecasts(some, section.name, values))) for values in (start, fitted)]
+        [error(some, list(predictions(some, section.name, values))) for values in (start, fitted)]
         for some, fitted in ((unseen, part), (section.rows, found))
     )
     print(f"{section.name}: error {own[0]:.3f} -> {own[1]:.3f}, on layers not seen {told[0]:.3f} -> {told[1]:.3f}")
@@ -100,7 +100,7 @@ def candidate(section: Section, rows: Sequence[Row], only: Sequence[str] = ()) -
 
 
 def judge(sections: Sequence[Section], fits: dict[str, Values], rows: Sequence[Row], before: np.ndarray) -> np.ndarray:
-    """Takes as many fits as make no choice worse, and gives the forecasts then.
+    """Takes as many fits as make no choice worse, and gives the predictions then.
 
     All are taken at first. While choices are worse by geometric mean, or more of them are slower by over `_SLOWER` than
     a quarter of those that are faster by as much, the fit is given up without which they are best.
@@ -120,7 +120,7 @@ def judge(sections: Sequence[Section], fits: dict[str, Values], rows: Sequence[R
             if key[1] and key not in known:
                 for name in of_it:
                     take(by_name[name], fits[name] if name in taken else start[name])
-                known[key] = [rows[place].forecast() for place in mine]
+                known[key] = [rows[place].prediction() for place in mine]
             found[mine] = known[key] if key[1] else before[mine]
         return found
 
@@ -142,7 +142,7 @@ def judge(sections: Sequence[Section], fits: dict[str, Values], rows: Sequence[R
 
 
 def changes(rows: Sequence[Row], before: np.ndarray, after: np.ndarray) -> list[str]:
-    """Every case whose least forecast is another candidate's."""
+    """Every case whose least prediction is another candidate's."""
     old, new = dict(zip(rows, before)), dict(zip(rows, after))
     lines = []
     for found in by_case(rows).values():
@@ -159,7 +159,7 @@ def _text(row: Row) -> str:
 
 def describe(section: Section) -> None:
     """Writes into the section what its terms are worth: rows, records and error, of each term and of all."""
-    seconds = np.array([row.forecast() for row in section.rows])
+    seconds = np.array([row.prediction() for row in section.rows])
     files = Counter(row.file for row in section.rows)
     section.data.update(
         records=dict(sorted(files.items())),
@@ -177,12 +177,12 @@ def describe(section: Section) -> None:
 def report(title: str, rows: Sequence[Row], seconds: Sequence[float]) -> None:
     """Errors by schedule, pass and format, and how good choices are."""
     of = dict(zip(rows, seconds))
-    print(f"\n{title}\n{'schedule, pass, format':52s} rows  error  forecast/measured")
+    print(f"\n{title}\n{'schedule, pass, format':52s} rows  error  predicted/measured")
     for name, group in passes(rows):
         found = [of[row] for row in group]
         print(f"{name:52s} {len(group):4d}  {error(group, found):5.3f}  {bias(group, found):5.3f}")
     print(f"{'all':52s} {len(rows):4d}  {error(rows, list(seconds)):5.3f}")
-    print(f"chosen by forecast / fastest recorded: {ranking(rows, seconds)}")
+    print(f"chosen by prediction / fastest recorded: {ranking(rows, seconds)}")
 
 
 def say_planned(rows: Sequence[Row], asked: bool) -> None:
@@ -225,7 +225,7 @@ def is_outdated(row: Row, sections: dict[str, Any]) -> bool:
 
 
 def commit() -> str:
-    """Of the code that forecasts."""
+    """Of the code that predicts."""
     asked = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True)
     return asked.stdout.strip() or "unknown"
 
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"no candidate to fit to; skipped: {skipped}")
     rows = [row for row in rows if not is_outdated(row, data["sections"])]
     print(f"{len(rows)} candidates; skipped: {skipped}")
-    before = after = np.array([row.forecast() for row in rows])
+    before = after = np.array([row.prediction() for row in rows])
     report("before", rows, list(before))
     print(f"chosen when recorded / fastest recorded: {recorded(rows)}")
     say_planned(rows, given.plan)

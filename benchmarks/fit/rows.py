@@ -1,4 +1,4 @@
-"""Measured candidates, as `python -m polyphase tune --csv` wrote them, and what the code at hand forecasts for them."""
+"""Measured candidates, as `python -m polyphase tune --csv` wrote them, and what the code at hand predicts for them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _SETTING = re.compile(r"(\w+)=(\([^)]*\)|[^,()]+)")
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One candidate: where it is recorded, what was measured, and what is asked for its forecast."""
+    """One candidate: where it is recorded, what was measured, and what is asked for its prediction."""
 
     file: str
     case: tuple[str, ...]
@@ -75,7 +75,7 @@ class Row:
     planned: bool
     gpu: str
 
-    def forecast(self) -> float:
+    def prediction(self) -> float:
         """Predicted seconds; infinite where no tile fits any more."""
         cost = self.schedule.cost(self.problem, self.pass_, self.device, self.layouts, self.config)
         return math.inf if cost is None else cost[0]
@@ -140,7 +140,7 @@ def _row(file: str, record: Record, device: DeviceInfo) -> Row | str:
     for problem, layouts in _computed(record.problem, pass_, rounded):
         row = Row(file, case, schedule, problem, pass_, layouts, config, device, seconds, was_planned, record.gpu)
         try:
-            if math.isfinite(row.forecast()):
+            if math.isfinite(row.prediction()):
                 return row
         except (ArithmeticError, AssertionError, IndexError, KeyError, ValueError):
             pass  # a configuration that would not be legal today
@@ -185,7 +185,7 @@ def _value(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How good choices by forecasts are among recorded candidates: chosen over fastest, of each case."""
+    """How good choices by predictions are among recorded candidates: chosen over fastest, of each case."""
 
     ratios: dict[tuple[str, ...], float]
 
@@ -223,9 +223,9 @@ def _ranking(rows: Iterable[Row], choose: Callable[[list[Row]], Row | None]) -> 
     return Ranking(ratios)
 
 
-def ranking(rows: Sequence[Row], forecasts: Sequence[float]) -> Ranking:
-    """Of the candidate with the least forecast in each case."""
-    seconds = dict(zip(rows, forecasts))
+def ranking(rows: Sequence[Row], predictions: Sequence[float]) -> Ranking:
+    """Of the candidate with the least prediction in each case."""
+    seconds = dict(zip(rows, predictions))
     return _ranking(rows, lambda candidates: min(candidates, key=seconds.__getitem__))
 
 
@@ -247,16 +247,16 @@ def planned(rows: Sequence[Row]) -> tuple[Ranking, int]:
     return found, len(by_case(rows)) - len(found.ratios)
 
 
-def error(rows: Sequence[Row], forecasts: Sequence[float]) -> float:
-    """The geometric mean of how far forecasts are from what was measured, as a factor; 1 where there are no rows."""
+def error(rows: Sequence[Row], predictions: Sequence[float]) -> float:
+    """The geometric mean of how far predictions are from what was measured, as a factor; 1 where there are no rows."""
     if not rows:
         return 1.0
-    return math.exp(sum(abs(math.log(f / row.seconds)) for row, f in zip(rows, forecasts)) / len(rows))
+    return math.exp(sum(abs(math.log(f / row.seconds)) for row, f in zip(rows, predictions)) / len(rows))
 
 
-def bias(rows: Sequence[Row], forecasts: Sequence[float]) -> float:
-    """The geometric mean of forecast over measured."""
-    return math.exp(sum(math.log(f / row.seconds) for row, f in zip(rows, forecasts)) / max(1, len(rows)))
+def bias(rows: Sequence[Row], predictions: Sequence[float]) -> float:
+    """The geometric mean of prediction over measured."""
+    return math.exp(sum(math.log(f / row.seconds) for row, f in zip(rows, predictions)) / max(1, len(rows)))
 
 
 def passes(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:

@@ -17,7 +17,7 @@ from polyphase.costs import trial
 
 Values = dict[str, float]
 
-# A forecast that is off by more counts by its logarithm, not by the square of that: a few records do not decide.
+# A prediction that is off by more counts by its logarithm, not by the square of that: a few records do not decide.
 _FAR = 0.5
 # What moving a term by a factor e costs: a term that the rows hardly tell of stays where it is.
 _STAY = 0.002
@@ -25,9 +25,9 @@ _STEPS = 0.3, 0.15, 0.07, 0.03
 _SWEEPS = 3  # at most, of each step
 _AS_GOOD = 1e-7  # of the loss: a step is taken only where it is less by more
 
-# What schedules remember of their terms: forecasts, forgotten before every question; and tiles, which stay those of the
-# first values during a search, as they take long to find.
-_FORECASTS = {
+# What schedules remember of their terms: predictions, forgotten before every question; and tiles, which stay those of
+# the first values during a search, as they take long to find.
+_PREDICTIONS = {
     "tma_cost": ("weight_splits", "input_splits"),
     "..direct_wgrad.windows": ("_tiling",),
     "..tap_gemm.tma_cost": ("splits_of",),
@@ -46,8 +46,8 @@ def forget() -> None:
                     each.cache_clear()
 
 
-def _forget_forecasts() -> None:
-    for name, functions in _FORECASTS.items():
+def _forget_predictions() -> None:
+    for name, functions in _PREDICTIONS.items():
         module = importlib.import_module(name if name.startswith("..") else f".{name}", _ROOM)
         for function in functions:
             getattr(module, function).cache_clear()
@@ -66,11 +66,11 @@ def same_tiles() -> Iterator[None]:
         yield
 
 
-def forecasts(rows: Sequence[Row], section: str, values: Values) -> np.ndarray:
+def predictions(rows: Sequence[Row], section: str, values: Values) -> np.ndarray:
     """Predicted seconds of rows where a section has these values."""
     with trial(section, **values):
-        _forget_forecasts()
-        return np.array([row.forecast() for row in rows])
+        _forget_predictions()
+        return np.array([row.prediction() for row in rows])
 
 
 def bounds(term: dict[str, Any]) -> tuple[float, float]:
@@ -88,17 +88,17 @@ def affected(rows: Sequence[Row], section: str, values: Values, term: str) -> np
     if not rows:
         return np.empty(0, int)
     if not values[term]:
-        before, after = forecasts(rows, section, values), forecasts(rows, section, {**values, term: 1.0})
+        before, after = predictions(rows, section, values), predictions(rows, section, {**values, term: 1.0})
         return np.flatnonzero(np.abs(after / before - 1) > 1e-9)
-    less, more = (forecasts(rows, section, {**values, term: values[term] * factor}) for factor in (0.9, 1.1))
+    less, more = (predictions(rows, section, {**values, term: values[term] * factor}) for factor in (0.9, 1.1))
     return np.flatnonzero(np.abs(more / less - 1) > 1e-9)
 
 
 def losses(rows: Sequence[Row], seconds: np.ndarray, weights: np.ndarray, both_sides: bool) -> np.ndarray:
-    """What forecasts are off by, squared.
+    """What predictions are off by, squared.
 
-    Of rows that bytes bind only forecasts that are too high count, unless ``both_sides``: else work would be fitted to
-    what bytes take.
+    Of rows that bytes bind only predictions that are too high count, unless ``both_sides``: else work would be fitted
+    to what bytes take.
     """
     off = np.log(seconds / np.array([row.seconds for row in rows]))
     if not both_sides:
@@ -114,7 +114,7 @@ def fit(
     start, now = dict(values), dict(values)
     scale = float(weights.sum())
     with same_tiles():
-        forecasts(rows, section, now)
+        predictions(rows, section, now)
         parts = {term: affected(rows, section, now, term) for term in terms if now[term]}
         parts = {term: found for term, found in parts.items() if len(found)}
         shares = {term: terms[term]["meaning"].startswith("share of the bandwidth") for term in parts}
@@ -126,7 +126,7 @@ def fit(
                     weighed, both = weights[places], shares[term]
 
                     def loss(value: float, term: str = term, asked: list[Row] = asked) -> float:
-                        seconds = forecasts(asked, section, {**now, term: value})
+                        seconds = predictions(asked, section, {**now, term: value})
                         stay = _STAY * math.log(value / start[term]) ** 2
                         return float(losses(asked, seconds, weighed, both).sum()) / scale + stay  # noqa: B023
 

@@ -1,7 +1,7 @@
 """What polyphase does for a model: its layers, how long each takes, the gain, and the code to add.
 
 On a GPU layers are measured one by one against PyTorch and the whole model is timed both ways; elsewhere the times are
-the planner's forecasts for a card that is named. Accuracy is `polyphase.bench.check`'s, on this machine.
+the planner's predictions for a card that is named. Accuracy is `polyphase.bench.check`'s, on this machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sum_of(values: Iterable[float | None]) -> float | None:
 class Layer:
     """A problem that transposed convolutions of the model solve: ``names`` has a module's name for each of its calls.
 
-    ``records`` are the passes of one call: measured, or with the forecast alone.
+    ``records`` are the passes of one call: measured, or with the prediction alone.
     """
 
     names: tuple[str, ...]
@@ -146,7 +146,7 @@ def report_on(
     measure: bool,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ModelReport:
-    """Report on a model: with ``measure`` by timing on ``options.device``, else by forecasts for ``device``.
+    """Report on a model: with ``measure`` by timing on ``options.device``, else by predictions for ``device``.
 
     Raises `ModelFileError` with the model's own line where PyTorch does not run it.
     """
@@ -171,7 +171,7 @@ def report_on(
         with closing(Runner(options.device, [problem.dtype for problem in grouped], quick=True)) as runner:
             layers = _layers(grouped, passes, runner.run, "timing", progress)
     else:
-        layers = _layers(grouped, passes, partial(_forecast, planned_for), "planning", progress)
+        layers = _layers(grouped, passes, partial(_prediction, planned_for), "planning", progress)
     return ModelReport(
         target,
         card,
@@ -223,7 +223,7 @@ def _layers(
     return found
 
 
-def _forecast(card: Card, case: Case) -> Record:
+def _prediction(card: Card, case: Case) -> Record:
     """A record with the planner's time alone."""
     problem, pass_ = case.problem, case.pass_
     layout = "channels_last" if problem.channels_last else "nchw"
@@ -248,7 +248,7 @@ def _facts(options: Options, card: str, measured: bool) -> list[tuple[str, str]]
     kept = ["polyphase", "Python", "PyTorch", "cuDNN", "driver", "NVRTC", "processor"]
     machine = environment.device_name(options.device.type)
     return [
-        ("times", f"measured on {machine}" if measured else f"forecasts for {card}; no GPU was used"),
+        ("times", f"measured on {machine}" if measured else f"predictions for {card}; no GPU was used"),
         ("accuracy", f"measured on {machine}{'' if measured else ', with the portable path'}"),
         *((name, facts[name]) for name in kept if name in facts),
     ]

@@ -146,7 +146,7 @@ def _cards(report: ModelReport) -> str:
 
 
 def _totals(report: ModelReport) -> list[tuple[str, float | None, float | None]]:
-    """Title, forecast and floor of each pass, over all calls of all layers."""
+    """Title, prediction and floor of each pass, over all calls of all layers."""
     found = []
     for index, record in enumerate(report.layers[0].records if report.layers else ()):
         one = [replace(layer, records=(layer.records[index],)) for layer in report.layers]

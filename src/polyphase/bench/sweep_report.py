@@ -18,7 +18,7 @@ def summary_table(records: Iterable[Record]) -> Table:
     table = plain_table(
         "geometric means of GPU time; speed-up over PyTorch: the faster of default and benchmark mode, then each",
         ("pass", "dtype", "layout"),
-        (*figures.split(", "), "× forecast"),
+        (*figures.split(", "), "× predicted"),
     )
     for (pass_name, dtype, layout), group in grouped(records).items():
         table.add_row(TITLES.get(pass_name, pass_name), dtype, layout, *_figures(group))
@@ -28,7 +28,7 @@ def summary_table(records: Iterable[Record]) -> Table:
 def _figures(group: Sequence[Record]) -> list[str]:
     best = sorted(_known(record.best_speedup for record in group))
     floors = sorted(_known(record.times_floor for record in group))
-    forecast = [record.ms / record.predicted_ms for record in group if record.ms and record.predicted_ms]
+    prediction = [record.ms / record.predicted_ms for record in group if record.ms and record.predicted_ms]
     return [
         str(len(floors)),
         str(sum(not record.good for record in group)),
@@ -41,7 +41,7 @@ def _figures(group: Sequence[Record]) -> list[str]:
         _mean(floors),
         factor(percentile(floors, 0.95) if floors else None),
         factor(floors[-1] if floors else None),
-        _mean(forecast),
+        _mean(prediction),
     ]
 
 
@@ -66,7 +66,7 @@ def _worst(title: str, records: Iterable[Record], badness: Callable[[Record], fl
     table = plain_table(
         f"{title}, ms",
         ("layer", "pass", "dtype", "layout", "by"),
-        ("speed-up", "× floor", "ours", "forecast", "floor", "torch", "benchmark"),
+        ("speed-up", "× floor", "ours", "predicted", "floor", "torch", "benchmark"),
     )
     chosen = sorted((record for record in records if record.ms is not None), key=badness, reverse=True)
     for record in chosen[:count]:

@@ -71,8 +71,8 @@ def explain(
     console = make_console()
     if drawn or over is not None:
         if not card.device.is_cuda:
-            raise typer.BadParameter("forecasts are for NVIDIA GPUs, such as sm_90a", param_hint="--device")
-        _tell_forecasts(console, [*problems(layers, *forms(dtypes, layouts), strict_fp32)], card, over, show, jobs)
+            raise typer.BadParameter("predictions are for NVIDIA GPUs, such as sm_90a", param_hint="--device")
+        _tell_predictions(console, [*problems(layers, *forms(dtypes, layouts), strict_fp32)], card, over, show, jobs)
         return
     tf32 = tf32_allowed() and not strict_fp32
     for index, named in enumerate(layers):
@@ -95,23 +95,23 @@ def _is_notation(named: NamedLayer) -> bool:
         return False
 
 
-def _tell_forecasts(
+def _tell_predictions(
     console: Console, layers: list[NamedLayer], card: Card, over: float | None, show: int, jobs: int
 ) -> None:
     """Print which passes are predicted to be far above their floor, and by kinds how far all are."""
     from rich.progress import track
 
-    from polyphase.bench import forecasts
+    from polyphase.bench import predictions
     from polyphase.bench.report import make_console
     from polyphase.problem.ceilings import about_rates
 
     over = _OVER if over is None else over
-    plans = forecasts.forecasts(layers, card, jobs)
+    plans = predictions.predictions(layers, card, jobs)
     progress = make_console(stderr=True)
     found = [each for some in track(plans, "planning", len(layers), console=progress, transient=True) for each in some]
     console.print(f"on {card}; {about_rates(card)}", markup=False)
-    console.print(forecasts.worst_table(found, over, show))
-    for table in forecasts.group_tables(found, over):
+    console.print(predictions.worst_table(found, over, show))
+    for table in predictions.group_tables(found, over):
         console.print()
         console.print(table)
     lacking = [each for each in found if each.lacks_tensor_cores]

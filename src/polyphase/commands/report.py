@@ -55,8 +55,8 @@ def report(
 ) -> None:
     """Report what polyphase does for a model, here and as an HTML page: times, memory, accuracy, the code to add.
 
-    On a GPU everything is measured, against PyTorch. Elsewhere times are the planner's forecasts. The exit status is 1
-    if a result is wrong, or if there is nothing to accelerate.
+    On a GPU everything is measured, against PyTorch. Elsewhere times are the planner's predictions. The exit status is
+    1 if a result is wrong, or if there is nothing to accelerate.
     """
     import torch
 
@@ -114,5 +114,5 @@ def _planned_for(card: str) -> Card:
     except UnsupportedError as failure:
         raise typer.BadParameter(str(failure), param_hint="--card") from None
     if not found.device.is_cuda:
-        raise typer.BadParameter("forecasts are for NVIDIA GPUs", param_hint="--card")
+        raise typer.BadParameter("predictions are for NVIDIA GPUs", param_hint="--card")
     return found

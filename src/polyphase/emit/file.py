@@ -114,7 +114,7 @@ def emit(model: Model, devices: Sequence[DeviceInfo], title: str, command: str) 
         _section("What the kernels take as their last parameter, as read in their sources"),
         f"STRUCTS = {literals.of(structs, names)}",
         f"OPERATIONS = {literals.of(operations, names)}",
-        _section("What forecasts are made of: by them launches choose tiles and splits"),
+        _section("What predictions are made of: by them launches choose tiles and splits"),
         f"COSTS = {literals.of(_costs_of(host, devices))}",
         _section("What was emitted: layers, and what computes their passes"),
         f"LAYERS = {literals.of(layers, names)}",

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from polyphase.bench import forecasts
-from polyphase.bench.forecasts import Forecast, kinds
+from polyphase.bench import predictions
 from polyphase.bench.layers import NamedLayer
 from polyphase.bench.plans import problems
+from polyphase.bench.predictions import Prediction, kinds
 from polyphase.bench.random_layers import random_layers
 from polyphase.bench.records import percentile
 from polyphase.plan import planner as plan
@@ -24,15 +24,15 @@ make = ConvTransposeProblem.make
 H200_INFO = DeviceInfo.for_arch("sm_90a")
 
 
-def _forecasts(*layers: ConvTransposeProblem) -> list[Forecast]:
+def _predictions(*layers: ConvTransposeProblem) -> list[Prediction]:
     named = [NamedLayer(str(layer), layer) for layer in layers]
-    return [found for some in forecasts.forecasts(named, H200_INFO, 1) for found in some]
+    return [found for some in predictions.predictions(named, H200_INFO, 1) for found in some]
 
 
-def test_a_forecast_is_the_plan_s_over_the_floor() -> None:
+def test_a_prediction_is_the_plan_s_over_the_floor() -> None:
     problem = make((16, 256, 64, 64), 128, 4, stride=2, padding=1, tf32=True)
     strict = replace(problem, tf32=False)
-    for found in _forecasts(problem, strict):
+    for found in _predictions(problem, strict):
         chosen = plan.plan(found.problem, found.pass_, H200_INFO, by_prediction=True)
         assert chosen.candidate is not None
         assert (found.schedule, found.seconds) == (chosen.schedule, chosen.candidate.seconds)
@@ -46,21 +46,21 @@ def test_a_forecast_is_the_plan_s_over_the_floor() -> None:
 def test_a_pass_without_tensor_cores_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it has the channels and the work for them; others are right to do without."""
     layer = make((16, 64, 64, 64), 64, 3, padding=1, tf32=True)
-    assert not any(found.lacks_tensor_cores for found in _forecasts(layer))
-    for schedule in forecasts.SCHEDULES:
+    assert not any(found.lacks_tensor_cores for found in _predictions(layer))
+    for schedule in predictions.SCHEDULES:
         monkeypatch.setattr(type(schedule), "on_tensor_cores", False)
     few = make((16, 64, 64, 64), 4, 3, padding=1, tf32=True)
     small = make((1, 64, 8, 8), 64, 3, padding=1, tf32=True)
-    lacking = [found.problem for found in _forecasts(layer, few, small) if found.lacks_tensor_cores]
+    lacking = [found.problem for found in _predictions(layer, few, small) if found.lacks_tensor_cores]
     assert lacking == [layer] * 3
 
 
 def test_a_pass_that_nothing_computes_is_infinitely_far_from_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
-        raise forecasts.UnsupportedError("too large")
+        raise predictions.UnsupportedError("too large")
 
     monkeypatch.setattr(plan, "plan", refused)
-    assert {(found.schedule, found.over) for found in _forecasts(make((1, 8, 8), 8, 3))} == {("none", math.inf)}
+    assert {(found.schedule, found.over) for found in _predictions(make((1, 8, 8), 8, 3))} == {("none", math.inf)}
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_a_layer_has_the_names_of_its_kinds(layer: ConvTransposeProblem, expecte
 def test_the_worst_come_first_and_kinds_have_what_they_have_in_common() -> None:
     layer, other = make((8, 64, 64, 64), 64, 4, stride=2, padding=1), make((8, 64, 32), 3, 4)
     found = [
-        Forecast("fine", layer, Pass.FORWARD, "quick", 2e-5, 1e-5),
-        Forecast("bad", other, Pass.FORWARD, "slow", 8e-5, 1e-5),
-        Forecast("worse", other, Pass.FORWARD, "slow", 32e-5, 1e-5),
+        Prediction("fine", layer, Pass.FORWARD, "quick", 2e-5, 1e-5),
+        Prediction("bad", other, Pass.FORWARD, "slow", 8e-5, 1e-5),
+        Prediction("worse", other, Pass.FORWARD, "slow", 32e-5, 1e-5),
     ]
     console = Console(width=200)
 
@@ -97,22 +97,22 @@ def test_the_worst_come_first_and_kinds_have_what_they_have_in_common() -> None:
             console.print(table)
         return capture.get()
 
-    worst = text(forecasts.worst_table(found, 3.0, 10))
+    worst = text(predictions.worst_table(found, 3.0, 10))
     assert "2 passes of more than 3 ×" in worst
     assert worst.index("worse") < worst.index("bad")
     assert "fine" not in worst
-    assert "the 1 worst" in text(forecasts.worst_table(found, 3.0, 1))
+    assert "the 1 worst" in text(predictions.worst_table(found, 3.0, 1))
     figures = {
         "fewer than 8 outputs": ["2", "16.00", "32.00", "32.00", "2"],
         "quick": ["1", "2.00", "2.00", "2.00", "0"],
         "nchw": ["3", "8.00", "32.00", "32.00", "2"],
     }
-    for table, (name, expected) in zip(forecasts.group_tables(found, 3.0), figures.items(), strict=True):
+    for table, (name, expected) in zip(predictions.group_tables(found, 3.0), figures.items(), strict=True):
         line = next(line for line in text(table).splitlines() if name in line)
         assert line.split()[-5:] == expected
 
 
-# What is wanted of 200 layers of 20 µs and more: forecasts of at most so many times the floor on 95 % and on all, and
+# What is wanted of 200 layers of 20 µs and more: predictions of at most so many times the floor on 95 % and on all, and
 # no pass without tensor cores that has the channels and the work for them.
 WANTED = (3.0, 6.0, 0)
 
@@ -146,8 +146,8 @@ def test_random_layers_are_as_near_their_floor_as_before(count: int) -> None:
     layers = [
         *problems(random_layers(count, 49, least_seconds=20e-6), ["float32", "bfloat16"], [False], strict_fp32=False)
     ]
-    groups: dict[tuple[Pass, str], list[Forecast]] = {}
-    for some in forecasts.forecasts(layers, H200_INFO, os.cpu_count() or 1):
+    groups: dict[tuple[Pass, str], list[Prediction]] = {}
+    for some in predictions.predictions(layers, H200_INFO, os.cpu_count() or 1):
         for found in some:
             groups.setdefault((found.pass_, found.problem.dtype), []).append(found)
     assert set(groups) == set(REACHED[count])

@@ -30,7 +30,7 @@ _ALIGNMENT = 16  # bytes between the rows that TMA takes
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Prediction:
     """The plan of one pass: ``seconds`` as predicted, infinite where no schedule computes it.
 
     ``lacks_tensor_cores``: it is large enough for them and has enough channels, and no schedule offers them.
@@ -50,29 +50,29 @@ class Forecast:
         return self.seconds / self.floor_seconds
 
 
-def forecasts(layers: Sequence[NamedLayer], device: DeviceInfo | Card, jobs: int) -> Iterator[list[Forecast]]:
+def predictions(layers: Sequence[NamedLayer], device: DeviceInfo | Card, jobs: int) -> Iterator[list[Prediction]]:
     """Those of the three passes of each layer, in its own dtype and format, planned by ``jobs`` processes."""
-    return pool.each(_forecasts, [(layer, Card.of(device)) for layer in layers], jobs)
+    return pool.each(_predictions, [(layer, Card.of(device)) for layer in layers], jobs)
 
 
-def _forecasts(of: tuple[NamedLayer, Card]) -> list[Forecast]:
+def _predictions(of: tuple[NamedLayer, Card]) -> list[Prediction]:
     layer, card = of
-    return [_forecast(layer, pass_, card) for pass_ in Pass]
+    return [_prediction(layer, pass_, card) for pass_ in Pass]
 
 
-def _forecast(layer: NamedLayer, pass_: Pass, card: Card) -> Forecast:
+def _prediction(layer: NamedLayer, pass_: Pass, card: Card) -> Prediction:
     problem = layer.problem
     floor = 1e-3 * floor_ms(problem, card.rates)
     try:
         chosen = plan.plan(problem, pass_, card.device, by_prediction=True)
     except UnsupportedError:
-        return Forecast(layer.name, problem, pass_, "none", math.inf, floor)
+        return Prediction(layer.name, problem, pass_, "none", math.inf, floor)
     assert chosen.candidate is not None
     candidate = plan.as_shown(card, chosen.candidate, problem, pass_)
     enough = min(problem.in_channels_per_group, problem.out_channels_per_group) >= _FEW
     wanted = enough and problem.flops >= _LARGE_FLOPS and not chosen.selected[0].schedule.on_tensor_cores
     lacking = wanted and not _on_tensor_cores(problem, pass_, card.device)
-    return Forecast(layer.name, problem, pass_, chosen.schedule, candidate.seconds, floor, lacking)
+    return Prediction(layer.name, problem, pass_, chosen.schedule, candidate.seconds, floor, lacking)
 
 
 def _on_tensor_cores(problem: ConvTransposeProblem, pass_: Pass, device: DeviceInfo) -> bool:
@@ -113,46 +113,46 @@ def kinds(problem: ConvTransposeProblem) -> list[str]:
     return [name for name, holds in named.items() if holds]
 
 
-def group_tables(found: Sequence[Forecast], over: float) -> list[Table]:
+def group_tables(found: Sequence[Prediction], over: float) -> list[Table]:
     """How far passes are over their floors: by kind of layer, of which a layer may be several, by kernel, by layout."""
     return [
-        _grouped("by kind of layer", "kind", found, lambda forecast: kinds(forecast.problem), over),
-        _grouped("by what computes the pass", "kernel", found, lambda forecast: [forecast.schedule], over),
-        _grouped("forecasts over the floor", "layout", found, lambda forecast: [_layout(forecast)], over),
+        _grouped("by kind of layer", "kind", found, lambda prediction: kinds(prediction.problem), over),
+        _grouped("by what computes the pass", "kernel", found, lambda prediction: [prediction.schedule], over),
+        _grouped("predictions over the floor", "layout", found, lambda prediction: [_layout(prediction)], over),
     ]
 
 
-def worst_table(found: Iterable[Forecast], over: float, count: int) -> Table:
+def worst_table(found: Iterable[Prediction], over: float, count: int) -> Table:
     """The passes that are predicted to take more than ``over`` times their floor, worst first."""
-    worst = sorted((forecast for forecast in found if forecast.over > over), key=lambda each: -each.over)
+    worst = sorted((prediction for prediction in found if prediction.over > over), key=lambda each: -each.over)
     title = f"{len(worst)} passes of more than {over:g} × their floor" + (f", the {count} worst" * (len(worst) > count))
     names = ("layer", "pass", "dtype", "layout", "kernel")
     table = plain_table(title, names, ("ms", "floor", "× floor"))
     table.add_column("kind")
-    for forecast in worst[:count]:
+    for prediction in worst[:count]:
         table.add_row(
-            forecast.layer,
-            PASS_TITLES[forecast.pass_.value],
-            forecast.problem.dtype,
-            _layout(forecast),
-            forecast.schedule,
-            milliseconds(1e3 * forecast.seconds),
-            milliseconds(1e3 * forecast.floor_seconds),
-            factor(forecast.over),
-            ", ".join(kinds(forecast.problem)),
+            prediction.layer,
+            PASS_TITLES[prediction.pass_.value],
+            prediction.problem.dtype,
+            _layout(prediction),
+            prediction.schedule,
+            milliseconds(1e3 * prediction.seconds),
+            milliseconds(1e3 * prediction.floor_seconds),
+            factor(prediction.over),
+            ", ".join(kinds(prediction.problem)),
         )
     return table
 
 
 def _grouped(
-    title: str, column: str, found: Iterable[Forecast], names: Callable[[Forecast], list[str]], over: float
+    title: str, column: str, found: Iterable[Prediction], names: Callable[[Prediction], list[str]], over: float
 ) -> Table:
     """One line for each pass, dtype and name, those first that are most above their floors together."""
     groups: dict[tuple[str, str, str], list[float]] = {}
-    for forecast in found:
-        for name in names(forecast):
-            key = PASS_TITLES[forecast.pass_.value], forecast.problem.dtype, name
-            groups.setdefault(key, []).append(forecast.over)
+    for prediction in found:
+        for name in names(prediction):
+            key = PASS_TITLES[prediction.pass_.value], prediction.problem.dtype, name
+            groups.setdefault(key, []).append(prediction.over)
     figures = ("passes", "× floor, mean", "95 % below", "highest", f"over {over:g}")
     table = plain_table(title, ("pass", "dtype", column), figures)
     for key, values in sorted(groups.items(), key=lambda group: -sum(map(math.log, group[1]))):
@@ -167,5 +167,5 @@ def _grouped(
     return table
 
 
-def _layout(forecast: Forecast) -> str:
-    return "channels_last" if forecast.problem.channels_last else "nchw"
+def _layout(prediction: Prediction) -> str:
+    return "channels_last" if prediction.problem.channels_last else "nchw"
