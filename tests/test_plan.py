@@ -459,7 +459,9 @@ def test_boxes_are_what_the_driver_takes(dtype: str, first: int) -> None:
                 stage = math.prod(boxes.box) * DTYPE_BYTES[boxes.dtype]
                 becomes_halves = candidate.config.scaled and boxes.dtype == "float32"
                 assert stage == pixels * 32 * candidate.config.k_steps * (2 if becomes_halves else 1)
-                slots = candidate.config.stages if problem.channels_last else candidate.config.raw_slots
+                config = candidate.config
+                in_place = problem.channels_last or config.tma_operands  # TMA writes stages, not raw slots
+                slots = config.stages if in_place else config.raw_slots
                 assert slots * count * stage <= program.main.shared_bytes
                 met.add((problem.channels_last, boxes.swizzle))
     assert {last for last, _ in met} == {False, True}
