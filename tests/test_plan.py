@@ -457,9 +457,9 @@ def test_boxes_are_what_the_driver_takes(dtype: str, first: int) -> None:
                 count, pixels = params(program)["boxes"], params(program)["box_pixels"]
                 assert count >= 1
                 stage = math.prod(boxes.box) * DTYPE_BYTES[boxes.dtype]
-                becomes_halves = candidate.config.scaled and boxes.dtype == "float32"
-                assert stage == pixels * 32 * candidate.config.k_steps * (2 if becomes_halves else 1)
                 config = candidate.config
+                becomes_halves = config.scaled and boxes.dtype == "float32"
+                assert stage == pixels * 32 * config.k_steps * (2 if becomes_halves else 1)
                 in_place = problem.channels_last or config.tma_operands  # TMA writes stages, not raw slots
                 slots = config.stages if in_place else config.raw_slots
                 assert slots * count * stage <= program.main.shared_bytes

@@ -42,12 +42,12 @@ def prologue_estimate(
 def shared_ends(gather: Gather, config: GemmConfig, tile: Tile) -> float:
     """Partly written sectors: pieces of rows begin and end in sectors that another piece completes later.
 
-    Rows that are no whole number of sectors begin at any multiple of what both have in common.
+    Rows begin at multiples of gcd(bytes of a row, 32) in a sector, all equally often: a part of them not at its start.
     """
     if gather.dst.channels_last or config.taps_in_rows:
         return 0
     row_bytes = gather.dst.shape[4] * gather.dst_bytes
-    partial = 1 - math.gcd(row_bytes, SECTOR_BYTES) / SECTOR_BYTES
+    partial = 1 - math.gcd(row_bytes, SECTOR_BYTES) / SECTOR_BYTES  # that part
     if not partial:
         return 0
     rows, columns, pitch = math.prod(tile.cells[:2]) * tile.images, tile.cells[2], tile.pitch[2]
